@@ -1,0 +1,36 @@
+"""ZeRO from scratch: train models whose state is spread over ranks.
+
+Names under `minizero.` are the public surface; each is told of in its chapter.
+"""
+
+from typing import Any
+
+from . import comm, zero
+from .launch import default_ranks, init_distributed, launch
+from .memory import Placement, Plan, estimate, estimate_activations
+from .tracker import Tracker, see_memory_usage
+from .zero3 import parallelize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Placement",
+    "Plan",
+    "Tracker",
+    "comm",
+    "default_ranks",
+    "estimate",
+    "estimate_activations",
+    "init_distributed",
+    "launch",
+    "parallelize",
+    "see_memory_usage",
+    "zero",
+]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext minizero` brings the cell magic `%%ranks`."""
+    from .lab import magic
+
+    magic.load_ipython_extension(ipython)

@@ -1,0 +1,378 @@
+"""Whatever goes wrong on a rank ends in time, in one clear error, and leaves nothing.
+
+Each fault is repeated MINIZERO_FAULT_REPEATS times (3 unless set).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from minizero import comm
+from minizero.launch import Pool, RankError, launch, rank
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
+
+REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "3"))
+TIMEOUT = 3.0  # of the calls that hang
+SLACK = 30.0  # for a machine that is slow to start and to end processes
+GONE = "All ranks were ended, and their names are gone."
+
+
+def meet():
+    comm.all_reduce(torch.ones(8))
+
+
+def raises():
+    if rank() == 1:
+        raise ValueError("too short\nby two")
+    meet()
+
+
+def is_killed():
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet()
+
+
+def crashes():
+    if rank() == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    meet()
+
+
+def leaves():
+    if rank() == 1:
+        sys.exit(3)
+    meet()
+
+
+def leaves_at_once():
+    if rank() == 1:
+        os._exit(7)
+    meet()
+
+
+def hangs():
+    meet()
+    if rank() == 1:
+        time.sleep(1000)
+    with comm.phase("backward", "block.1"):
+        meet()
+
+
+def hangs_unseen():
+    if rank() == 0:
+        dist.barrier()
+    else:
+        time.sleep(1000)
+
+
+def calls_another():
+    meet()
+    if rank() == 1:
+        comm.broadcast(torch.ones(4))
+    else:
+        meet()
+
+
+def calls_fewer():
+    meet()
+    if rank() == 0:
+        meet()
+
+
+def all_raise():
+    raise KeyError("missing")
+
+
+FAULTS = [
+    (raises, 1, [r"^rank 1 raised ValueError: too short\n\nTraceback", r"\nby two$"]),
+    (is_killed, 1, [r"^rank 1 was killed by SIGKILL\. .*memory"]),
+    (crashes, 0, [r"^rank 0 was killed by SIGSEGV\.$"]),
+    (leaves, 1, [r"^rank 1 left by sys\.exit\(3\)"]),
+    (leaves_at_once, 1, [r"^rank 1 left with exit code 7 before it had finished\.$"]),
+    (
+        hangs,
+        None,
+        [
+            r"^the ranks hang: no progress in 3 s\.",
+            r"rank 0 has waited 3.* s in collective 2, .* of 8 float32 \(backward, bl",
+            r"rank 1 has finished collective 1, .* at line \d+ of hangs \(.*faults.py",
+        ],
+    ),
+    (
+        hangs_unseen,
+        None,
+        [
+            r"^the ranks hang: no progress in 3 s\.",
+            r"rank 0 has entered no collective; it is at line \d+ of hangs_unseen",
+        ],
+    ),
+    (
+        calls_another,
+        None,
+        [
+            r"^the ranks are out of step: they wait in different collectives\.",
+            r"rank 0 has waited .* s in collective 2, all_reduce of 8 float32",
+            r"rank 1 has waited .* s in collective 2, broadcast of 4 float32",
+        ],
+    ),
+    (
+        calls_fewer,
+        None,
+        [
+            r"^the ranks are out of step: some wait for one that has returned\.",
+            r"rank 0 has waited .* s in collective 2, all_reduce of 8 float32",
+            r"rank 1 has returned",
+        ],
+    ),
+    (all_raise, 0, [r"^ranks 0, 1 raised KeyError: 'missing'"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch):
+    """Marks all that a test starts; fails if a process or a file outlives it."""
+    mark = f"{os.getpid()}-{time.monotonic()}"
+    monkeypatch.setenv("MINIZERO_TEST", mark)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+    limit = time.monotonic() + SLACK
+    while alive := marked(mark):
+        assert time.monotonic() < limit, alive
+        time.sleep(0.05)
+    assert list(tmp_path.glob("minizero-*")) == []
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            there = process.environ().get("MINIZERO_TEST") == mark
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        # The resource tracker lives as long as its parent, which is this process.
+        if there and "resource_tracker" not in line and process.status() != "zombie":
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("fault, culprit, patterns", FAULTS)
+@pytest.mark.parametrize("repeat", range(REPEATS))
+def test_a_fault_becomes_one_error(fault, culprit, patterns, repeat, capfd):
+    started = time.monotonic()
+    # Only what must wait for the timeout may come near it.
+    waits = "hang" in patterns[0]
+    with pytest.raises(RankError) as caught:
+        launch(fault, 2, timeout=TIMEOUT if waits else 1000)
+    assert time.monotonic() - started < TIMEOUT + SLACK
+    assert caught.value.rank == culprit
+    for pattern in patterns:
+        assert caught.match(pattern)
+    captured = capfd.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+
+
+def test_the_cause_comes_before_its_echoes():
+    def work():
+        if rank() == 2:
+            time.sleep(0.3)
+            os._exit(5)
+        if rank() == 1:
+            time.sleep(0.1)
+            raise RuntimeError("Connection closed by peer [127.0.0.1]")
+        meet()
+
+    with pytest.raises(RankError, match="^rank 2 left with exit code 5"):
+        launch(work, 3, timeout=60)
+
+
+def test_what_ranks_have_started_ends_with_them():
+    def work():
+        subprocess.Popen(["sleep", "1000"])
+        if rank() == 1:
+            raise ValueError
+        meet()
+
+    with pytest.raises(RankError, match="rank 1 raised ValueError\n"):
+        launch(work, 2, timeout=60)
+
+
+def test_output_up_to_the_fault_is_shown(capsys):
+    def work():
+        print("begun")
+        if rank() == 1:
+            print("ending", end="", flush=True)
+            os._exit(1)
+        meet()
+
+    with pytest.raises(RankError):
+        launch(work, 2, timeout=60)
+    shown = ["[rank 0] begun", "[rank 1] begun", "[rank 1] ending"]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
+def test_progress_postpones_the_timeout():
+    def work():
+        for _ in range(6):
+            time.sleep(TIMEOUT / 6)
+            meet()
+        for _ in range(6):
+            time.sleep(TIMEOUT / 6)
+            print(".")
+
+    launch(work, 2, timeout=TIMEOUT * 0.9)
+
+
+def test_a_pool_ends_when_a_rank_is_stuck():
+    pool = Pool(2, timeout=60)
+    with pytest.raises(RankError, match=GONE) as caught:
+        pool.run(raises)
+    assert caught.value.rank == 1
+    assert not pool.alive
+
+
+def test_a_pool_ends_when_a_rank_has_died_between_calls():
+    with Pool(2, timeout=60) as pool:
+        os.kill(pool.run(os.getpid)[1], signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            pool.run(meet)
+        assert not pool.alive
+
+
+# Faults of the parent: scripts of their own, which a test interrupts or kills.
+
+
+def script(text):
+    head = f"""
+    import sys, threading, time
+    sys.path[:0] = [{os.getcwd()!r}]
+    import torch
+    from minizero import comm
+    from minizero.launch import Pool, launch, rank
+    """
+    program = textwrap.dedent(head + text)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        env={**os.environ, "TMPDIR": tempfile.tempdir},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process, text):
+    seen = ""
+    while text not in seen:
+        line = process.stdout.readline()
+        assert line, seen
+        seen += line
+    return seen
+
+
+def wait_for_ranks(process):
+    """Until the script has started its ranks, which may not be ready."""
+    mark = os.environ["MINIZERO_TEST"]
+    while not any("spawn_main" in line for line in marked(mark)):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+SLEEPS = """
+    def work():
+        print("ready")
+        time.sleep(1000)
+    """
+BLOCKED = """
+    def work():
+        if rank() == 1:
+            time.sleep(1000)
+        threading.Timer(1, print, ["ready"]).start()  # when it has long been blocked
+        comm.all_reduce(torch.ones(1))
+    """
+LAUNCH = """
+    launch(work, 2, timeout=60)
+    """
+POOL = """
+    pool = Pool(2, timeout=60)
+    pool.execute("x = 5")
+    try:
+        pool.run(work)
+    except KeyboardInterrupt as error:
+        print(error)
+    print(pool.alive and pool.pull("x"))
+    """
+
+
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("body", [SLEEPS, BLOCKED], ids=["busy", "blocked"])
+def test_the_parent_is_killed(body, repeat):
+    process = script(body + LAUNCH)
+    read_until(process, "ready")
+    process.kill()
+    process.wait()
+
+
+def test_the_parent_is_killed_at_the_start():
+    process = script(SLEEPS + LAUNCH)
+    wait_for_ranks(process)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("body", [SLEEPS, BLOCKED], ids=["busy", "blocked"])
+def test_a_terminal_interrupts(body, repeat):
+    process = script(body + LAUNCH)
+    read_until(process, "ready")
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=SLACK)[0]
+    assert process.returncode == -signal.SIGINT
+    assert rest.count("Traceback") == rest.count("\nKeyboardInterrupt") == 1
+
+
+def test_a_terminal_interrupts_the_start():
+    process = script(SLEEPS + LAUNCH)
+    wait_for_ranks(process)
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=SLACK)[0]
+    assert process.returncode == -signal.SIGINT
+    assert rest.count("Traceback") == rest.count("\nKeyboardInterrupt") == 1
+    assert "ready" not in rest
+
+
+def test_an_interrupt_keeps_a_pool():
+    process = script(SLEEPS + POOL)
+    read_until(process, "ready")
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=SLACK)[0].splitlines()
+    assert rest == ["[rank 1] ready", "The ranks were interrupted.", "[5, 5]"]
+
+
+def test_an_interrupt_ends_a_pool_that_is_stuck():
+    process = script(BLOCKED + POOL)
+    read_until(process, "ready")
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=SLACK)[0]
+    assert f"Ranks [0] did not react to the interrupt. {GONE}\nFalse\n" in rest
+
+
+def test_a_script_may_leave_its_pool_open():
+    process = script("""
+    pool = Pool(2, timeout=60)
+    print(pool.run(rank))
+    """)
+    assert process.communicate(timeout=SLACK)[0] == "[0, 1]\n"
+    assert process.returncode == 0
