@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +16,14 @@ from minizero.comm import Work
 from minizero.flat import Flat, Policy, Slot, Unit, assign, find_units, split
 from minizero.launch import rank, world_size
 from minizero.memory import Plan
-from minizero.optim import check_elementwise, groups_of
+from minizero.optim import check_elementwise, groups_of, take_state
 from minizero.seams import Home, Precision, Schedule
+
+
+def _call_if_alive(method: weakref.WeakMethod[Any], p: Tensor) -> None:
+    alive = method()
+    if alive is not None:
+        alive(p)
 
 
 class DataParallel:
@@ -60,9 +68,12 @@ class DataParallel:
             for flat in unit.flats
             for slot in flat.slots
         }
+        # weak: these hooks are out of the garbage collector's sight, and a strong
+        # reference from the parameter to its owner would keep both forever
+        on_grad = weakref.WeakMethod(self._on_grad)
         for p in self._owner:
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._on_grad)
+                p.register_post_accumulate_grad_hook(partial(_call_if_alive, on_grad))
         self._adopt_optimizer()
 
     # ---- making the flat buffers
@@ -100,8 +111,15 @@ class DataParallel:
         for flat in self._trainable():
             masters = self.precision.masters(flat, self.owned(flat))
             self._masters[flat] = masters
+            for key, value in take_state(self.optimizer, flat).items():
+                whole = isinstance(value, Tensor) and value.ndim == 1
+                rows = self.owned_rows(flat, value) if whole else [value] * len(masters)
+                for master, row in zip(masters, rows, strict=True):
+                    row = row.clone() if isinstance(row, Tensor) else row
+                    self.optimizer.state[master][key] = row
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
+        tracker.label_states(self.optimizer)
         self.optimizer.register_step_post_hook(tracker.label_states)
 
     def _trainable(self) -> list[Flat]:
@@ -135,13 +153,17 @@ class DataParallel:
                 grad.div_(world_size())
             flat.reduced = True
 
+    def owned_rows(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
+        """The rows of a buffer in the layout of `flat` that this rank updates."""
+        return flat.rows(buffer)
+
     def owned(self, flat: Flat) -> list[Tensor]:
-        """The rows of the parameters that this rank updates."""
-        return flat.rows(flat.full)
+        """The owned rows of the parameters."""
+        return self.owned_rows(flat, flat.full)
 
     def owned_grads(self, flat: Flat) -> list[Tensor]:
-        """The rows of the reduced gradient, one for each of `owned`."""
-        return flat.rows(flat.new_grad())
+        """The owned rows of the reduced gradient."""
+        return self.owned_rows(flat, flat.new_grad())
 
     def update(self, units: list[Unit]) -> None:
         """Let the optimizer update the owned rows of these units."""
@@ -300,7 +322,8 @@ class DataParallel:
         if len(mine) == world_size():
             return mine
         norms = mine.new_empty(world_size(), mine.shape[1])
-        comm.all_gather(norms, mine)
+        with comm.phase(unit="gradient norm"):
+            comm.all_gather(norms, mine)
         return norms
 
     def step(self) -> None:

@@ -59,15 +59,19 @@ class Flat:
             torch.zeros(self.padded, dtype=like.dtype, device=like.device),
             "parameters",
         )
-        for slot in self.slots:
-            slot.view(self.full).copy_(slot.parameter.detach())
-            # `.data`, not a new Parameter: the version counter stays the
-            # parameter's own when the buffer is refilled
-            slot.parameter.data = slot.view(self.full)
         self.grad: Tensor | None = None
         self.total: list[Tensor] | None = None
         self.grad_shard: Tensor | None = None
         self.reduced = False
+        for slot in self.slots:
+            self.fill(slot)
+
+    def fill(self, slot: Slot) -> None:
+        """Copy a parameter into the buffer, and make it a view of its place there."""
+        slot.view(self.full).copy_(slot.parameter.detach())
+        # `.data`, not a new Parameter: the version counter stays the parameter's
+        # own when the buffer is refilled
+        slot.parameter.data = slot.view(self.full)
 
     def rows(self, buffer: Tensor, a: int = 0, b: int | None = None) -> list[Tensor]:
         """Columns a to b of every rank's row."""

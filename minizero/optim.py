@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from minizero.flat import Flat
 
 
 def _twin(
@@ -54,10 +57,6 @@ def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, int]:
     """The optimizer group of each parameter of the model."""
-    if optimizer.state:
-        raise ValueError(
-            "the optimizer has already made steps; hand it over before the first one"
-        )
     known = set(model.parameters())
     group_of: dict[nn.Parameter, int] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -70,3 +69,27 @@ def groups_of(
                 )
             group_of[p] = index
     return group_of
+
+
+def take_state(optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Any]:
+    """Move the states of a buffer's parameters out, into buffers of its layout.
+
+    {} where there is no state yet, as with most optimizers before the first step
+    (Adagrad has some from the start). A state that is no tensor of the parameter's
+    shape, such as a step counter, must be the same for all of them.
+    """
+    states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
+    merged: dict[str, Any] = {}
+    for slot, state in zip(flat.slots, states, strict=True):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == slot.shape:
+                if key not in merged:
+                    merged[key] = value.new_zeros(flat.padded)
+                slot.view(merged[key]).copy_(value)
+            elif merged.setdefault(key, value) != value:
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {slot.name!r} is {value}, and "
+                    f"{merged[key]} for others that share its buffer; hand the "
+                    "optimizer over before parameters have made unequal steps"
+                )
+    return merged

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -22,13 +22,14 @@ from minizero.zero3 import ShardedFlat, is_sharded, owners
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
 ) -> Iterator[None]:
     """Sharded parameters are whole inside the block, for every rank to read.
 
-    With `modifier_rank`, what that rank has written is kept, on every rank; without
-    it, what is written is lost. Parameters that are not sharded are whole anyway.
-    All ranks must enter, with the same parameters.
+    With `modifier_rank`, what that rank has written is kept, on every rank;
+    without it, what is written is lost. Parameters that are not sharded are
+    whole anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     if modifier_rank is not None and not 0 <= modifier_rank < world_size():
@@ -57,21 +58,22 @@ def GatheredParameters(
 class Init(TorchFunctionMode):
     """Build a model that is never whole on any rank.
 
-    Inside the block a module is sharded as soon as it becomes part of another, so a
-    rank holds its shards and one module. Code that touches a sharded parameter (an
-    initialisation, say) sees it whole for that one operation.
+    Inside the block a module is sharded as soon as it becomes part of
+    another, so a rank holds its shards and one module. Code that touches a
+    sharded parameter (an initialisation, say) sees it whole for that one
+    operation.
 
-    `config`: a DeepSpeed config dict; the block does nothing below its stage 3.
+    `config`: a DeepSpeed config dict; below stage 3 the block does nothing.
     Every rank must run the same code; rank 0's values are taken.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         super().__init__()
-        zero = {"stage": 3} if config is None else config.get("zero_optimization", {})
-        self.enabled = Plan.stage(zero.get("stage", 0)).parameters.sharded
-        self._paused = False
+        zero = {} if config is None else config.get("zero_optimization", {})
+        stage = 3 if config is None else zero.get("stage", 0)
+        self.enabled = Plan.stage(stage).parameters.sharded
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Init:
         super().__enter__()
         self._hook = register_module_module_registration_hook(self._shard_module)
         return self
@@ -91,7 +93,8 @@ class Init(TorchFunctionMode):
         ]
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for key, p in named:
-            kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((key, p))
+            kind = (p.dtype, p.device, p.requires_grad)
+            kinds.setdefault(kind, []).append((key, p))
         with comm.phase("init"):
             for part in kinds.values():
                 flat = ShardedFlat(part, None)
@@ -104,7 +107,8 @@ class Init(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         touched = [x for x in leaves if isinstance(x, nn.Parameter) and is_sharded(x)]
-        if not touched or getattr(func, "__name__", "") in ("__get__", "__set__"):
+        name = getattr(func, "__name__", "")
+        if not touched or name in ("__get__", "__set__"):
             return func(*args, **kwargs)
         with GatheredParameters(touched, modifier_rank=0):
             return func(*args, **kwargs)

@@ -30,11 +30,8 @@ class ZeRO1(DataParallel):
                 own, rows = flat.row(grad)[a:b], flat.rows(grad, a, b)
                 yield comm.reduce_scatter(own, rows, async_op=True)
 
-    def owned(self, flat: Flat) -> list[Tensor]:
-        return [flat.row(flat.full)]
-
-    def owned_grads(self, flat: Flat) -> list[Tensor]:
-        return [flat.row(flat.new_grad())]
+    def owned_rows(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
+        return [flat.row(buffer)]
 
     def update(self, units: list[Unit]) -> None:
         super().update(units)

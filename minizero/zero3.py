@@ -10,31 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
 
 from minizero import comm, tracker
 from minizero.comm import Work
 from minizero.ddp import DataParallel
-from minizero.flat import Flat, Unit
+from minizero.flat import Flat, Slot, Unit
 from minizero.memory import Plan
 from minizero.zero1 import ZeRO1
 from minizero.zero2 import ZeRO2
 
 
 class ShardedFlat(Flat):
-    """A flat buffer whose storage is empty, except between `gather` and `free`.
+    """A flat buffer that is empty, except between `gather` and `free`.
 
     `shard`: [size], this rank's row, always there.
-    While the storage is empty the parameters are views of a single NaN: they keep
-    their shapes, read as NaN, and refuse to be written to.
+    While the storage is empty the parameters are views of a single NaN: they
+    keep their shapes, read as NaN, and refuse to be written to.
     """
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
     ) -> None:
-        named = list(named)
-        for old in owners(p for _, p in named):
-            old.gather().wait()
         super().__init__(named, group)
         nan = self.full.new_full((), torch.nan)
         # made now: a view cannot be cut from an empty storage
@@ -42,8 +38,18 @@ class ShardedFlat(Flat):
         self.absent = [nan.expand(slot.shape) for slot in self.slots]
         self.shard = self.full.new_empty(0)
         self.pinned = 0
-        for slot in self.slots:
-            _owner[slot.parameter] = self
+
+    def fill(self, slot: Slot) -> None:
+        """Take a parameter over, from another sharded buffer if it is in one."""
+        before = owners([slot.parameter])
+        for old in before:
+            if not old.whole:
+                old.gather().wait()
+        super().fill(slot)
+        # on the parameter: a table of owners would keep them alive
+        slot.parameter.sharded_in = self  # type: ignore[attr-defined]
+        for old in before:
+            old.free()
 
     @property
     def whole(self) -> bool:
@@ -68,30 +74,28 @@ class ShardedFlat(Flat):
         """Empty the storage, unless somebody looks at it (`pinned`)."""
         if self.whole and not self.pinned:
             self._point(self.absent)
-            # not `p.data = empty`: the graph's saved views would keep the storage
+            # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
 
     def _point(self, tensors: list[Tensor]) -> None:
         for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.parameter.data = tensor
-
-
-_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+            if owners([slot.parameter]) == [self]:  # not taken over by another
+                slot.parameter.data = tensor
 
 
 def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
     """The sharded buffers that hold these parameters, each once."""
-    found = (_owner.get(p) for p in params)
+    found = (getattr(p, "sharded_in", None) for p in params)
     return list(dict.fromkeys(flat for flat in found if flat is not None))
 
 
 def is_sharded(p: nn.Parameter) -> bool:
     """Whether a parameter lives in a sharded buffer."""
-    return p in _owner
+    return hasattr(p, "sharded_in")
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs, whose backward runs when the unit's is over."""
+    """Identity on a unit's inputs; its backward ends the unit's backward."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
@@ -104,31 +108,11 @@ class _AfterBackward(torch.autograd.Function):
         return None, *grads
 
 
-class ZeRO3(ZeRO2):
-    """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
-
-    A unit is gathered before its forward and before its backward, and freed after
-    each. The optimizer updates the shard; nothing is sent after the step.
-    """
+class _Verbs(ZeRO2):
+    """What the verbs do under plan 3; `ZeRO3` says when they are called."""
 
     plan = Plan.stage(3)
     flat_type = ShardedFlat
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-    ) -> None:
-        super().__init__(model, optimizer, **options)
-        # calls whose backward is to come; calls whose backward is under way
-        self._pending = dict.fromkeys((u.name for u in self.units), 0)
-        self._active = dict(self._pending)
-        self._recomputing: list[bool] = []  # one entry for each forward under way
-        for unit in self.units:
-            unit.module.register_forward_pre_hook(
-                partial(self._before_forward, unit), prepend=True, with_kwargs=True
-            )
-            unit.module.register_forward_hook(partial(self._after_forward, unit))
-
-    # ---- the verbs
 
     def place(self, flat: Flat) -> None:
         super().place(flat)
@@ -153,7 +137,32 @@ class ZeRO3(ZeRO2):
     def publish(self, unit: Unit) -> None:
         """Nothing: the others fetch the row when they need it."""
 
-    # ---- when they are called
+
+class ZeRO3(_Verbs):
+    """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
+
+    A unit is gathered before its forward and before its backward, and freed
+    after each. The optimizer updates the shard; nothing is sent afterwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, optimizer, **options)
+        # calls whose backward is to come; calls whose backward is under way
+        self._pending = dict.fromkeys((u.name for u in self.units), 0)
+        self._active = dict(self._pending)
+        self._recomputing: list[bool] = []  # one entry a forward under way
+        for unit in self.units:
+            before = partial(self._before_forward, unit)
+            unit.module.register_forward_pre_hook(
+                before, prepend=True, with_kwargs=True
+            )
+            after = partial(self._after_forward, unit)
+            unit.module.register_forward_hook(after)
 
     def _gather(self, unit: Unit) -> None:
         with comm.phase(unit=unit.name):
@@ -161,8 +170,11 @@ class ZeRO3(ZeRO2):
             self.schedule.gather(self, unit)
 
     def _release(self, unit: Unit) -> None:
+        flats = (f for f in unit.flats if isinstance(f, ShardedFlat))
+        whole = any(flat.whole for flat in flats)
         self.schedule.release(self, unit)
-        tracker.mark("release", unit.name)
+        if whole:
+            tracker.mark("release", unit.name)
 
     def _before_forward(
         self, unit: Unit, _: nn.Module, args: Any, kwargs: Any
@@ -170,8 +182,8 @@ class ZeRO3(ZeRO2):
         if unit.module is self.model and not self._in_backward:
             self._release_all()  # what a forward that failed has left
         self._gather(unit)
-        # A forward inside backward, of a call that has its hooks already. (With
-        # reentrant checkpointing it has none: its first forward made no graph.)
+        # A forward inside backward repeats a call that has its hooks already.
+        # (With reentrant checkpointing it has none: that call made no graph.)
         again = self._in_backward and self._pending[unit.name] > 0
         self._recomputing.append(again)
         if again or not torch.is_grad_enabled():
@@ -215,16 +227,17 @@ class ZeRO3(ZeRO2):
             self._reduce(unit)
 
     def _arrived(self, unit: Unit) -> None:
-        """Do not count gradients: `_after_backward` says when a unit is complete.
+        """Do not count: `_after_backward` says when a unit is complete.
 
-        Ranks that use different parameters of one unit count differently, but they
-        all leave the unit at the same place among the gathers.
+        Ranks that use different parameters of one unit count differently, but
+        they all leave the unit at the same place among the gathers.
         """
 
     def _end_backward(self) -> None:
         self._release_all()
         super()._end_backward()
-        for unit in self.units:  # gradients that came after their unit's reduction
+        for unit in self.units:
+            # gradients that came after their unit's reduction
             if any(flat.grad is not None for flat in unit.trainable):
                 self._reduce(unit)
         self.schedule.drain(self)
@@ -250,12 +263,16 @@ def parallelize(
     plan: Plan | None = None,
     **options: Any,
 ) -> DataParallel:
-    """Train `model` as `plan` says (default: stage 3); options as `DataParallel`'s."""
+    """Train `model` as `plan` says (default: stage 3).
+
+    The options are those of `DataParallel`.
+    """
     plan = Plan.stage(3) if plan is None else plan
 
     def sharded(plan: Plan) -> tuple[bool, ...]:
         return tuple(
-            p.sharded for p in (plan.parameters, plan.gradients, plan.optimizer)
+            placement.sharded
+            for placement in (plan.parameters, plan.gradients, plan.optimizer)
         )
 
     for kind in _PLANS:
@@ -263,12 +280,13 @@ def parallelize(
             break
     else:
         raise ValueError(
-            f"{plan} is no stage of ZeRO; shard the optimizer state, then gradients, "
-            "then parameters, as Plan.stage(1), (2) and (3) do"
+            f"{plan} is no stage of ZeRO; shard the optimizer state, then "
+            "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
     if not plan.parameters.sharded and owners(model.parameters()):
         raise ValueError(
-            "the model was built inside zero.Init, so its parameters are sharded; use "
-            "a plan that shards parameters (stage 3), or build it outside"
+            "the model was built inside zero.Init, so its parameters are "
+            "sharded; use a plan that shards parameters (stage 3), or build "
+            "it outside"
         )
     return kind(model, optimizer, **options)

@@ -91,7 +91,7 @@ const STYLE = `
     .box { padding: 12px; }
     .controls { grid-template-columns: 1fr; }
     .what { display: none; }
-    .verdict { min-width: 0; }
+    .verdict { flex-basis: 100%; }
   }
 `;
 
@@ -106,10 +106,10 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** At most four digits: 112, 38.5, 26.25. */
+/** At most four digits, two of them decimals: 112, 38.5, 26.25. */
 function short(number) {
   return Number(number.toPrecision(4)).toLocaleString("en-US", {
-    maximumFractionDigits: 3,
+    maximumFractionDigits: 2,
   });
 }
 
@@ -162,7 +162,7 @@ function render({ model, el }) {
   };
   const host = make("div", { class: "memory-explorer" });
   const root = host.attachShadow({ mode: "open" });
-  const { box, update } = build(get, set);
+  const { box, update, redraw } = build(get, set);
   root.append(make("style", {}, STYLE), box);
   // Jupyter's own theme does not tell the browser that it is dark.
   const theme = document.body.dataset.jpThemeLight;
@@ -173,7 +173,8 @@ function render({ model, el }) {
     "offload_optimizer", "offload_param", "device_memory"];
   const changed = names.map((name) => `change:${name}`).join(" ");
   model.on(changed, update);
-  const resized = new ResizeObserver(update);
+  // The chart alone: a half-written number in the text field stays as it is.
+  const resized = new ResizeObserver(redraw);
   resized.observe(host);
   update();
   return () => {
@@ -182,7 +183,7 @@ function render({ model, el }) {
   };
 }
 
-/** The controls and the chart, and a function that brings both up to date. */
+/** The controls and the chart; functions that bring both, or the chart, up to date. */
 function build(get, set) {
   const error = make("span", { class: "error", role: "alert" });
   const field = make("input", {
@@ -259,7 +260,7 @@ function build(get, set) {
     offloadParam.input.checked = get("offload_param");
     chart.update();
   };
-  return { box, update };
+  return { box, update, redraw: chart.update };
 }
 
 /** What a category is filled with: its colour, and stripes where Python asks for them. */

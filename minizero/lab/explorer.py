@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,9 @@ class Explorable(anywidget.AnyWidget):
             f'<script type="module">\n{module}{MOUNT}</script>'
         )
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict, dict] | None:
+    def _repr_mimebundle_(
+        self, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         bundle = super()._repr_mimebundle_(**kwargs)
         if bundle is None:
             return None
@@ -133,19 +134,21 @@ class MemoryExplorer(Explorable):
 
     @traitlets.validate("n_params")
     def _valid_n_params(self, proposal: Any) -> float:
-        if not 1e8 <= proposal.value <= 1e12:
+        value: float = proposal.value
+        if not 1e8 <= value <= 1e12:
             raise traitlets.TraitError(
-                f"n_params is {proposal.value:g}; choose from 1e8 to 1e12."
+                f"n_params is {value:g}; choose from 1e8 to 1e12."
             )
-        return proposal.value
+        return value
 
     @traitlets.validate("world_size")
     def _valid_world_size(self, proposal: Any) -> int:
-        if proposal.value not in [2**i for i in range(11)]:
+        value: int = proposal.value
+        if value not in [2**i for i in range(11)]:
             raise traitlets.TraitError(
-                f"world_size is {proposal.value}; choose a power of two, 1 to 1024."
+                f"world_size is {value}; choose a power of two, 1 to 1024."
             )
-        return proposal.value
+        return value
 
     def breakdown(self, stage: int | None = None) -> Breakdown:
         """The estimate that the explorer shows for a stage, else for the chosen one.
@@ -176,7 +179,7 @@ class MemoryExplorer(Explorable):
     def _title(self) -> str:
         return (
             f"Model states of {self.n_params / 1e9:g}B parameters, "
-            f"{self.precision} {self.optimizer}, on {self.world_size} GPUs"
+            f"{self.precision}, {self.optimizer}, on {self.world_size} GPUs"
         )
 
     def __repr__(self) -> str:
@@ -200,29 +203,23 @@ def coefficients() -> dict[str, dict[str, tuple[float, float]]]:
     table = {}
     choices = product(range(4), PRECISIONS, OPTIMIZERS, (0, 1), (0, 1))
     for stage, precision, optimizer, state, param in choices:
-
-        def at(world_size: int) -> Iterator[float]:
-            breakdown = estimate(
-                2**30,  # a power of two, so that the division is exact
-                world_size,
-                stage,
-                precision,
-                optimizer,
-                offload_optimizer="cpu" if state else None,
-                offload_param="cpu" if param else None,
-            )
-            yield from (getattr(breakdown, name) / 2**30 for name in CATEGORIES)
-            yield breakdown.host.total / 2**30
-
+        offload = {"offload_optimizer": state, "offload_param": param}
+        options = {name: "cpu" for name, chosen in offload.items() if chosen}
         try:
-            pairs = zip(at(1), at(2), strict=True)
-            line = {
-                name: (2 * two - one, 2 * (one - two))
-                for name, (one, two) in zip((*CATEGORIES, "host"), pairs, strict=True)
-            }
+            one, two = (
+                # A power of two as n_params, so that every division is exact.
+                estimate(2**30, gpus, stage, precision, optimizer, **options)
+                for gpus in (1, 2)
+            )
         except ValueError:
             continue
-        table[f"{stage}/{precision}/{optimizer}/{state}{param}"] = line
+        table[f"{stage}/{precision}/{optimizer}/{state}{param}"] = {
+            name: ((2 * b - a) / 2**30, 2 * (a - b) / 2**30)
+            for name, a, b in (
+                *((c, getattr(one, c), getattr(two, c)) for c in CATEGORIES),
+                ("host", one.host.total, two.host.total),
+            )
+        }
     return table
 
 

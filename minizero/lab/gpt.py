@@ -123,7 +123,8 @@ class Attention(nn.Module):
         heads = (batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = self.qkv(x).view(heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, hidden))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, sequence, hidden))
+        return out
 
 
 class MLP(nn.Module):
@@ -135,7 +136,8 @@ class MLP(nn.Module):
         self.down = Linear(4 * config.hidden, config.hidden, std=residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -154,7 +156,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -167,8 +170,9 @@ class GPT(nn.Module):
         self.positions = Embedding(config.sequence, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
-        self.head = Linear(config.hidden, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        head = Linear(config.hidden, config.vocabulary, bias=False)
+        head.weight = self.tokens.weight  # before the head is part of the model
+        self.head = head
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The logits, or the mean cross-entropy when there are targets.
@@ -190,7 +194,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        logits = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -34,8 +34,8 @@ from .style import (
 if TYPE_CHECKING:
     from minizero.ledger import Call
 
-WIDTH = 6.8
-"""Inches: 653 pixels of a page, about the text width of the book."""
+WIDTH = 6.4
+"""Inches: 614 pixels of a page, the text width of the book."""
 
 COLUMNS = 600
 """Most moments that `memory_over_step` draws, about one a pixel."""
@@ -46,7 +46,6 @@ STYLE: Any = {
     "figure.dpi": 96,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    "savefig.facecolor": "none",
     "figure.constrained_layout.use": True,
     "font.size": 9.5,
     "axes.labelsize": 9.5,
@@ -145,7 +144,9 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
     names = [c for c in CATEGORIES if any(s.live.get(c) for s in samples)]
     total = [0] * len(shown)
     for depth, name in enumerate(names):
-        total = [t + samples[i].live.get(name, 0) for t, i in zip(total, shown)]
+        total = [
+            t + samples[i].live.get(name, 0) for t, i in zip(total, shown, strict=True)
+        ]
         # Each area reaches down to zero, and the next lower one covers it.
         x, y = _stairs(shown, total)
         axes.fill(x, y, linewidth=0, zorder=1 - depth / 10, **_fill(name))
@@ -204,7 +205,7 @@ def timeline(calls_by_rank: Mapping[int, Sequence[Call]] | Sequence[Any]) -> Fig
     for y, row in enumerate(ranks.values()):
         lanes = _lanes(row)
         height = 0.8 / (max(lanes) + 1) if lanes else 0.8
-        for call, lane in zip(row, lanes):
+        for call, lane in zip(row, lanes, strict=True):
             _call(axes, call, y - 0.4 + lane * height, height * 0.92, start)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)
@@ -212,7 +213,7 @@ def timeline(calls_by_rank: Mapping[int, Sequence[Call]] | Sequence[Any]) -> Fig
     axes.set_xlabel("milliseconds since the first launch")
     seen = [op for op in OP_COLOURS if any(call.op == op for call in calls)]
     patches = [Patch(facecolor=OP_COLOURS[op], label=op) for op in seen]
-    waiting = Patch(facecolor="none", edgecolor=GREY, hatch="////", label="waiting")
+    waiting = Patch(facecolor="none", edgecolor=GREY, hatch="//////", label="waiting")
     _legend(figure, [*patches, waiting])
     return figure
 
@@ -235,7 +236,7 @@ def loss_curves(
     figure, axes = _figure(3.1)
     lines = {}
     for i, (points, names) in enumerate(runs.items()):
-        x, y = zip(*points)
+        x, y = zip(*points, strict=True)
         (lines[points],) = axes.plot(
             x,
             y,
@@ -311,8 +312,8 @@ def _stack(axes: Axes, y: int, row: Mapping[str, float], longest: float) -> None
             continue
         axes.barh(y, nbytes, 0.66, left, **_fill(name))
         text = amount(nbytes)
-        # A digit is about 1/12 inch, and the bars have some 5 inches.
-        if nbytes / longest * 5 > len(text) / 12 + 0.1:
+        # A digit is about 1/12 inch, and the bars have some 4.4 inches.
+        if nbytes / longest * 4.4 > len(text) / 12 + 0.1:
             face = CATEGORY_COLOURS[name]
             axes.text(
                 left + nbytes / 2,
@@ -341,7 +342,7 @@ def _thin(samples: Sequence[Sample]) -> list[int]:
 def _stairs(x: Sequence[int], y: Sequence[float]) -> tuple[list[int], list[float]]:
     """Outline of the area under steps; equal neighbours are one step."""
     xs, ys = [x[0]], [0.0]
-    for place, value in zip(x, y):
+    for place, value in zip(x, y, strict=True):
         if value != ys[-1]:
             xs += [place, place]
             ys += [ys[-1], value]
@@ -353,9 +354,12 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
     named = [
         (i, f"{s.event} {s.unit}".strip()) for i, s in enumerate(samples) if s.event
     ]
-    room = [b - a for (a, _), (b, _) in zip(named, [*named[1:], (len(samples), "")])]
-    inch = len(samples) / 6.4
-    crowded = any(len(t) / 13 * inch > r for (_, t), r in zip(named, room))
+    inch = len(samples) / 5.6
+    ends = [x for x, _ in named[1:]] + [len(samples)]
+    crowded = any(
+        x + len(text) / 13 * inch > end
+        for (x, text), end in zip(named, ends, strict=True)
+    )
     for x, text in named:
         axes.axvline(x, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
         axes.annotate(
@@ -391,5 +395,5 @@ def _call(axes: Axes, call: Call, y: float, height: float, start: float) -> None
     axes.barh(width=end - begin, left=begin, color=face, **place)
     if end > waited:
         edge = ink(face)
-        place |= {"color": "none", "edgecolor": edge, "hatch": "////"}
+        place |= {"color": "none", "edgecolor": edge, "hatch": "//////"}
         axes.barh(width=end - waited, left=waited, **place)

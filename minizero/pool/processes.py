@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -57,8 +58,7 @@ class Processes:
         self.size = size
         self.timeout = timeout
         self._cells = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="minizero-"))
-        self._board = Board(self._folder / "board", size)
+        self._folder = Path(tempfile.gettempdir(), f"minizero-{uuid.uuid4().hex}")
         self._children: list[Child] = []
         # To be called, by whoever comes first: close, the garbage collector, the exit.
         shared = (self._children, self._folder)
@@ -66,6 +66,9 @@ class Processes:
         with self._ended_by_errors(), spawning():
             for rank in range(size):
                 self._children.append(Child(rank, size, self._folder))
+            # Only now, since from now on there are ranks that would remove it.
+            self._folder.mkdir(mode=0o700)
+            self._board = Board(self._folder / "board", size)
 
     def __enter__(self) -> Self:
         return self

@@ -75,22 +75,29 @@ def serve(
     names = {"RANK": rank, "LOCAL_RANK": rank}
     names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()})
-
-    global _write_slot
-    board = Board(folder / "board", ranks)
-    _write_slot = functools.partial(board.write, rank)
-
-    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
     try:
-        while task := tasks.recv_bytes():
+        task = tasks.recv_bytes()
+        _be_observed(rank, ranks, folder)
+        while task:
             tasks.send_bytes(pickle.dumps(attempt(task)))
+            task = tasks.recv_bytes()
     except (EOFError, OSError):
         watcher.join()  # the parent has gone, and the watcher ends this process
     _leave()
+
+
+def _be_observed(rank: int, ranks: int, folder: Path) -> None:
+    """Lets the parent see what this rank reports, and ask where its program is.
+
+    The folder exists from the first task on: while ranks start, a parent that is killed
+    might otherwise leave it behind.
+    """
+    global _write_slot
+    _write_slot = functools.partial(Board(folder / "board", ranks).write, rank)
+    stack = open(folder / f"stack{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.enable(all_threads=False)
 
 
 def _leave() -> None:
@@ -127,8 +134,8 @@ def _redirect_output(output: Connection) -> None:
     output.close()
     # Line buffering sends a line, or a progress bar's "\r", on its way at once.
     options: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
-    sys.stdout = open(1, "w", closefd=False, **options)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False, **options)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, **options)
+    sys.stderr = open(2, "w", closefd=False, **options)
 
 
 def pack(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
@@ -144,7 +151,7 @@ def pack(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
     sources = {name: e for name, e in entries if len(e) == 4 and e[1] is None}
     try:
         task: bytes = cloudpickle.dumps((sources, function, args, kwargs))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         parts = {f"the function {getattr(function, '__name__', function)}": function}
         parts |= {f"argument {i}": value for i, value in enumerate(args)}
         parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
@@ -166,7 +173,7 @@ def attempt(task: bytes) -> Reply:
         signal.signal(signal.SIGINT, _interrupt)
         try:
             reply = Reply(time.monotonic(), result=_perform(task))
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             reply = _failure(error)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt as error:  # came while another error was being told
@@ -187,7 +194,7 @@ def _perform(task: bytes) -> bytes:
     result = function(*args, **kwargs)
     try:
         packed: bytes = cloudpickle.dumps(result)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         kind = type(result).__name__
         raise TypeError(f"the result, a {kind}, cannot be pickled: {error}") from None
     return packed
@@ -218,7 +225,7 @@ def execute(source: str, name: str) -> str | None:
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     # Without dont_inherit, the cell would get this module's __future__ imports.
     code = compile(ast.Module(body, []), name, "exec", dont_inherit=True)
-    exec(code, namespace)  # noqa: S102
+    exec(code, namespace)
     if not isinstance(last, ast.Expr):
         return None
     code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)

@@ -1,0 +1,72 @@
+# Each target first makes the environment .venv from requirements.txt, with any
+# Python from 3.10 to 3.13 (`make PYTHON=/path/to/python3 ...` names one). As long as
+# requirements.txt and pyproject.toml stay as they are, it is made once.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+# Given to the command that a target runs: `make train ARGS="--stage 2"`.
+ARGS :=
+
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help book test train lab rerun check picture clean
+
+help:
+	@echo 'make book      the book, as pages in _build/html'
+	@echo 'make test      every test: package, notebooks, book, README'
+	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
+	@echo 'make lab       JupyterLab on the notebooks'
+	@echo 'make rerun     run every notebook here and store its outputs (ARGS="notebooks/05_zero1.ipynb")'
+	@echo 'make check     ruff, mypy, import-linter, and modules equal to their notebooks'
+	@echo 'make picture   draw the picture of the README again'
+	@echo 'make clean     delete the environment, the pages and the caches'
+
+book: $(READY)
+	@$(BIN)/jupyter-book build --quiet --all --warningiserror --keep-going .
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+train: $(READY)
+	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
+
+lab: $(READY)
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
+
+rerun: $(READY)
+	@$(BIN)/python notebooks/rerun.py $(ARGS)
+
+check: $(READY)
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q tests/test_notebooks.py -k export
+
+picture: $(READY)
+	@$(BIN)/python book/draw.py
+
+clean:
+	rm -rf $(VENV) _build minizero.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(READY): requirements.txt pyproject.toml
+	@if ! { $(BIN)/python -c '$(SUITABLE)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
+	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	    if $$python -c '$(SUITABLE)' >/dev/null 2>&1; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo 'No suitable Python was found. Install Python 3.10, 3.11, 3.12 or 3.13 with its venv module'; \
+	    echo '(on Debian and Ubuntu: apt install python3-venv), or name one: make PYTHON=/path/to/python3 ...'; \
+	    exit 1; \
+	  fi >&2; \
+	  echo "Making $(VENV) with $$($$found --version)"; \
+	  $$found -m venv --clear $(VENV); \
+	fi
+	@echo 'Installing requirements.txt into $(VENV); the first time this takes some minutes'
+	@$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

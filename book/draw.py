@@ -1,0 +1,48 @@
+"""Draws the pictures of the README and of the book: `make picture`.
+
+Their numbers come from `minizero.estimate`, their colours from the laboratory.
+"""
+
+from pathlib import Path
+
+from minizero.lab.plots import memory_bars, use
+from minizero.lab.style import CATEGORY_COLOURS
+from minizero.memory import estimate
+
+ASSETS = Path(__file__).parent / "assets"
+LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def main() -> None:
+    """Write every picture; the same code gives the same bytes."""
+    use()
+    bars = memory_bars(
+        {label: estimate(7e9, 8, stage) for stage, label in enumerate(LABELS)},
+        budget=80e9,
+    )
+    bars.savefig(ASSETS / "stages.svg", metadata={"Date": None})
+    (ASSETS / "logo.svg").write_text(ring(width=14))
+    (ASSETS / "favicon.svg").write_text(ring(width=20))
+
+
+def ring(width: int, shards: int = 4, gap: float = 4) -> str:
+    """The digit zero in equal shards, one colour each; `width` is that of the stroke.
+
+    Lengths along the ring are percent of it.
+    """
+    colours = list(CATEGORY_COLOURS.values())[:shards]
+    share = 100 / shards
+    arcs = "\n".join(
+        f'<ellipse cx="50" cy="50" rx="32" ry="40" stroke="{colour}" pathLength="100"'
+        f' stroke-dasharray="{share - gap:g} {100 - share + gap:g}"'
+        f' stroke-dashoffset="{-(shard * share + gap / 2):g}"/>'
+        for shard, colour in enumerate(colours)
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 100" fill="none"'
+        f' stroke-width="{width}">\n{arcs}\n</svg>\n'
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`python -m minizero`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from minizero import default_ranks, estimate, init_distributed, launch
+from minizero.launch import RankError, rank, world_size
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m minizero", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    guess = commands.add_parser("estimate", help="bytes of model state per rank")
+    guess.add_argument("--params", type=float, required=True, help="such as 7e9")
+    guess.add_argument("--ranks", type=int, required=True)
+    guess.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
+    guess.add_argument("--optimizer", default="adam", help="adam, momentum or sgd")
+
+    train = commands.add_parser(
+        "train", help="train a small GPT", formatter_class=_Defaults
+    )
+    train.add_argument("--stage", type=int, default=3, help="of ZeRO, 0 to 3")
+    train.add_argument("--ranks", type=int, help="default: MINIZERO_RANKS, GPUs or 4")
+    train.add_argument("--model", default="1m", help="a size from 0.1m to 1b")
+    train.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    train.add_argument("--batch", type=int, default=16, help="sequences, all ranks")
+    train.add_argument("--sequence", type=int, default=128, help="tokens")
+    train.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    train.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    train.add_argument("--data", help="a file or folder (default: Python's source)")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--out", default="runs/train", help="folder for the results")
+    return parser
+
+
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _estimate(options: argparse.Namespace) -> None:
+    print(
+        f"GB (10^9 bytes) per rank, {options.params:g} parameters, without activations"
+    )
+    print(
+        f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}"
+    )
+    for stage in range(4):
+        b = estimate(
+            options.params,
+            options.ranks,
+            stage,
+            precision=options.precision,
+            optimizer=options.optimizer,
+        )
+        parts = (b.parameters, b.gradients, b.optimizer, b.total)
+        print(f"{stage:<8}" + "".join(f"{x / 1e9:12.2f}" for x in parts))
+
+
+def _train(options: argparse.Namespace) -> None:
+    from minizero.lab.train import Job, describe, train
+
+    settings = {k: v for k, v in vars(options).items() if k in Job.__annotations__}
+    job = Job(**settings)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the ranks
+        init_distributed()
+        job.check(world_size())
+        report = train(job)
+    else:
+        ranks = default_ranks() if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {ranks}")
+        job.check(ranks)
+        report = launch(train, ranks, job)[0]
+    if rank() == 0:
+        print(describe(job, report))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _arguments().parse_args(arguments)
+    try:
+        {"estimate": _estimate, "train": _train}[options.command](options)
+    except (ValueError, OSError, RankError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The main job: train the GPT on the corpus under a plan, and hold it to account."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from minizero import comm, zero
+from minizero.ddp import DataParallel
+from minizero.launch import device, rank, world_size
+from minizero.ledger import Ledger
+from minizero.memory import Plan, estimate
+from minizero.tracker import Tracker
+from minizero.zero3 import parallelize
+
+from .corpus import Corpus, rows_per_rank
+from .gpt import GPT, GPTConfig, count_parameters, decay_groups
+
+STATE = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and how; the fields are the options of the command line.
+
+    batch: sequences in the global batch, over all ranks.
+    clip: largest global norm of the gradient.
+    """
+
+    stage: int = 3
+    model: str = "1m"
+    steps: int = 100
+    batch: int = 16
+    sequence: int = 128
+    lr: float = 2e-3
+    clip: float = 1.0
+    weight_decay: float = 0.1
+    seed: int = 0
+    data: str | None = None
+    out: str = "runs/train"
+
+    def check(self, ranks: int) -> None:
+        """Find bad input before any rank is started; raises ValueError or OSError."""
+        Plan.stage(self.stage)
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        if not self.lr > 0 or not self.clip > 0:
+            raise ValueError(f"lr and clip must be above 0, not {self.lr}, {self.clip}")
+        self.config()
+        rows_per_rank(self.batch, ranks)
+        Corpus(self.data).batch(0, 0, ranks, self.batch, self.sequence)
+        Path(self.out).mkdir(parents=True, exist_ok=True)
+
+    def config(self) -> GPTConfig:
+        config = GPTConfig.named(self.model)
+        if not 1 <= self.sequence <= config.sequence:
+            raise ValueError(
+                f"sequence must be between 1 and {config.sequence} for the model "
+                f"{self.model!r}, not {self.sequence}"
+            )
+        return config
+
+
+@dataclass
+class Report:
+    """What one rank measured; bytes are live bytes between two steps.
+
+    `formula` and `measured`: bytes by category. `overhead`: the bytes of padding and
+    of the optimizer's step counters, which the formula leaves out.
+    `sent`: elements a step by what sent them, on average. `sent_formula`: theirs.
+    """
+
+    plan: str
+    ranks: int
+    n_params: int
+    losses: list[float]
+    valid_loss: float
+    tokens_per_second: float
+    measured: dict[str, int]
+    formula: dict[str, float]
+    overhead: dict[str, int]
+    peak: int
+    sent: dict[str, float]
+    sent_formula: float
+    sent_padding: float
+    sample: str
+
+
+def build(job: Job) -> tuple[DataParallel, int]:
+    """The model under its plan, and its number of parameters.
+
+    Under a plan that shards parameters no rank ever holds the whole model.
+    """
+    config, plan = job.config(), Plan.stage(job.stage)
+    torch.manual_seed(job.seed)
+    sharded = {"zero_optimization": {"stage": job.stage}}
+    with torch.device(device()), zero.Init(config=sharded):
+        model = GPT(config)
+    groups = decay_groups(model, job.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=job.lr, fused=True)
+    return parallelize(model, optimizer, plan), count_parameters(config)
+
+
+def train(job: Job) -> Report:
+    """Train on every rank; the report is rank 0's, and rank 0 writes the files."""
+    corpus = Corpus(job.data)
+    with Tracker() as tracker, comm.ledger() as calls:
+        net, n_params = build(job)
+        warmup = max(1, job.steps // 10)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            net.optimizer,
+            lambda step: learning_rate(step, warmup, job.steps),
+        )
+        started = time.perf_counter()
+        losses = [
+            train_step(net, schedule, corpus, job, step, bar)
+            for bar in [tqdm(total=job.steps, disable=rank() != 0, unit="step")]
+            for step in range(job.steps)
+        ]
+        speed = job.steps * job.batch * job.sequence / (time.perf_counter() - started)
+        live, peak = {c: tracker.live[c] for c in STATE}, tracker.peak
+    mean = torch.stack(losses).to(device())
+    comm.all_reduce(mean)
+    report = Report(
+        plan=f"stage {job.stage}",
+        ranks=world_size(),
+        n_params=n_params,
+        losses=(mean / world_size()).tolist(),
+        valid_loss=validate(net, corpus, job),
+        tokens_per_second=speed,
+        measured=live,
+        peak=peak,
+        sample=sample(net, corpus, job),
+        **expected(net, n_params),
+        **volume(net, n_params, calls, job.steps),
+    )
+    weights = net.state_dict()
+    if rank() == 0:
+        write(job, report, weights)
+    return report
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """A linear warm-up, then a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def train_step(
+    net: DataParallel, schedule: Any, corpus: Corpus, job: Job, step: int, bar: Any
+) -> torch.Tensor:
+    """One step on this rank's rows; returns its loss."""
+    x, y = corpus.batch(
+        step, rank(), world_size(), job.batch, job.sequence, seed=job.seed
+    )
+    loss = net(x.to(device()), y.to(device()))
+    net.backward(loss)
+    net.clip_grad_norm(job.clip)
+    net.step()
+    schedule.step()
+    if not bar.disable:
+        speed = job.batch * job.sequence * (step + 1)
+        elapsed = max(bar.format_dict["elapsed"], 1e-9)
+        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed / elapsed:,.0f} tokens/s")
+        bar.update()
+    return loss.detach()
+
+
+@torch.no_grad()
+def validate(net: DataParallel, corpus: Corpus, job: Job, batches: int = 4) -> float:
+    """Mean loss over held-out text and all ranks."""
+    net.model.eval()
+    total = torch.zeros(1, device=device())
+    sequence = min(job.sequence, len(corpus.valid) - 1)
+    for step in range(batches):
+        x, y = corpus.batch(
+            step, rank(), world_size(), job.batch, sequence, job.seed, "valid"
+        )
+        total += net(x.to(device()), y.to(device()))
+    comm.all_reduce(total)
+    net.model.train()
+    return total.item() / (batches * world_size())
+
+
+def sample(net: DataParallel, corpus: Corpus, job: Job, length: int = 200) -> str:
+    """Text that the model continues; every rank draws the same bytes."""
+    generator = torch.Generator().manual_seed(job.seed)
+    prompt = b"def "
+    model = cast(GPT, net.model)
+    text = prompt + model.generate(prompt, length, 0.7, generator)
+    shown = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in shown)
+
+
+def expected(net: DataParallel, n_params: int) -> dict[str, Any]:
+    """Bytes between steps by the formula, and what it leaves out."""
+    guess = estimate(n_params, world_size(), net.plan, precision="fp32")
+    formula = {c: getattr(guess, c) for c in STATE}
+    flats = [flat for unit in net.units for flat in unit.trainable]
+    n = world_size()
+    padded = sum(flat.padded for flat in flats)
+    share = {c: padded / n if getattr(net.plan, c).sharded else padded for c in STATE}
+    counters = sum(len(group["params"]) for group in net.optimizer.param_groups) * 4
+    cost = {"parameters": 4, "gradients": 4, "optimizer": 8}
+    overhead = {c: round(share[c] * cost[c] - formula[c]) for c in STATE}
+    overhead["optimizer"] += counters
+    return {"formula": formula, "overhead": overhead}
+
+
+def volume(
+    net: DataParallel, n_params: int, calls: Ledger, steps: int
+) -> dict[str, Any]:
+    """Elements sent a step by this rank, by the ledger and by the formula."""
+    sent: dict[str, float] = {}
+    for call in calls:
+        if call.phase in ("forward", "backward", "step"):
+            what = "norm" if call.unit == "gradient norm" else call.op
+            name = f"{call.phase}: {what}"
+            sent[name] = sent.get(name, 0) + call.sent / steps
+    times = 3 if net.plan.parameters.sharded else 2
+    share = (world_size() - 1) / world_size()
+    flats = [flat for unit in net.units for flat in unit.flats]
+    padding = sum(flat.padded for flat in flats) - n_params
+    return {
+        "sent": sent,
+        "sent_formula": times * n_params * share,
+        "sent_padding": times * padding * share,
+    }
+
+
+def write(job: Job, report: Report, weights: dict[str, torch.Tensor]) -> None:
+    """The weights, the report as data, and the loss curve as a picture."""
+    from .plots import loss_curves
+
+    out = Path(job.out)
+    # a file has no two names for one tensor: tied weights are written twice
+    save_file({k: v.clone() for k, v in weights.items()}, out / "weights.safetensors")
+    (out / "report.json").write_text(
+        json.dumps({"job": asdict(job), **asdict(report)}, indent=1)
+    )
+    name = f"{job.model}, {report.plan}, {report.ranks} ranks"
+    figure = loss_curves({name: report.losses})
+    figure.savefig(out / "loss.png", dpi=160, bbox_inches="tight")
+
+
+def describe(job: Job, report: Report) -> str:
+    """The report as text: loss, bytes beside their formula, elements beside theirs."""
+    lines = [
+        f"{report.n_params:,} parameters, {report.plan}, {report.ranks} ranks: "
+        f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, "
+        f"{report.valid_loss:.3f} on held-out text, "
+        f"{report.tokens_per_second:,.0f} tokens/s",
+        "",
+        "Bytes on a rank between two steps. The formula leaves out the padding to "
+        "equal",
+        "shards and the optimizer's step counters:",
+        f"{'':14}{'measured':>14}{'formula':>14}{'left out':>14}   equal",
+    ]
+    for c in STATE:
+        m, f, o = report.measured[c], report.formula[c], report.overhead[c]
+        same = "yes" if abs(f + o - m) < 1 else "NO"
+        lines.append(f"{c:14}{m:14,}{f:14,.0f}{o:14,}   {same}")
+    lines += [
+        f"{'peak':14}{report.peak:14,}   with activations, gathered units and buffers",
+        "",
+        "Elements that rank 0 sent a step:",
+    ]
+    lines += [f"{name:28}{n:14,.0f}" for name, n in report.sent.items()]
+    states = sum(n for name, n in report.sent.items() if "norm" not in name)
+    formula, padding = report.sent_formula, report.sent_padding
+    same = "yes" if abs(states - formula - padding) < 1 else "NO"
+    lines += [
+        f"{'all but the norm':28}{states:14,.0f}",
+        f"{'formula + padding':28}{formula + padding:14,.0f}   equal: {same}",
+        "",
+        "A sample:",
+        report.sample,
+        "",
+        f"Written to {job.out}: loss.png, weights.safetensors, report.json",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,498 @@
+"""The memory explorer: its numbers, its two hosts, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traitlets
+
+from minizero import estimate
+from minizero.lab.explorer import MemoryExplorer, coefficients, explorer
+from minizero.memory import OPTIMIZERS
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+STATES: list[dict[str, Any]] = [
+    {},
+    {"n_params": 175e9, "world_size": 64, "stage": 1, "device_memory": 40},
+    {"n_params": 1e8, "world_size": 1, "stage": 0, "device_memory": 24},
+    {"n_params": 1e12, "world_size": 1024, "optimizer": "momentum"},
+    {"n_params": 13e9, "precision": "fp32", "optimizer": "sgd", "stage": 2},
+    {"n_params": 70e9, "world_size": 16, "offload_optimizer": True},
+    {"n_params": 70e9, "offload_optimizer": True, "offload_param": True},
+    {"n_params": 13e9, "world_size": 4, "offload_param": True, "device_memory": 141},
+]
+
+
+def fewest(widget: MemoryExplorer, stage: int) -> float:
+    """Fewest GPUs at which a stage fits, by search; infinite beyond 10^9."""
+
+    def fits(world_size: int) -> bool:
+        there = estimate(
+            widget.n_params,
+            world_size,
+            stage,
+            widget.precision,
+            widget.optimizer,
+            offload_optimizer="cpu" if widget.offload_optimizer and stage else None,
+            offload_param="cpu" if widget.offload_param and stage == 3 else None,
+        )
+        return there.total <= widget.device_memory * 1e9
+
+    low, high = 0, 10**9
+    if not fits(high):
+        return float("inf")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+# --- Numbers ---
+
+
+def test_coefficients_give_what_estimate_gives() -> None:
+    table = coefficients()
+    checked = 0
+    for stage, precision, optimizer, state, param in product(
+        range(4), ("bf16", "fp32"), OPTIMIZERS, (0, 1), (0, 1)
+    ):
+        ask = partial(
+            estimate,
+            stage=stage,
+            precision=precision,
+            optimizer=optimizer,
+            offload_optimizer="cpu" if state else None,
+            offload_param="cpu" if param else None,
+        )
+        line = table.get(f"{stage}/{precision}/{optimizer}/{state}{param}")
+        if line is None:
+            with pytest.raises(ValueError, match="must be sharded"):
+                ask(7e9, 8)
+            continue
+        for n, gpus in product((1e8, 7e9, 1e12), (1, 3, 8, 1024)):
+            there = ask(n, gpus)
+            for name, (whole, split) in line.items():
+                want = there.host.total if name == "host" else getattr(there, name)
+                assert n * (whole + split / gpus) == pytest.approx(want, rel=1e-12)
+                checked += 1
+    # Stage 0 offloads nothing, 1 and 2 the optimizer state, 3 either or both.
+    assert len(table) == (1 + 2 + 2 + 4) * 2 * len(OPTIMIZERS)
+    assert checked == len(table) * 4 * 12
+
+
+def test_explorer_gives_the_7b_example() -> None:
+    widget = explorer(n_params=7e9, world_size=8)
+    totals = [widget.breakdown(stage).total / 1e9 for stage in range(4)]
+    assert totals == [112, 38.5, 26.25, 14]
+    assert widget.breakdown() == widget.breakdown(3)
+    assert "112 GB, 38.5 GB, 26.25 GB, 14 GB" in repr(widget)
+
+
+def test_offload_reaches_only_what_is_sharded() -> None:
+    widget = explorer(offload_optimizer=True, offload_param=True)
+    hosts = [widget.breakdown(stage).host.total / 1e9 for stage in range(4)]
+    assert hosts == [0, 84 / 8, (84 + 14) / 8, 112 / 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n_params", 1e13, "n_params is 1e[+]13; choose from 1e8 to 1e12"),
+        ("n_params", 9e7, "n_params is 9e[+]07"),
+        ("n_params", float("nan"), "n_params is nan"),
+        ("world_size", 12, "world_size is 12; choose a power of two"),
+        ("world_size", 2048, "world_size is 2048"),
+        ("stage", 4, "stage.*not the int 4"),
+        ("precision", "int8", "precision.*int8"),
+        ("device_memory", 16, "device_memory.*16"),
+    ],
+)
+def test_impossible_controls_are_refused(name: str, value: Any, message: str) -> None:
+    widget = explorer()
+    before = getattr(widget, name)
+    with pytest.raises(traitlets.TraitError, match=message):
+        setattr(widget, name, value)
+    assert getattr(widget, name) == before
+    with pytest.raises(traitlets.TraitError, match=message):
+        explorer(**{name: value})
+
+
+def test_unknown_control_is_refused() -> None:
+    with pytest.raises(TypeError, match="no control 'gpus'"):
+        explorer(gpus=8)
+
+
+def test_python_sees_the_controls() -> None:
+    widget, seen = explorer(), []
+    widget.observe(lambda change: seen.append(change.new), "world_size")
+    # What the widget manager does when the reader moves the slider.
+    widget.set_state({"world_size": 64})
+    assert seen == [64]
+    assert widget.breakdown(3).total == 112e9 / 64
+
+
+# --- The output that serves both hosts ---
+
+
+def bundle(widget: MemoryExplorer) -> dict[str, Any]:
+    both = widget._repr_mimebundle_()
+    assert both is not None
+    return both[0]
+
+
+def test_output_holds_widget_page_and_text() -> None:
+    widget = explorer()
+    data = bundle(widget)
+    assert set(data) == {WIDGET, "text/html", "text/plain"}
+    assert data[WIDGET]["model_id"] == widget.model_id
+    assert data["text/plain"] == repr(widget)
+    # No ids and no addresses, so a second run stores the same page.
+    assert data["text/html"] == bundle(explorer())["text/html"]
+
+
+def test_rendered_book_takes_the_page() -> None:
+    """With the override that the book's configuration makes."""
+    render = pytest.importorskip("myst_nb.core.render")
+    kinds = set(bundle(explorer()))
+
+    def first(overrides: list[list[Any]]) -> str:
+        order = render.get_mime_priority("html", overrides)
+        return next(kind for kind in order if kind in kinds)
+
+    assert first([]) == WIDGET
+    assert first([["html", "text/html", 5]]) == "text/html"
+
+
+def test_page_reaches_for_nothing() -> None:
+    page = explorer().static_html()
+    assert not re.search(r"https?:|//cdn|\bimport\b|\brequire\b|\bfetch\b|src=", page)
+    assert page.count("</script>") == 1
+    assert len(page) < 40_000
+
+
+class Cells(HTMLParser):
+    """The text of a page's table cells, its scripts left out."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.inside = tag == "td"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.cells.append(data)
+        self.inside = False
+
+
+def test_page_without_javascript_shows_the_numbers() -> None:
+    cells = Cells(explorer().static_html()).cells
+    assert cells == ["0", "112 GB", "1", "38.5 GB", "2", "26.25 GB", "3", "14 GB"]
+
+
+# --- In a browser ---
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium and chromedriver here")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "no-first-run",
+        f"user-data-dir={profile}",
+    ):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+Show = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
+    """Opens a page of explorables from a file and gives their shadow roots."""
+
+    def open_page(
+        *pieces: str, theme: str = "light", width: int = 720, style: str = ""
+    ) -> list[Any]:
+        body = "".join(f'<div class="text_html">{piece}</div>' for piece in pieces)
+        head = f'<!doctype html><html data-theme="{theme}"><meta charset="utf-8">'
+        page = tmp_path / "page.html"
+        page.write_text(f"{head}<style>body {{ margin: 0 }} {style}</style>{body}")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(page.as_uri())
+        hosts = browser.find_elements("css selector", ".memory-explorer")
+        return [host.shadow_root for host in hosts]
+
+    yield open_page
+    errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert errors == []
+
+
+def find(root: Any, selector: str) -> Any:
+    return root.find_element("css selector", selector)
+
+
+def rows(root: Any) -> list[Any]:
+    return root.find_elements("css selector", ".row")
+
+
+def test_page_shows_the_bytes_of_estimate(show: Show) -> None:
+    widgets = [explorer(**state) for state in STATES]
+    roots = show(*(widget.static_html() for widget in widgets))
+    assert len(roots) == len(widgets)
+    for widget, root in zip(widgets, roots, strict=True):
+        for stage, row in enumerate(rows(root)):
+            there = widget.breakdown(stage)
+            want = [there.parameters, there.gradients, there.optimizer]
+            shown = json.loads(row.get_dom_attribute("data-bytes"))
+            assert shown == pytest.approx([*want, there.host.total], rel=1e-12)
+            fits = there.total <= widget.device_memory * 1e9
+            verdict = find(row, ".verdict")
+            assert ("yes" in verdict.get_dom_attribute("class")) == fits
+            assert ("does not fit" not in verdict.text) or not fits
+            least = float(row.get_dom_attribute("data-least").lower())
+            assert least == fewest(widget, stage)
+        chosen = [row for row in rows(root) if find(row, "input").is_selected()]
+        assert chosen == [rows(root)[widget.stage]]
+
+
+def test_page_says_it_in_words(show: Show) -> None:
+    (root,) = show(explorer(n_params=7e9, world_size=8).static_html())
+    heads = [" ".join(find(row, ".head").text.split()) for row in rows(root)]
+    assert heads == [
+        "Data parallel nothing is sharded 112 GB ✗ fits on no number of GPUs",
+        "ZeRO-1 shards the optimizer state 38.5 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-2 shards gradients too 26.25 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-3 shards everything 14 GB ✓ fits, from 2 GPUs up",
+    ]
+    assert find(root, ".note").text == (
+        "ZeRO-3 on 8 GPUs: 14 GB on each (parameters 1.75 GB, gradients 1.75 GB, "
+        "optimizer 10.5 GB), which fits in 80 GB. The fewest GPUs on which it fits: 2. "
+        "Activations and buffers come on top."
+    )
+    bar = find(rows(root)[0], ".track").get_dom_attribute("aria-label")
+    assert bar == "parameters 14 GB, gradients 14 GB, optimizer 84 GB"
+
+
+def test_bars_are_in_proportion(show: Show) -> None:
+    (root,) = show(explorer(n_params=7e9, world_size=8).static_html())
+    widths = [
+        [part.size["width"] for part in row.find_elements("css selector", ".bar > div")]
+        for row in rows(root)
+    ]
+    track = find(root, ".track").rect
+    unit = track["width"] / 112  # the longest bar takes all of its track
+    assert widths[0] == pytest.approx([14 * unit, 14 * unit, 84 * unit], abs=1)
+    assert widths[3] == pytest.approx([1.75 * unit, 1.75 * unit, 10.5 * unit], abs=1)
+    tag = find(root, ".capacity span").rect
+    middle = tag["x"] + tag["width"] / 2 - track["x"]
+    assert middle == pytest.approx(80 * unit, abs=1)
+
+
+def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> None:
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    actions = pytest.importorskip("selenium.webdriver").ActionChains
+    (root,) = show(explorer().static_html())
+
+    def press(*sequence: str) -> None:
+        actions(browser).send_keys(*sequence).perform()
+
+    def focused() -> str:
+        return browser.execute_script(
+            "const e = document.activeElement.shadowRoot?.activeElement;"
+            "return e && (e.ariaLabel || e.closest('label')?.innerText ||"
+            " e.innerText).split('\\n')[0].trim()"
+        )
+
+    reached = []
+    for _ in range(16):
+        press(keys.TAB)
+        reached.append(focused())
+    assert reached == [
+        *("Parameters, as a number", "Parameters"),
+        *("1.5B", "7B", "13B", "70B", "175B"),
+        *("GPUs", "Precision", "Optimizer", "Memory of a GPU"),
+        *(
+            "optimizer state",
+            "parameters",
+            "ZeRO-3",
+            None,
+            "Parameters, as a number",
+        ),
+    ]
+
+    def total(stage: int) -> str:
+        return find(rows(root)[stage], ".total").text
+
+    find(root, "[aria-label=GPUs]").send_keys(keys.ARROW_RIGHT)
+    assert (total(0), total(3)) == ("112 GB", "7 GB")
+    assert find(root, "output").text == "On 16 GPUs"
+    press(keys.TAB)
+    assert focused() == "Precision"
+    press(keys.ARROW_DOWN)  # fp32: 4 + 4 + 8 bytes, as many as bf16's 2 + 2 + 12
+    assert (total(0), total(1)) == ("112 GB", "59.5 GB")
+    rows(root)[3].find_element("css selector", "input").send_keys(keys.ARROW_UP)
+    assert find(root, ".note").text.startswith("ZeRO-2 on 16 GPUs: ")
+
+
+def test_number_of_parameters_is_typed(browser: Any, show: Show) -> None:
+    (root,) = show(explorer().static_html())
+    field = find(root, "input[type=text]")
+
+    def type_in(text: str) -> str:
+        field.clear()
+        field.send_keys(text + "\n")
+        return field.get_property("value")
+
+    for text, shown in [
+        ("175B", "175B"),
+        ("7.5e9", "7.5B"),
+        ("350 m", "0.35B"),
+        ("1,000,000,000,000", "1T"),
+    ]:
+        assert type_in(text) == shown
+        assert find(root, ".error").text == ""
+    for text in ("", "many", "99M", "2T", "-7B", "7BB"):
+        assert type_in(text) == text
+        assert field.get_dom_attribute("aria-invalid") == "true"
+        assert find(root, ".error").text == (
+            "Write a number from 0.1B to 1T, such as 7.5B."
+        )
+        assert find(rows(root)[0], ".total").text == "16,000 GB"  # the last that held
+    assert type_in("7B") == "7B"
+    assert field.get_dom_attribute("aria-invalid") == "false"
+
+
+def test_every_control_has_a_name(browser: Any, show: Show) -> None:
+    (root,) = show(explorer().static_html())
+    controls = root.find_elements("css selector", "input, select, button")
+    names = [control.accessible_name for control in controls]
+    assert len(names) == 17
+    assert all(names)
+
+
+@pytest.mark.parametrize("width", [380, 720])
+def test_page_has_no_sideways_scroll(browser: Any, show: Show, width: int) -> None:
+    states = [*STATES, {"n_params": 1e12, "world_size": 1, "device_memory": 24}]
+    show(*(explorer(**state).static_html() for state in states), width=width)
+    overflow = browser.execute_script("return document.documentElement.scrollWidth")
+    assert overflow <= width
+    wide = browser.execute_script(
+        "return [...document.querySelectorAll('.memory-explorer')].filter((host) =>"
+        " [...host.shadowRoot.querySelectorAll('*')].some((element) =>"
+        " element.getBoundingClientRect().right > innerWidth + 0.5)).length"
+    )
+    assert wide == 0
+
+
+@pytest.mark.parametrize(
+    ("theme", "page", "text"),
+    [
+        ("light", "rgb(255, 255, 255)", "rgb(34, 40, 50)"),
+        ("dark", "rgb(18, 18, 18)", "rgb(206, 214, 221)"),
+    ],
+)
+def test_page_follows_the_theme(
+    browser: Any, show: Show, theme: str, page: str, text: str
+) -> None:
+    """Even where the theme puts html outputs on a light card."""
+    style = (
+        f"html {{ --pst-color-text-base: {text}; color-scheme: {theme};"
+        f" background: {page} }}"
+        "html[data-theme=dark] .text_html { background: rgb(206, 214, 221);"
+        " color: rgb(34, 40, 50) }"
+    )
+    (root,) = show(explorer().static_html(), theme=theme, style=style)
+    card = find(browser, ".text_html")
+    assert card.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
+    for selector in (".box", ".stage", "select", "input[type=text]", ".note"):
+        colour = find(root, selector).value_of_css_property("color")
+        assert colour.replace("rgba", "rgb").replace(", 1)", ")") == text
+    scheme = find(root, "select").value_of_css_property("color-scheme")
+    assert scheme == theme
+
+
+LIVE = """
+<div id="cell"></div>
+<script type="module">
+%s
+const state = %s;
+const listeners = {};
+window.sent = [];
+window.receive = (name, value) => {
+  state[name] = value;
+  listeners[`change:${name}`].forEach((listener) => listener());
+};
+const model = {
+  get: (name) => state[name],
+  set: (name, value) => { sent.push([name, value]); receive(name, value); },
+  save_changes: () => sent.push("saved"),
+  on: (names, listener) => names.split(" ").forEach(
+    (name) => (listeners[name] ??= []).push(listener)),
+  off: (names, listener) => names.split(" ").forEach((name) => {
+    listeners[name] = listeners[name].filter((other) => other !== listener); }),
+};
+window.clean = render({ model, el: document.getElementById("cell") });
+window.listening = () => Object.values(listeners).flat().length;
+</script>
+"""
+
+
+def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
+    """What Jupyter's widget manager sees: values in, values out, and an end."""
+    widget = explorer()
+    state = {
+        name: value
+        for name, value in widget.get_state().items()
+        if not name.startswith("_") and name not in ("layout", "tabbable", "tooltip")
+    }
+    (root,) = show(LIVE % (widget._esm, json.dumps(state)))
+    select = find(root, "select")
+    for control in root.find_elements("css selector", "button, input[type=checkbox]"):
+        control.click()
+    select.send_keys("fp32")
+    rows(root)[1].click()
+    sent = browser.execute_script("return sent")
+    assert [message for message in sent if message != "saved"] == [
+        *(["n_params", n] for n in (1.5e9, 7e9, 13e9, 70e9, 175e9)),
+        *(["offload_optimizer", True], ["offload_param", True]),
+        *(["precision", "fp32"], ["stage", 1]),
+    ]
+    assert sent[1::2] == ["saved"] * 9
+    for name, value in (message for message in sent if message != "saved"):
+        setattr(widget, name, value)  # Python takes each as it comes
+    browser.execute_script("receive('world_size', 1024)")
+    assert find(root, "output").text == "On 1,024 GPUs"
+    browser.execute_script("clean()")
+    assert browser.execute_script("return listening()") == 0

@@ -1,0 +1,662 @@
+"""The laboratory: the GPT, the corpus, the figures, the toy GPU."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minizero import estimate
+from minizero.lab import corpus, gpt, plots, style
+from minizero.lab.corpus import Corpus
+from minizero.lab.gpt import GPT, SIZES, GPTConfig
+from minizero.lab.toygpu import ToyGPU
+from minizero.launch import launch
+from minizero.ledger import Call
+from minizero.tracker import CATEGORIES, Sample, Tracker
+
+TINY = GPTConfig(layers=2, hidden=16, heads=2, sequence=32)
+UNITS = {"m": 1e6, "b": 1e9}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny operations are faster on one thread, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tokens(batch: int = 2, sequence: int = 16) -> torch.Tensor:
+    return torch.randint(256, (batch, sequence))
+
+
+# --- The GPT ---
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_size_has_the_parameters_of_its_formula_and_of_its_name(name: str) -> None:
+    config = GPTConfig.named(name)
+    with torch.device("meta"):
+        model = GPT(config)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == gpt.count_parameters(config)
+    assert count == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.06)
+
+
+def test_unknown_size_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no model size '2m'.*0\.1m, 0\.5m.*1b\.$"):
+        GPTConfig.named("2m")
+
+
+def test_named_size_takes_changes() -> None:
+    assert GPTConfig.named("1M", checkpoint=True) == GPTConfig(
+        layers=5, hidden=128, heads=4, checkpoint=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 17}, "hidden is 17 and does not divide into 2 heads"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{"layers": 2, "hidden": 16, "heads": 2, **changes})
+
+
+def test_forward_gives_logits_or_their_cross_entropy() -> None:
+    torch.manual_seed(0)
+    model, x, y = GPT(TINY), tokens(), tokens()
+    logits, loss = model(x), model(x, y)
+    assert logits.shape == (2, 16, 256)
+    picked = logits.log_softmax(-1).gather(-1, y[..., None])
+    torch.testing.assert_close(loss, -picked.mean())
+    assert loss.dtype == torch.float32
+    # At the start the model knows nothing: log 256 nats a byte.
+    assert loss.item() == pytest.approx(5.545, abs=0.3)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    torch.manual_seed(0)
+    model, x = GPT(TINY), tokens()
+    changed = x.clone()
+    changed[:, 10] += 1
+    changed %= 256
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_longer_sequence_than_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="33 tokens.*positions for 32"):
+        GPT(TINY)(tokens(sequence=33))
+
+
+def test_head_is_tied_to_the_embedding() -> None:
+    model = GPT(TINY)
+    assert model.head.weight is model.tokens.weight
+    assert len(list(model.parameters())) == 2 + 12 * TINY.layers + 2
+
+
+def test_block_is_final_when_it_is_built() -> None:
+    """Building the rest of the model, or the model itself, changes no weight."""
+    torch.manual_seed(0)
+    seen: list[tuple[torch.nn.Module, list[torch.Tensor]]] = []
+    original = gpt.Block.__init__
+
+    def build(self: gpt.Block, config: GPTConfig) -> None:
+        original(self, config)
+        seen.append((self, [p.detach().clone() for p in self.parameters()]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.Block, "__init__", build)
+        GPT(TINY)
+    assert len(seen) == TINY.layers
+    for block, weights in seen:
+        for p, weight in zip(block.parameters(), weights, strict=True):
+            assert torch.equal(p, weight)
+
+
+def test_residual_layers_start_smaller() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(layers=8, hidden=128, heads=4)
+    block = gpt.Block(config)
+    for layer, std in [
+        (block.attention.qkv, 0.02),
+        (block.mlp.up, 0.02),
+        (block.attention.out, 0.02 / 4),
+        (block.mlp.down, 0.02 / 4),
+    ]:
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
+        assert not layer.bias.any()
+
+
+def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
+    """Each block runs a second time through its own call, so its hooks see it."""
+    x, y = tokens(), tokens()
+    gradients, kept, calls = [], [], []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(2, 16, 2, sequence=32, checkpoint=checkpoint))
+        count = [0]
+        model.blocks[0].register_forward_pre_hook(
+            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
+        )
+        with Tracker(model) as tracker:
+            loss = model(x, y)
+            kept.append(tracker.live["activations"])
+            loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        calls.append(count[0])
+    assert all(map(torch.equal, *gradients))
+    assert calls == [1, 2]
+    assert kept[1] < kept[0] / 2
+
+
+def test_generate_continues_the_prompt() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+
+    def draw(seed: int, temperature: float = 1.0) -> bytes:
+        generator = torch.Generator().manual_seed(seed)
+        return model.generate(b"def ", 40, temperature, generator)
+
+    assert len(draw(0)) == 40  # past the model's 32 positions
+    assert draw(0) == draw(0) != draw(1)
+    assert draw(0, temperature=0) == draw(1, temperature=0)
+    likeliest = model(torch.tensor([list(b"def ")]))[0, -1].argmax()
+    assert draw(0, temperature=0)[0] == likeliest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((b"", 1), "prompt is empty"), ((b"x", 1, -1.0), "temperature is -1")],
+)
+def test_generate_refuses(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPT(TINY).generate(*arguments)
+
+
+def test_decay_groups_hold_each_trained_parameter_once() -> None:
+    model = GPT(TINY)
+    model.positions.weight.requires_grad_(False)
+    decay, plain = gpt.decay_groups(model, weight_decay=0.1)
+    assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim == 2 for p in decay["params"])
+    assert all(p.ndim == 1 for p in plain["params"])
+    grouped = [id(p) for p in decay["params"] + plain["params"]]
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    assert sorted(grouped) == sorted(trained)
+
+
+# --- The corpus ---
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> Corpus:
+    return Corpus()
+
+
+def test_standard_library_is_a_corpus(stdlib: Corpus) -> None:
+    whole = len(stdlib.train) + len(stdlib.valid)
+    assert whole > 5_000_000
+    assert len(stdlib.train) == whole * 9 // 10
+    assert stdlib.train.dtype == torch.uint8
+    again = Corpus()
+    assert torch.equal(stdlib.train, again.train)
+    assert "standard library of Python 3" in str(stdlib)
+    text = bytes(stdlib.train.numpy())
+    assert b"class OrderedDict" in text
+    assert b"import unittest\nfrom test import support" not in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_world_size_sees_the_same_global_batch(
+    stdlib: Corpus, world_size: int
+) -> None:
+    parts = [stdlib.batch(3, rank, world_size, 8, 64) for rank in range(world_size)]
+    x, y = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    assert x.shape == y.shape == (8, 64)
+    assert x.dtype == y.dtype == torch.int64
+    whole, _ = stdlib.batch(3, 0, 1, 8, 64)
+    assert torch.equal(x, whole)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_batches_depend_on_seed_and_step(stdlib: Corpus) -> None:
+    keys = [(0, 0), (1, 0), (0, 1), (2, 5)]
+    batches = [stdlib.batch(step, 0, 1, 4, 32, seed=seed)[0] for seed, step in keys]
+    for a, b in itertools.combinations(batches, 2):
+        assert not torch.equal(a, b)
+    valid, _ = stdlib.batch(0, 0, 1, 4, 32, part="valid")
+    assert bytes(valid[0].tolist()) in bytes(stdlib.valid.numpy())
+
+
+def test_every_byte_of_a_text_can_be_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(100)))
+    x, y = Corpus(file).batch(0, 0, 1, 2000, 4)
+    assert set(x.flatten().tolist()) == set(range(89))
+    assert set(y.flatten().tolist()) == set(range(1, 90))
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "message"),
+    [
+        (3, 4, r"^The batch has 3 sequences for 4 ranks; .*\.$"),
+        (6, 4, r"^A batch of 6 .* not divide over 4 ranks; make it 4 or 8\.$"),
+    ],
+)
+def test_uneven_batch_is_refused(
+    stdlib: Corpus, batch: int, world_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        stdlib.batch(0, 0, world_size, batch, 8)
+
+
+def test_folder_is_read_in_order_and_without_binaries(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.txt").write_bytes(b"first\xff")  # no UTF-8, but text
+    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    (tmp_path / ".hidden").write_bytes(b"hidden")
+    for name in "zpxqyr":
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_text(name)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    read = Corpus(tmp_path)
+    text = bytes(torch.cat([read.train, read.valid]).numpy())
+    assert text == b"first\xffsecondpqrxyz"
+    assert "8 files" in str(read)
+
+
+def test_reading_stops_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "LIMIT", 100)
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 60)
+    read = Corpus(tmp_path)
+    text = bytes(torch.cat([read.train, read.valid]).numpy())
+    assert text == b"a" * 60 + b"b" * 40
+    assert "cut at the limit" in str(read)
+    assert "limit" not in str(Corpus(tmp_path / "a"))
+
+
+def test_missing_empty_and_odd_paths_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, kind, words in [
+        ("nowhere", FileNotFoundError, "There is no file or folder"),
+        ("empty", ValueError, "is empty; give one"),
+        ("pipe", ValueError, "neither a file nor a folder"),
+        ("folder", ValueError, "has no text in it"),
+    ]:
+        with pytest.raises(kind, match=words) as caught:
+            Corpus(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert str(caught.value).count(".") - str(tmp_path).count(".") == 1
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_unreadable_path_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Patched, as whoever runs the tests may be allowed to read everything."""
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    else:
+        path.write_text("x")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError) as caught:
+        Corpus(path)
+    assert str(caught.value) == (
+        f"{path} cannot be read (permission denied); check its permissions."
+    )
+
+
+def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 20)
+    read = Corpus(tmp_path / "short")
+    x, _ = read.batch(0, 0, 1, 2, 17)
+    assert x.shape == (2, 17)
+    with pytest.raises(ValueError, match="train part .* 18 bytes, .* of 18 needs 19"):
+        read.batch(0, 0, 1, 2, 18)
+    with pytest.raises(ValueError, match="valid part .* 2 bytes"):
+        read.batch(0, 0, 1, 2, 4, part="valid")
+
+
+# --- The palette and the figures ---
+
+WHITE, DARK = "#FFFFFF", "#121212"
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+EYES = {
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def cielab(colour: str, eye: str = "normal") -> np.ndarray:
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(
+        channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
+    )
+    to_xyz = np.array(
+        [
+            [0.4124564, 0.3575761, 0.1804375],
+            [0.2126729, 0.7151522, 0.0721750],
+            [0.0193339, 0.1191920, 0.9503041],
+        ]
+    )
+    xyz = to_xyz @ np.clip(np.array(EYES[eye]) @ linear, 0, 1)
+    xyz /= np.array([0.95047, 1, 1.08883])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_palette_is_told_apart_by_every_eye(eye: str) -> None:
+    colours = [cielab(c, eye) for c in style.CATEGORY_COLOURS.values()]
+    gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(colours, 2)]
+    assert min(gaps) > 20
+
+
+def test_palette_is_told_apart_in_greyscale() -> None:
+    light = sorted(cielab(c)[0] for c in style.CATEGORY_COLOURS.values())
+    assert min(np.diff(light)) > 11
+
+
+def test_text_reads_on_both_pages_and_on_every_fill() -> None:
+    assert style.contrast(WHITE, "#000000") == pytest.approx(21)
+    for page in (WHITE, DARK):
+        # The best that one grey can do on both is 4.3.
+        assert style.contrast(style.GREY, page) > 4.25
+        assert all(style.contrast(line, page) > 2 for line in style.LINES)
+    for fill in (*style.CATEGORY_COLOURS.values(), *style.OP_COLOURS.values()):
+        assert style.contrast(style.ink(fill), fill) > 4.5
+
+
+def test_palette_covers_every_category() -> None:
+    assert tuple(style.CATEGORY_COLOURS) == CATEGORIES
+    assert tuple(style.CATEGORY_HATCHES) == CATEGORIES
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (2048, "2.05 kB"),
+        (26.25e9, "26.25 GB"),
+        (112e9, "112 GB"),
+        (38.5e9, "38.5 GB"),
+        (123_456_789, "123.5 MB"),
+        (16e12, "16 TB"),
+    ],
+)
+def test_amount(nbytes: float, text: str) -> None:
+    assert style.amount(nbytes) == text
+
+
+def texts(figure: plots.Figure) -> list[str]:
+    figure.draw_without_rendering()
+    return [t.get_text() for t in figure.findobj(plots.mpl.text.Text) if t.get_text()]
+
+
+def samples(totals: Sequence[int], marks: dict[int, str]) -> list[Sample]:
+    return [
+        Sample(i, marks.get(i, ""), "", {"parameters": 10, "activations": total})
+        for i, total in enumerate(totals)
+    ]
+
+
+def call(op: str, launched: float, waited: float, finished: float) -> Call:
+    return Call(op, 8, 8, 32, "float32", "", "", launched, waited, finished)
+
+
+def test_memory_bars_carry_their_numbers() -> None:
+    rows = {f"stage {s}": estimate(7e9, 8, s) for s in range(4)}
+    figure = plots.memory_bars(rows, budget=80e9)
+    shown = texts(figure)
+    for text in (*rows, "112 GB", "38.5 GB", "26.25 GB", "14 GB", "84 GB", "80 GB"):
+        assert text in shown
+    assert "activations" not in shown  # nothing of it, so no place in the legend
+    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    assert sum(widths) == pytest.approx(112e9 + 38.5e9 + 26.25e9 + 14e9)
+
+
+def test_memory_bars_take_live_bytes_and_refuse_other_names() -> None:
+    assert "5 kB" in texts(plots.memory_bars({"now": {"buffers": 5000}}))
+    assert "0 B" in texts(plots.memory_bars({"now": {}}))
+    with pytest.raises(ValueError, match="'weights' is no category"):
+        plots.memory_bars({"now": {"weights": 1}})
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.memory_bars({})
+
+
+def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:
+    totals = [*range(2000), 70_000, *range(2000, 0, -1)]
+    figure = plots.memory_over_step(samples(totals, {5: "forward", 3000: "step"}), 9e4)
+    assert len(totals) > plots.COLUMNS
+    shown = texts(figure)
+    for text in ("peak 70.01 kB", "forward", "step", "budget 90 kB"):
+        assert text in shown
+    top = max(patch.get_xy()[:, 1].max() for patch in figure.axes[0].patches)
+    assert top == 70_010
+    with pytest.raises(ValueError, match="no samples"):
+        plots.memory_over_step([])
+
+
+def test_memory_over_step_draws_a_measured_step() -> None:
+    model, x = GPT(TINY), tokens()
+    with Tracker(model) as tracker:
+        tracker.mark("forward")
+        loss = model(x, x)
+        tracker.mark("backward")
+        loss.backward()
+    shown = texts(plots.memory_over_step(tracker.samples))
+    assert f"peak {style.amount(tracker.peak)}" in shown
+    assert {"parameters", "gradients", "activations"} <= set(shown)
+
+
+def test_timeline_hatches_the_wait() -> None:
+    rows = [
+        [
+            call("all_gather", 10.0, 10.001, 10.004),
+            call("all_reduce", 10.002, 10.002, 0),
+        ],
+        [call("all_gather", 10.001, 10.005, 10.005)],
+    ]
+    figure = plots.timeline(rows)
+    assert {"rank 0", "rank 1", "all_gather", "waiting"} <= set(texts(figure))
+    assert "all_reduce" not in texts(figure)  # never waited for, so it has no end
+    bars = figure.axes[0].patches
+    spans = sorted((round(b.get_x(), 6), round(b.get_width(), 6)) for b in bars)
+    assert spans == [(0, 4), (1, 3), (1, 4)]  # milliseconds; the second is the wait
+    assert [bool(bar.get_hatch()) for bar in bars] == [False, True, False]
+    with pytest.raises(ValueError, match="no calls"):
+        plots.timeline([[], []])
+
+
+def test_timeline_puts_overlapping_calls_in_lanes() -> None:
+    row = [call("all_gather", t, t, t + 2.5) for t in range(4)]
+    figure = plots.timeline({7: row})
+    assert "rank 7" in texts(figure)
+    bars = [b for b in figure.axes[0].patches if not b.get_hatch()]
+    for a, b in itertools.combinations(bars, 2):
+        apart = (
+            a.get_x() + a.get_width() <= b.get_x()
+            or a.get_y() + a.get_height() <= b.get_y()
+            or b.get_y() + b.get_height() <= a.get_y()
+        )
+        assert apart
+
+
+def test_equal_losses_share_a_line() -> None:
+    figure = plots.loss_curves(
+        {"stage 0": [3.0, 2.0], "stage 3": [3.0, 2.0], "other": {1: 3.0, 10: 2.5}}
+    )
+    assert len(figure.axes[0].lines) == 2
+    names = [text for text in texts(figure) if "stage" in text or text == "other"]
+    assert names == ["other", "stage 0 = stage 3"]  # as high as the lines end
+    with pytest.raises(ValueError, match="'none' has no losses"):
+        plots.loss_curves({"none": []})
+
+
+def test_figures_are_clear_small_and_the_same_each_time() -> None:
+    def render() -> bytes:
+        figure = plots.memory_bars({f"{s}": estimate(7e9, 8, s) for s in range(4)})
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=192, metadata={"Software": None})
+        return out.getvalue()
+
+    first = render()
+    assert first == render()
+    assert len(first) < 100_000
+    pixels = plots.mpl.image.imread(io.BytesIO(first))
+    assert (pixels[..., 3] == 0).mean() > 0.4  # between the bars too
+    assert pixels.shape[1] == int(plots.WIDTH * 192)
+
+
+def test_training_needs_no_figures() -> None:
+    """The model, the data and the toy GPU import neither matplotlib nor widgets."""
+    code = (
+        "import sys, minizero, minizero.lab.gpt, minizero.lab.corpus\n"
+        "import minizero.lab.toygpu\n"
+        "heavy = {'matplotlib', 'anywidget', 'ipywidgets', 'IPython'}\n"
+        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- The toy GPU ---
+
+
+def test_toy_gpu_refuses_what_does_not_fit() -> None:
+    with ToyGPU(10_000) as gpu:
+        kept = torch.zeros(1000)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(2000)
+        assert gpu.live["activations"] == gpu.total == gpu.peak == 4000
+        assert [sample.live["activations"] for sample in gpu.samples] == [4000]
+        assert kept.sum() == 0
+    assert str(caught.value) == (
+        "Out of memory: tried to allocate 8 kB on a toy GPU of 10 kB, where 4 kB are "
+        "in use (activations 4 kB); the largest part is activations."
+    )
+
+
+def test_toy_gpu_takes_exactly_its_capacity() -> None:
+    with ToyGPU(4000) as gpu:
+        kept = torch.zeros(1000)
+        assert gpu.total == kept.untyped_storage().nbytes() == gpu.capacity
+    with ToyGPU(3999), pytest.raises(torch.OutOfMemoryError, match="that is empty"):
+        torch.zeros(1000)
+
+
+def test_toy_gpu_counts_freed_and_resized_storages() -> None:
+    with ToyGPU(10_000) as gpu:
+        flat = torch.zeros(2000)
+        flat.untyped_storage().resize_(0)
+        other = torch.zeros(2000)
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 8 kB"):
+            flat.untyped_storage().resize_(8000)
+        assert flat.untyped_storage().nbytes() == 0
+        assert gpu.total == other.untyped_storage().nbytes()
+        del other
+        assert gpu.total == 0
+        flat.untyped_storage().resize_(8000)
+        assert gpu.total == 8000
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 4 kB"):
+            flat.untyped_storage().resize_(12_000)
+        assert gpu.total == flat.untyped_storage().nbytes() == 8000
+
+
+def test_toy_gpu_does_not_keep_the_refused_result() -> None:
+    """Not by the traceback either, which a notebook keeps until the next error."""
+    with Tracker() as outer, pytest.raises(torch.OutOfMemoryError) as caught:
+        with ToyGPU(100):
+            torch.ones(1000)
+    assert caught.value.__traceback__ is not None
+    assert outer.peak == 4000
+    assert outer.total == 0
+
+
+def test_toy_gpu_names_the_largest_category() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.named("0.1m"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    with ToyGPU(weights * 5, model, optimizer) as gpu:
+        model(tokens(1, 1)).sum().backward()
+        optimizer.step()
+        assert gpu.live["optimizer"] > 2 * weights
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"largest part is optimizer\."
+        ):
+            model(tokens(8, 128))
+    assert weights * 4 < gpu.peak <= gpu.capacity
+
+
+def test_state_that_is_there_before_may_not_fit() -> None:
+    """And then nothing of the toy GPU is left behind."""
+    model, resize = GPT(TINY), torch.UntypedStorage.resize_
+    with pytest.raises(torch.OutOfMemoryError), ToyGPU(100, model):
+        pass
+    assert torch.UntypedStorage.resize_ is resize
+    with ToyGPU(1e6):
+        assert model(tokens()).shape == (2, 16, 256)
+
+
+def test_toy_gpu_needs_a_capacity() -> None:
+    with pytest.raises(ValueError, match="capacity is 0 bytes; .* 1 or more"):
+        ToyGPU(0)
+
+
+def test_toy_gpu_holds_in_a_rank() -> None:
+    def run() -> str:
+        with ToyGPU(1000):
+            try:
+                torch.zeros(1000)
+            except torch.OutOfMemoryError as error:
+                return str(error)
+        return "it fitted"
+
+    for said in launch(run, 2):
+        assert said.startswith("Out of memory: tried to allocate 4 kB on a toy GPU of")
