@@ -6,13 +6,14 @@ import time
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Self
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

@@ -47,7 +47,7 @@ def main(names: list[str]) -> None:
             sys.exit(f"{path} was not changed: one of its cells failed.\n\n{error}")
         clean(notebook)
         nbformat.write(notebook, path)
-        print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def run(notebook: Any, folder: Path) -> None:

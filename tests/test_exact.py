@@ -28,18 +28,12 @@ def two() -> Iterator[Pool]:
         yield pool
 
 
-def test_all_plans_are_equal(pool: Pool) -> None:
+def test_plans_and_bucket_sizes_are_equal(pool: Pool) -> None:
     reference = pool.run(train, 0)
     assert reference[0].norms.max() > 0.5  # clipping took part
-    for stage in (1, 2, 3):
-        assert same(pool.run(train, stage), reference), f"stage {stage}"
-
-
-@pytest.mark.parametrize("bucket_size", [40, 1000])
-def test_bucket_size_changes_no_bit(pool: Pool, bucket_size: int) -> None:
-    reference = pool.run(train, 0)
-    for stage in (0, 1, 2, 3):
-        assert same(pool.run(train, stage, bucket_size=bucket_size), reference)
+    for stage, bucket_size in ((0, 40), (1, 1000), (2, 40), (3, 10**9), (3, 40)):
+        got = pool.run(train, stage, bucket_size=bucket_size)
+        assert same(got, reference), f"stage {stage}, bucket_size {bucket_size}"
 
 
 def test_accumulation(pool: Pool) -> None:
@@ -84,10 +78,8 @@ def close(a: Run, b: Run) -> None:
         torch.testing.assert_close(weight, b.weights[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_as_one_process_on_the_whole_batch(pool: Pool, micro_batches: int) -> None:
-    expected = pool.run(on_whole_batch, micro_batches)
-    got = pool.run(train, 3, micro_batches=micro_batches)
+def test_as_one_process_on_the_whole_batch(pool: Pool) -> None:
+    expected, got = pool.run(on_whole_batch, 2), pool.run(train, 3, micro_batches=2)
     close(got[0], expected[0])
 
 

@@ -1,0 +1,223 @@
+"""Collectives: values, dtypes, uneven sizes, what the ledger counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from minizero import comm, exchange
+from minizero.launch import Pool, RankError, rank, world_size
+
+NUMBERS = [0, 1, 7, 12]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param) as pool:
+        yield pool
+
+
+def values(n: int, r: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * r + n)
+    return torch.randint(-8, 8, (n,), generator=generator).to(dtype)
+
+
+def collectives(
+    algorithm: str, dtype: torch.dtype, staged: bool, async_op: bool
+) -> None:
+    """Compare with plain sums and concatenations; whole numbers, so all are exact."""
+    me, ranks = rank(), world_size()
+    if staged:
+        exchange.staged = lambda like: True
+    try:
+        with comm.algorithm(algorithm):
+            for n in NUMBERS:
+                parts = [values(n, r, dtype) for r in range(ranks)]
+                total = torch.stack(parts).sum(0).to(dtype)
+                size = -(-n // ranks)
+                padded = torch.zeros(size * ranks, dtype=dtype)
+                padded[:n] = total
+                t = parts[me].clone()
+                comm.all_reduce(t, async_op=async_op).wait()
+                assert torch.equal(t, total)
+                row = torch.full((size,), 9, dtype=torch.float32).to(dtype)
+                comm.reduce_scatter(row, parts[me], async_op=async_op).wait()
+                assert torch.equal(row, padded[me * size : (me + 1) * size])
+                whole = torch.zeros(n, dtype=dtype)
+                comm.all_gather(whole, row, async_op=async_op).wait()
+                assert torch.equal(whole, total)
+                for src in range(ranks):
+                    t = parts[me].clone()
+                    comm.broadcast(t, src, async_op=async_op).wait()
+                    assert torch.equal(t, parts[src])
+            comm.barrier()
+    finally:
+        exchange.staged = original_staged
+
+
+original_staged = exchange.staged
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_values(pool: Pool, algorithm: str, async_op: bool) -> None:
+    pool.run(collectives, algorithm, torch.float32, False, async_op)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
+def test_dtypes(pool: Pool, dtype: torch.dtype) -> None:
+    if dtype == torch.uint8:
+        pool.run(small_bytes)
+    else:
+        pool.run(collectives, "direct", dtype, False, False)
+
+
+def small_bytes() -> None:
+    t = torch.arange(5, dtype=torch.uint8)
+    comm.all_reduce(t)
+    assert torch.equal(t, torch.arange(5, dtype=torch.uint8) * world_size())
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_through_host_memory(pool: Pool, algorithm: str) -> None:
+    pool.run(collectives, algorithm, torch.float32, True, False)
+
+
+def in_place() -> None:
+    me, ranks = rank(), world_size()
+    buffer = torch.full((4 * ranks,), float(me + 1))
+    own = buffer[4 * me : 4 * me + 4]
+    comm.reduce_scatter(own, buffer)
+    assert own.eq(ranks * (ranks + 1) / 2).all()
+    comm.all_gather(buffer, own)
+    assert buffer.eq(ranks * (ranks + 1) / 2).all()
+
+
+def test_own_row_in_place(pool: Pool) -> None:
+    pool.run(in_place)
+
+
+def order_of_sums() -> tuple[bool, bool]:
+    """Whether the sum depends on how the buffer is cut: direct, ring."""
+    big = torch.tensor([1e8, 1.0, -1e8, 1.0])[: world_size()]
+    mine = big[rank()].repeat(12)
+    equal = []
+    for algorithm in ("direct", "ring"):
+        with comm.algorithm(algorithm):
+            whole, cut = mine.clone(), mine.clone()
+            comm.all_reduce(whole)
+            for piece in cut.split(4):
+                comm.all_reduce(piece)
+        equal.append(torch.equal(whole, cut) and bool((whole == whole[0]).all()))
+    return equal[0], equal[1]
+
+
+def test_direct_sums_in_rank_order(pool: Pool) -> None:
+    results = pool.run(order_of_sums)
+    assert all(direct for direct, _ in results)
+    if len(results) == 3:
+        assert not any(ring for _, ring in results)
+
+
+def narrow() -> torch.Tensor:
+    """bf16: 1 + 1/256 + 1/256 is 1 when rounded twice, more when rounded once."""
+    t = torch.tensor([1.0 if rank() == 0 else 1 / 256], dtype=torch.bfloat16)
+    comm.all_reduce(t)
+    return t
+
+
+def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
+    results = pool.run(narrow)
+    if len(results) == 3:
+        assert all(t.item() == 1 + 1 / 128 for t in results)
+
+
+def counted(algorithm: str) -> list[tuple[str, int, int, int, str, str]]:
+    ranks = world_size()
+    t, row = torch.zeros(6 * ranks), torch.zeros(6)
+    with comm.algorithm(algorithm), comm.ledger() as calls:
+        with comm.phase("forward", "unit"):
+            comm.all_gather(t, row)
+        with comm.phase("backward"):
+            work = comm.reduce_scatter(row, t, async_op=True)
+            assert calls[-1].finished == 0
+            work.wait()
+            work.wait()
+        comm.all_reduce(t)
+        comm.broadcast(t)
+    comm.all_reduce(t)  # after the ledger has been closed
+    for call in calls:
+        assert call.launched <= call.waited <= call.finished
+    assert calls.sent() == sum(c.sent for c in calls)
+    assert "all_gather" in calls.table()
+    return [(c.op, c.elements, c.sent, c.bytes, c.phase, c.unit) for c in calls]
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_ledger(pool: Pool, algorithm: str) -> None:
+    results = pool.run(counted, algorithm)
+    n = len(results)
+    for r, seen in enumerate(results):
+        share = 6 * (n - 1)
+        cast = 6 * n * (n - 1) if r == 0 else 0
+        assert seen == [
+            ("all_gather", 6 * n, share, 4 * share, "forward", "unit"),
+            ("reduce_scatter", 6 * n, share, 4 * share, "backward", ""),
+            ("all_reduce", 6 * n, 2 * share, 8 * share, "", ""),
+            ("broadcast", 6 * n, cast, 4 * cast, "", ""),
+        ]
+
+
+def nested() -> tuple[int, int]:
+    with comm.ledger() as outer, comm.ledger() as inner:
+        comm.barrier()
+    with comm.ledger() as other:
+        pass
+    assert other == [] and len(outer) == len(inner) == 1
+    return len(outer), len(inner)
+
+
+def test_ledgers_nest(pool: Pool) -> None:
+    assert set(pool.run(nested)) == {(1, 1)}
+
+
+def misuse() -> list[str]:
+    messages = []
+    for wrong in (
+        lambda: comm.reduce_scatter(torch.zeros(99), torch.zeros(4)),
+        lambda: comm.all_gather(torch.zeros(4), torch.zeros(99)),
+        lambda: comm.broadcast(torch.zeros(4), src=9),
+        lambda: comm.all_reduce(torch.zeros(4, 4).t()),
+        lambda: comm.algorithm("telepathy").__enter__(),
+        lambda: comm.all_reduce([torch.zeros(1)] * 9),
+    ):
+        with pytest.raises(ValueError) as error:
+            wrong()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_misuse_is_told(pool: Pool) -> None:
+    words = ["make them equal", "make them equal", "no rank 9", ".contiguous()"]
+    words += ["not 'telepathy'", "9 rows were given"]
+    for message, word in zip(pool.run(misuse)[0], words, strict=True):
+        assert word in message
+
+
+def different() -> None:
+    t = torch.zeros(8)
+    if rank() == 0:
+        comm.all_reduce(t)
+    else:
+        comm.broadcast(t)
+
+
+def test_ranks_that_differ_are_told_apart() -> None:
+    with Pool(2, timeout=30) as pool, pytest.raises(RankError) as error:
+        pool.run(different)
+    assert "all_reduce of 8 float32" in str(error.value)
+    assert "broadcast of 8 float32" in str(error.value)

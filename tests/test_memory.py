@@ -1,0 +1,205 @@
+"""`estimate` gives the published figures; the tracker counts what is there."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import Plan, Tracker, estimate, estimate_activations, see_memory_usage
+from minizero.memory import Placement
+from minizero.tracker import label, labelled_bytes
+
+# Rajbhandari et al. 2020 (arXiv:1910.02054v3), table 1: GB a device for mixed
+# precision Adam, by model and data-parallel degree: P_os, P_os+g, P_os+g+p
+TABLE_1 = {
+    7.5e9: {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    128e9: {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    1e12: {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+CELLS = [
+    (n, ranks, stage, row[stage - 1])
+    for n, rows in TABLE_1.items()
+    for ranks, row in rows.items()
+    for stage in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("n", "ranks", "stage", "printed"), CELLS)
+def test_table_1_of_the_zero_paper(
+    n: float, ranks: int, stage: int, printed: str
+) -> None:
+    """Within one unit of the last printed digit: some cells are truncated."""
+    ours = estimate(n, ranks, stage).total / 1e9
+    digits = len(printed.partition(".")[2])
+    assert abs(ours - float(printed)) < 10**-digits
+    exact = f"{ours:.{digits}f}"
+    truncated = str(int(ours)) if digits == 0 else exact
+    assert printed in (exact, truncated) or f"{ours + 1e-9:.{digits}f}" == printed
+
+
+# the 7B example on 8 GPUs: 2 + 2 + 12 bytes a parameter, shards of 1/8
+@pytest.mark.parametrize(
+    ("stage", "gigabytes"), [(0, 112), (1, 38.5), (2, 26.25), (3, 14)]
+)
+def test_7b_on_8_gpus(stage: int, gigabytes: float) -> None:
+    assert estimate(7e9, 8, stage).total == gigabytes * 1e9
+
+
+# Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs
+def test_figure_1() -> None:
+    totals = [estimate(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
+    assert [round(t, 1) for t in totals] == [120, 31.4, 16.6, 1.9]
+
+
+def test_offload_moves_bytes_and_keeps_their_sum() -> None:
+    plain = estimate(7e9, 8, 3)
+    moved = estimate(7e9, 8, 3, offload_optimizer="cpu", offload_param="nvme")
+    assert moved.total == 0
+    assert moved.host.optimizer == plain.optimizer
+    assert moved.host.gradients == plain.gradients
+    assert moved.disk.parameters == plain.parameters
+    assert moved.host.total + moved.disk.total == plain.total
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
+        ({"stage": True}, "not True"),
+        ({"world_size": 0}, "world_size must be a whole number >= 1, not 0"),
+        ({"n_params": -1}, "n_params must be above 0, not -1"),
+        ({"precision": "fp8"}, "one of fp32, bf16, fp16, not 'fp8'"),
+        ({"optimizer": "lion"}, "one of adam, momentum, sgd, not 'lion'"),
+        ({"stage": 0, "offload_optimizer": "cpu"}, "must be sharded"),
+        ({"stage": 2, "offload_param": "cpu"}, "must be sharded"),
+        ({"stage": 3, "offload_param": "tape"}, "not on 'tape'"),
+    ],
+)
+def test_bad_input(options: dict[str, object], message: str) -> None:
+    arguments = {"n_params": 1e9, "world_size": 8, "stage": 3, **options}
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        estimate(**arguments)  # type: ignore[arg-type]
+
+
+def test_plans() -> None:
+    shards = [
+        (p.parameters.sharded, p.gradients.sharded, p.optimizer.sharded)
+        for p in map(Plan.stage, range(4))
+    ]
+    assert shards == [
+        (False, False, False),
+        (False, False, True),
+        (False, True, True),
+        (True, True, True),
+    ]
+    assert Plan.stage(0).parameters == Placement(sharded=False, on="device")
+
+
+# Korthikanti et al. 2022 (arXiv:2205.05198), table 2, without tensor parallelism;
+# their 22B model: 48 layers, h = 6144, a = 64, s = 2048, b = 4
+def test_activations() -> None:
+    sizes = {
+        "layers": 48,
+        "hidden": 6144,
+        "heads": 64,
+        "sequence": 2048,
+        "micro_batch": 4,
+    }
+    sbh = 2048 * 4 * 6144
+    assert estimate_activations(**sizes) == 48 * (34 * sbh + 5 * 64 * 2048**2 * 4)
+    assert estimate_activations(**sizes, checkpointing="selective") == 48 * sbh * 34
+    assert estimate_activations(**sizes, checkpointing="full") == 48 * sbh * 2
+    with pytest.raises(ValueError, match="one of none, selective, full, not 'some'"):
+        estimate_activations(**sizes, checkpointing="some")
+    with pytest.raises(ValueError, match="layers must be at least 1, not 0"):
+        estimate_activations(**{**sizes, "layers": 0})
+
+
+def test_tracker_counts_storages_to_the_byte() -> None:
+    with Tracker() as tracker:
+        a = torch.zeros(1000)
+        view = a[10:20]
+        assert tracker.live["activations"] == 4000
+        del a
+        assert tracker.live["activations"] == 4000  # the view holds the storage
+        label(view, "buffers")
+        assert tracker.live["activations"] == 0 and tracker.live["buffers"] == 4000
+        view.untyped_storage().resize_(0)
+        assert tracker.total == 0 and tracker.peak == 4000
+        b = torch.zeros(3, dtype=torch.bfloat16)
+        tracker.mark("here", "unit")
+        assert tracker.samples[-1].live["activations"] == 6
+    assert (tracker.samples[-1].event, tracker.samples[-1].unit) == ("here", "unit")
+    del b
+
+
+def test_tracker_sees_what_only_autograd_holds() -> None:
+    x = torch.randn(50, 20, requires_grad=True)
+    with Tracker() as tracker:
+        y = x.exp().sin().sum()  # exp's result is saved twice, and has no name
+        assert tracker.live["activations"] == 4000 + 4
+        y.backward()
+        del y
+        assert x.grad is not None
+        assert tracker.live["activations"] == 4000  # the gradient, nobody's
+
+
+def test_tracker_follows_a_plain_model() -> None:
+    gc.collect()
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    size = 4 * (30 * 20 + 20)
+    with Tracker(model, optimizer) as tracker:
+        start = dict(tracker.live)
+        model(torch.randn(5, 30)).sum().backward()
+        assert tracker.live["gradients"] - start["gradients"] == size
+        optimizer.step()
+        assert tracker.live["optimizer"] - start["optimizer"] == 2 * size + 2 * 4
+        optimizer.zero_grad()
+        assert tracker.live["gradients"] == start["gradients"]
+        assert tracker.live["activations"] == 0
+
+
+def test_labels_do_not_keep_memory() -> None:
+    gc.collect()
+    before = labelled_bytes()["buffers"]
+    t = label(torch.zeros(100), "buffers")
+    assert labelled_bytes()["buffers"] == before + 400
+    del t
+    assert labelled_bytes()["buffers"] == before
+    with pytest.raises(ValueError, match="category must be one of"):
+        label(torch.zeros(1), "weights")
+
+
+def test_see_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    t = label(torch.zeros(10**6), "parameters")
+    see_memory_usage("quiet")
+    see_memory_usage("after forward", force=True)
+    out = capsys.readouterr().out
+    assert "quiet" not in out
+    assert out.startswith("after forward: parameters ")
+    del t

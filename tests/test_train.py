@@ -1,0 +1,153 @@
+"""The main job: `python -m minizero train`, alone and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minizero.__main__ import main
+from minizero.lab.gpt import GPT, GPTConfig
+
+SMALL = ["--model", "0.1m", "--steps", "6", "--batch", "6", "--sequence", "32"]
+
+
+def run(*arguments: str, cwd: Path, launcher: list[str] | None = None) -> str:
+    done = command(*arguments, cwd=cwd, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command(
+    *arguments: str, cwd: Path, launcher: list[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    start = launcher or [sys.executable, "-m"]
+    return subprocess.run(
+        [*start, "minizero", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def report(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def stage_3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("stage3")
+    out = run("train", "--stage", "3", "--ranks", "3", *SMALL, "--out", ".", cwd=folder)
+    return folder, out
+
+
+def test_it_proves_itself(stage_3: tuple[Path, str]) -> None:
+    folder, out = stage_3
+    assert out.count("yes") == 4 and "NO" not in out
+    assert (folder / "loss.png").stat().st_size > 5000
+    seen = report(folder)
+    losses = seen["losses"]
+    assert isinstance(losses, list) and len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
+    weights = load_file(stage_3[0] / "weights.safetensors")
+    model = GPT(GPTConfig.named("0.1m"))
+    model.load_state_dict(weights)
+    assert torch.equal(model.head.weight, weights["tokens.weight"])
+
+
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_other_stages_learn_the_same(
+    stage: str, stage_3: tuple[Path, str], tmp_path: Path
+) -> None:
+    out = run(
+        "train", "--stage", stage, "--ranks", "3", *SMALL, "--out", ".", cwd=tmp_path
+    )
+    assert out.count("yes") == 4 and "NO" not in out
+    same = ("losses", "valid_loss", "sample")
+    a, b = report(tmp_path), report(stage_3[0])
+    assert [a[key] for key in same] == [b[key] for key in same]
+
+
+def test_torchrun_gives_the_same(stage_3: tuple[Path, str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun += ["--standalone", "--nproc-per-node", "3", "-m"]
+    out = run(
+        "train", "--stage", "3", *SMALL, "--out", ".", cwd=tmp_path, launcher=torchrun
+    )
+    assert out.count("yes") == 4
+    same = ("losses", "valid_loss", "sample", "sent")
+    a, b = report(tmp_path), report(stage_3[0])
+    assert [a[key] for key in same] == [b[key] for key in same]
+
+
+def test_own_data(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 100)
+    out = run(
+        "train",
+        "--ranks",
+        "1",
+        *SMALL,
+        "--data",
+        "text.txt",
+        "--out",
+        ".",
+        cwd=tmp_path,
+    )
+    assert out.count("yes") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage", "4"], "stage must be 0, 1, 2 or 3, not 4"),
+        (["--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["--ranks", "-2"], "ranks must be at least 1, not -2"),
+        (["--model", "huge"], "no model size 'huge'"),
+        (["--steps", "0"], "steps must be at least 1, not 0"),
+        (["--batch", "2", "--ranks", "4"], "2 sequences for 4 ranks"),
+        (["--batch", "6", "--ranks", "4"], "does not divide over 4 ranks"),
+        (["--sequence", "0"], "sequence must be between 1 and"),
+        (["--sequence", "9999"], "sequence must be between 1 and"),
+        (["--lr", "0"], "lr and clip must be above 0"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "empty"], "empty"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text("")
+    assert main(["train", *arguments, "--out", "out"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not Path("out").exists()
+
+
+def test_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIZERO_RANKS", "many")
+    done = command("train", cwd=tmp_path)
+    assert done.returncode == 2 and "MINIZERO_RANKS is 'many'" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--params", "7e9", "--ranks", "8"]) == 0
+    out = capsys.readouterr().out
+    totals = [line.split()[-1] for line in out.splitlines()[2:]]
+    assert totals == ["112.00", "38.50", "26.25", "14.00"]
+    assert main(["estimate", "--params", "-1", "--ranks", "8"]) == 2
+    assert "n_params must be above 0" in capsys.readouterr().err
