@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
-from .pool import PATIENCE, Processes, RankError, pack, report
+from .pool import LEAVE, Processes, RankError, pack, report
 
 __all__ = [
     "Pool",
@@ -196,7 +196,7 @@ class Pool(Processes):
         """Ends the ranks. To close them again does nothing."""
         if self.alive:
             with contextlib.suppress(RankError), self._ended_by_errors():
-                self._call(pack(_leave_pool), keep=False, timeout=PATIENCE)
+                self._call(pack(_leave_pool), keep=False, timeout=LEAVE)
         super().close()
 
 

@@ -70,6 +70,8 @@ def _parse(line: str) -> tuple[int | None, list[int] | None, float]:
         (word,) = words
         if "," in word:
             return None, [int(part) for part in word.split(",") if part], timeout
+        if int(word) < 1:
+            raise ValueError
         return int(word), None, timeout
     except (ValueError, IndexError):
         raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,21 +113,16 @@ def build(job: Job) -> tuple[DataParallel, int]:
 def train(job: Job) -> Report:
     """Train on every rank; the report is rank 0's, and rank 0 writes the files."""
     corpus = Corpus(job.data)
-    with Tracker() as tracker, comm.ledger() as calls:
-        net, n_params = build(job)
-        warmup = max(1, job.steps // 10)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            net.optimizer,
-            lambda step: learning_rate(step, warmup, job.steps),
-        )
-        started = time.perf_counter()
-        losses = [
-            train_step(net, schedule, corpus, job, step, bar)
-            for bar in [tqdm(total=job.steps, disable=rank() != 0, unit="step")]
-            for step in range(job.steps)
-        ]
-        speed = job.steps * job.batch * job.sequence / (time.perf_counter() - started)
-        live, peak = {c: tracker.live[c] for c in STATE}, tracker.peak
+    with comm.ledger() as calls:
+        # two steps show all there is; the rest need not pay for the counting
+        with Tracker() as tracker:
+            net, n_params = build(job)
+            bar = tqdm(total=job.steps, disable=rank() != 0, unit="step")
+            step = Stepper(net, corpus, job, bar)
+            losses = [step(i) for i in range(min(2, job.steps))]
+            live = {c: tracker.live[c] for c in STATE}
+        losses += [step(i) for i in range(len(losses), job.steps)]
+    bar.close()
     mean = torch.stack(losses).to(device())
     comm.all_reduce(mean)
     report = Report(
@@ -135,9 +131,9 @@ def train(job: Job) -> Report:
         n_params=n_params,
         losses=(mean / world_size()).tolist(),
         valid_loss=validate(net, corpus, job),
-        tokens_per_second=speed,
+        tokens_per_second=step.tokens_per_second,
         measured=live,
-        peak=peak,
+        peak=tracker.peak,
         sample=sample(net, corpus, job),
         **expected(net, n_params),
         **volume(net, n_params, calls, job.steps),
@@ -156,24 +152,39 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-def train_step(
-    net: DataParallel, schedule: Any, corpus: Corpus, job: Job, step: int, bar: Any
-) -> torch.Tensor:
-    """One step on this rank's rows; returns its loss."""
-    x, y = corpus.batch(
-        step, rank(), world_size(), job.batch, job.sequence, seed=job.seed
-    )
-    loss = net(x.to(device()), y.to(device()))
-    net.backward(loss)
-    net.clip_grad_norm(job.clip)
-    net.step()
-    schedule.step()
-    if not bar.disable:
-        speed = job.batch * job.sequence * (step + 1)
-        elapsed = max(bar.format_dict["elapsed"], 1e-9)
-        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed / elapsed:,.0f} tokens/s")
-        bar.update()
-    return loss.detach()
+class Stepper:
+    """Makes one training step after the other, and tells a progress bar."""
+
+    def __init__(self, net: DataParallel, corpus: Corpus, job: Job, bar: Any) -> None:
+        self.net, self.corpus, self.job, self.bar = net, corpus, job, bar
+        warmup = max(1, job.steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            net.optimizer, lambda step: learning_rate(step, warmup, job.steps)
+        )
+        self.seconds: list[float] = []
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks, at the median step."""
+        return self.job.batch * self.job.sequence / statistics.median(self.seconds)
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """One step on this rank's rows; returns its loss."""
+        started, job = time.perf_counter(), self.job
+        x, y = self.corpus.batch(
+            step, rank(), world_size(), job.batch, job.sequence, seed=job.seed
+        )
+        loss = self.net(x.to(device()), y.to(device()))
+        self.net.backward(loss)
+        self.net.clip_grad_norm(job.clip)
+        self.net.step()
+        self.schedule.step()
+        shown = loss.item()  # waits for the device
+        self.seconds.append(time.perf_counter() - started)
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        self.bar.set_postfix_str(f"loss {shown:.3f}, {speed}", refresh=False)
+        self.bar.update()
+        return loss.detach()
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ It knows nothing of tensors or process groups. In the order to read it:
 - `processes`: all the ranks together.
 """
 
-from .child import PATIENCE
+from .child import LEAVE
 from .faults import RankError
 from .processes import Processes
 from .worker import pack, report
 
-__all__ = ["PATIENCE", "Processes", "RankError", "pack", "report"]
+__all__ = ["LEAVE", "Processes", "RankError", "pack", "report"]

@@ -20,8 +20,9 @@ import torch.multiprocessing
 from . import worker
 from .output import Printer
 
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 PATIENCE = 2.0  # seconds that an interrupted rank has to come back
-LEAVE = 5.0  # seconds that ranks have to end when they are told to
+LEAVE = 10.0  # seconds that ranks have to end when they are told to
 
 
 class Child:
@@ -109,7 +110,8 @@ class Child:
         stack = self._stack.read_text() if self._stack.exists() else ""
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack)
         # Readers know the lines of their program, not of the libraries below it.
-        own = [f for f in frames if not re.search(r"/lib/python3|/minizero/", f[0])]
+        below = re.compile(rf"^{re.escape(PACKAGE)}|/lib/python3")
+        own = [frame for frame in frames if not below.search(frame[0])]
         return "line {1} of {2} ({0})".format(*own[0]) if own else ""
 
 
@@ -136,6 +138,6 @@ def spawning() -> Iterator[None]:
         sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if handled:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
     if pressed:
         raise KeyboardInterrupt

@@ -114,6 +114,12 @@ def blocked(call: Call, board: Board) -> dict[int, Slot]:
     }
 
 
+def all_blocked(call: Call, board: Board) -> bool:
+    """Whether all ranks at work have waited in a collective for some time."""
+    since = [slot.time for slot in blocked(call, board).values()]
+    return len(since) == len(call.waiting) and time.monotonic() - max(since) > GRACE
+
+
 def verdict(call: Call, board: Board) -> str | None:
     """Why the ranks will never finish, if two looks in a row agree on it."""
     if time.monotonic() - call.looked < LOOK:

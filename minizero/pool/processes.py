@@ -224,14 +224,14 @@ class Processes:
 
     def _stuck(self, call: Call) -> bool:
         """Whether ranks have had their time to come back after another has failed."""
-        late = call.since_failure() - GRACE
-        if not call.waiting or late < 0:
+        since = call.since_failure()
+        if not call.waiting or since < GRACE:
             return False
-        if not call.keep or len(faults.blocked(call, self._board)) == len(call.waiting):
+        if not call.keep or faults.all_blocked(call, self._board):
             return True
-        if not call.interrupted:
-            self._interrupt(call)
-        return late > PATIENCE
+        if since > PATIENCE and not call.interrupted:
+            self._interrupt(call)  # it may sleep, or wait where we cannot see it
+        return since > 2 * PATIENCE
 
     def _interrupt(self, call: Call) -> None:
         call.interrupted = True

@@ -1,0 +1,40 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder of the project."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tool() -> Run:
+    """Runs a program of this environment; a failure shows what it printed."""
+
+    def run(name: str, *arguments: object, cwd: Path = ROOT) -> str:
+        program = Path(sys.executable).with_name(name)
+        done = subprocess.run(
+            [program, *map(str, arguments)],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            pytest.fail(f"{name} {' '.join(map(str, arguments))}\n{done.stdout}")
+        return done.stdout
+
+    return run

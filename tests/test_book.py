@@ -1,0 +1,263 @@
+"""The rendered book: built with warnings as errors, read as files, and in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+from bs4 import BeautifulSoup, Tag
+from conftest import ROOT, Run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
+PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
+
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+@pytest.fixture(scope="session")
+def book(tool: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the pages, built as `make book` does, but elsewhere."""
+    out = tmp_path_factory.mktemp("book")
+    tool(
+        "jupyter-book",
+        *("build", "--quiet", "--all", "--warningiserror", "--keep-going"),
+        *("--path-output", out, ROOT),
+    )
+    return out / "_build" / "html"
+
+
+@pytest.fixture(scope="session")
+def soup(book: Path) -> Callable[[Path], BeautifulSoup]:
+    """Parses a page, each once."""
+    pages: dict[Path, BeautifulSoup] = {}
+
+    def parse(path: Path) -> BeautifulSoup:
+        if path not in pages:
+            pages[path] = BeautifulSoup(path.read_text(), "html.parser")
+        return pages[path]
+
+    return parse
+
+
+def written(book: Path) -> list[Path]:
+    """Every page of the book, the search and the index among them."""
+    pages = [p for p in book.rglob("*.html") if "_static" not in p.parts]
+    assert len(pages) >= len(PAGES)
+    return pages
+
+
+def attribute(tag: Tag, name: str) -> str:
+    return str(tag.get(name) or "")
+
+
+def test_pages_are_those_of_the_toc(book: Path) -> None:
+    own = {"index", "search", "genindex"}
+    names = {p.relative_to(book).with_suffix("").as_posix() for p in written(book)}
+    assert names - own == set(PAGES)
+
+
+def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:
+    dead = []
+    for page in written(book):
+        for link in soup(page).find_all("a", href=True):
+            url = urlsplit(attribute(link, "href"))
+            if url.scheme or url.netloc:
+                assert url.scheme in ("http", "https", "mailto"), url
+                continue
+            target = page.parent.joinpath(unquote(url.path)).resolve()
+            target = target if url.path else page
+            anchor = unquote(url.fragment)
+            if not target.is_file() or (
+                anchor
+                and target.suffix == ".html"
+                and not soup(target).find(attrs={"id": anchor})
+            ):
+                dead.append(f"{page.relative_to(book)}: {url.geturl()}")
+    assert not dead
+
+
+REMOTE_STYLE = re.compile(r"""(@import|url\()\s*["']?(https?:)?//""")
+REMOTE_SCRIPT = re.compile(r"""(\bfrom|import|import\(|fetch\()\s*["'](https?:)?//""")
+LOADED = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "manifest"}
+
+
+def test_nothing_is_requested_from_elsewhere(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    """Each thing that a page loads is a file of the book."""
+    found = []
+    for page in written(book):
+        for tag in soup(page).find_all(True):
+            wanted = [attribute(tag, name) for name in ("src", "data", "poster")]
+            if tag.name == "link" and LOADED & set(tag.get("rel") or ()):
+                wanted.append(attribute(tag, "href"))
+            for source in wanted:
+                url = urlsplit(source)
+                file = page.parent / unquote(url.path)
+                if url.scheme == "data" or not source:
+                    continue
+                if url.scheme or url.netloc or not file.is_file():
+                    found.append(f"{page.relative_to(book)}: {tag.name} {source}")
+            if tag.name == "script" and REMOTE_SCRIPT.search(tag.text):
+                found.append(f"{page.relative_to(book)}: {tag.name}")
+            if tag.name == "style" and REMOTE_STYLE.search(tag.text):
+                found.append(f"{page.relative_to(book)}: {tag.name}")
+    for style in book.rglob("*.css"):
+        found += [f"{style}: {m[0]}" for m in REMOTE_STYLE.finditer(style.read_text())]
+    assert not found
+
+
+def test_images_have_alt_text(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    for page in written(book):
+        for image in soup(page).select("article img"):
+            alt = attribute(image, "alt")
+            assert len(alt.split()) >= 3, (page.name, attribute(image, "src"))
+
+
+def test_no_path_of_this_machine(book: Path) -> None:
+    for page in written(book):
+        text = page.read_text()
+        assert str(ROOT) + "/" not in text, page
+        assert str(Path.home()) + "/" not in text, page
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium that can look up no host."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("Chromium and chromedriver are not both on the PATH")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "no-first-run",
+        "host-resolver-rules=MAP * ~NOTFOUND",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(f"--{flag}")
+    logs = {"browser": "ALL", "performance": "ALL"}
+    options.set_capability("goog:loggingPrefs", logs)
+    service = webdriver.ChromeService(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+def open_page(browser: Any, path: Path) -> None:
+    """Open a page and wait until its formulas are set."""
+    browser.get("about:blank")
+    for log in ("browser", "performance"):
+        browser.get_log(log)
+    browser.get(path.as_uri())
+    browser.execute_async_script(
+        """
+        const done = arguments[0];
+        const look = () => window.MathJax && !MathJax.startup
+            ? setTimeout(look, 50)
+            : window.MathJax ? MathJax.startup.promise.then(done) : done();
+        look();
+        """
+    )
+
+
+def requests(browser: Any) -> list[str]:
+    """The addresses that the page asked for."""
+    log = browser.get_log("performance")
+    return [
+        event["params"]["request"]["url"]
+        for event in (json.loads(entry["message"])["message"] for entry in log)
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+
+
+def complaints(browser: Any) -> list[str]:
+    """Errors in the console."""
+    return [
+        entry["message"]
+        for entry in browser.get_log("browser")
+        if entry["level"] == "SEVERE"
+        # The theme of Python 3.10 preloads its fonts, which no page from a folder may.
+        and not re.search(r"fontawesome/.*\.woff2", entry["message"])
+    ]
+
+
+@each_page
+def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
+    """From a folder, with the network off: no error, formulas set, pictures shown."""
+    open_page(browser, book / f"{page}.html")
+    assert not complaints(browser)
+    elsewhere = [u for u in requests(browser) if not re.match("(file|data|blob):", u)]
+    assert not elsewhere
+    unset, broken = browser.execute_script(
+        """
+        const all = query => [...document.querySelectorAll(query)];
+        return [
+            all(".math").filter(e => !e.querySelector("mjx-container")).length,
+            all("article img").filter(e => !e.naturalWidth).map(e => e.src),
+        ];
+        """
+    )
+    assert not unset
+    assert not broken
+
+
+@each_page
+@pytest.mark.parametrize("width", [400, 1280])
+def test_page_does_not_scroll_sideways(
+    book: Path, browser: Any, page: str, width: int
+) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        open_page(browser, book / f"{page}.html")
+        wide = browser.execute_script("return document.documentElement.scrollWidth")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= width
+
+
+@pytest.mark.skipif(
+    "notebooks/01_memory" not in PAGES, reason="chapter 1 is not in _toc.yml"
+)
+def test_memory_explorer_reacts(book: Path, browser: Any) -> None:
+    """The explorable of chapter 1 draws itself, and answers when a slider moves."""
+    open_page(browser, book / "notebooks/01_memory.html")
+    inside = """
+        const nodes = [...document.querySelectorAll(".explorable, .explorable *")];
+        const drawn = nodes.find(node => node.shadowRoot)?.shadowRoot ?? nodes[0];
+    """
+    text = f"{inside} return drawn.textContent"
+    before = browser.execute_script(text)
+    assert "GB" in before
+    browser.execute_script(
+        f"""
+        {inside}
+        const slider = drawn.querySelector("input[type=range]");
+        slider.value = slider.max;
+        for (const kind of ["input", "change"])
+            slider.dispatchEvent(new Event(kind, {{bubbles: true}}));
+        """
+    )
+    assert browser.execute_script(text) != before
+    assert not complaints(browser)

@@ -1,0 +1,159 @@
+"""The chapters as files: complete, exported, and in the shape of a chapter.
+
+That every cell runs, and prints what it printed, nbval tests cell by cell: pytest
+collects the notebooks themselves (see `addopts` in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import filecmp
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import ROOT, Run
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+SECTIONS = (
+    "What you will learn",
+    "Takeaway",
+    "Summary",
+    "Exercises",
+    "What breaks next",
+)
+LONGEST_LINE = 78
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> list[nbformat.NotebookNode]:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return list(notebook.cells)
+
+
+def code(path: Path) -> list[nbformat.NotebookNode]:
+    return [c for c in read(path) if c.cell_type == "code" and c.source.strip()]
+
+
+def prose(path: Path) -> str:
+    return "\n\n".join(c.source for c in read(path) if c.cell_type == "markdown")
+
+
+@each_notebook
+def test_every_cell_was_run_in_order(path: Path) -> None:
+    counts = [cell.execution_count for cell in code(path)]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+@each_notebook
+def test_errors_are_intended(path: Path) -> None:
+    for cell in code(path):
+        failed = any(output.output_type == "error" for output in cell.outputs)
+        assert failed == ("raises-exception" in cell.metadata.get("tags", [])), (
+            cell.source
+        )
+
+
+@each_notebook
+def test_cells_are_as_rerun_leaves_them(path: Path) -> None:
+    """No timings, no versions: a second run of the same cells differs nowhere."""
+    notebook = nbformat.read(path, as_version=4)
+    assert set(notebook.metadata) <= {"kernelspec", "language_info", "widgets"}
+    assert set(notebook.metadata.language_info) <= {"name", "pygments_lexer"}
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags", "mystnb"}, cell.source
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+
+
+@each_notebook
+def test_lines_fit_the_page(path: Path) -> None:
+    long = [
+        line
+        for cell in code(path)
+        for line in cell.source.splitlines()
+        if len(line) > LONGEST_LINE
+    ]
+    assert not long
+
+
+@each_notebook
+def test_figures_have_alt_text(path: Path) -> None:
+    for cell in code(path):
+        kinds = {kind for output in cell.outputs for kind in output.get("data", {})}
+        if any(kind.startswith("image/") for kind in kinds):
+            alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+            assert len(alt.split()) >= 3, cell.source
+    assert "![](" not in prose(path)
+
+
+@each_notebook
+def test_shape_of_a_chapter(path: Path) -> None:
+    text = prose(path)
+    number = int(path.stem.split("_")[0])
+    assert re.match(rf"# {number}\. \S", text)
+    for section in SECTIONS:
+        heading = rf"^(#+ |[`:]{{3,}}\{{admonition\}} ){section}"
+        assert re.search(heading, text, re.M), section
+    assert "{cite" in text, "no source is cited"
+
+
+@each_notebook
+def test_exercises(path: Path) -> None:
+    """Four or more, each with a label, a difficulty, minutes, a hint, a solution."""
+    text = prose(path)
+    parts = re.split(r"^[`:]{3,}\{exercise(?:-start)?\}", text, flags=re.M)[1:]
+    assert len(parts) >= 4
+    labels = [re.search(r":label: (\S+)", part) for part in parts]
+    assert all(labels)
+    names = [label[1] for label in labels if label]
+    assert len(set(names)) == len(names)
+    for name, part in zip(names, parts, strict=True):
+        assert re.search(r"\d+ minutes", part), name
+        assert "Hint" in part, name
+        assert re.search(rf"\{{solution(-start)?\}} {name}\b", text), name
+
+
+def test_export_changes_nothing(tool: Run, tmp_path: Path) -> None:
+    """In a copy, `nbdev-export` writes the modules that are here, twice over."""
+    if not NOTEBOOKS:
+        pytest.skip("there are no notebooks")
+    ignore = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in ("minizero", "notebooks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for _ in range(2):
+        tool("nbdev-export", cwd=tmp_path)
+        for name in ("minizero", "notebooks", "pyproject.toml"):
+            assert not differences(ROOT / name, tmp_path / name)
+
+
+def differences(here: Path, there: Path) -> list[str]:
+    """Files that only one folder has, or that differ."""
+    if here.is_file():
+        return [] if filecmp.cmp(here, there, shallow=False) else [here.name]
+    folders = ("__pycache__", ".ipynb_checkpoints")
+    names = {
+        path.relative_to(top)
+        for top in (here, there)
+        for path in top.rglob("*")
+        if path.is_file() and not set(folders) & set(path.parts)
+    }
+    return sorted(
+        str(name)
+        for name in names
+        if not (here / name).is_file()
+        or not (there / name).is_file()
+        or not filecmp.cmp(here / name, there / name, shallow=False)
+    )
+
+
+@each_notebook
+def test_notebook_exports(path: Path) -> None:
+    """A chapter grows the package: it has a module, and cells that go there."""
+    sources = [cell.source for cell in code(path)]
+    assert any(source.startswith("#| default_exp ") for source in sources)
+    assert any(source.startswith("#| export") for source in sources)

@@ -1,0 +1,124 @@
+"""What the README and the index page promise is what there is."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from minizero import estimate
+from minizero.lab.style import amount
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+PAGES = ("README.md", "book/index.md")
+ROW = re.compile(r"^\| (\d+) \| \[([^]]+)\]\(([^)]+)\) \| ([^|]*) \|", re.M)
+
+
+def chapters(root: Path) -> list[str]:
+    """The notebooks of _toc.yml, in order, such as "notebooks/01_memory"."""
+    toc = yaml.safe_load((root / "_toc.yml").read_text())
+    listed = [c["file"] for part in toc["parts"] for c in part["chapters"]]
+    return [name for name in listed if name.startswith("notebooks/")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "book/how-to-use.md"])
+def test_commands_are_targets(root: Path, page: str) -> None:
+    makefile = (root / "Makefile").read_text()
+    targets = re.findall(r"^([a-z]+):", makefile, re.M)
+    assert f".PHONY: {' '.join(targets)}\n" in makefile
+    named = set(re.findall(r"\bmake ([a-z]+)", (root / page).read_text()))
+    assert named <= set(targets)
+
+
+def test_readme_names_the_two_commands(root: Path) -> None:
+    assert {"train", "test"} <= set(
+        re.findall(r"^\$ make (\w+)", (root / "README.md").read_text(), re.M)
+    )
+    assert re.search(r"^make test$", (root / ".ci" / "run").read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_table_of_chapters(root: Path, page: str) -> None:
+    """Numbers, titles, links and modules are those of the notebooks."""
+    rows = {}
+    for number, title, link, modules in ROW.findall((root / page).read_text()):
+        path = (root / page).parent.joinpath(link).resolve().relative_to(root)
+        rows[path.with_suffix("").as_posix()] = (
+            f"# {number}. {title}",
+            set(re.findall(r"`(\w+)`", modules)),
+        )
+    assert list(rows) == chapters(root)
+    for name, row in rows.items():
+        path = root / f"{name}.ipynb"
+        if not path.exists():
+            pytest.fail(f"{name}.ipynb is in the table and does not exist")
+        notebook = nbformat.read(path, as_version=4)
+        title = notebook.cells[0].source.splitlines()[0]
+        assert row == (title, exported(notebook)), name
+
+
+def exported(notebook: nbformat.NotebookNode) -> set[str]:
+    """The modules that a notebook's cells go to."""
+    modules = set()
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        for directive, name in re.findall(
+            r"^#\| *(default_exp|export)\b *(\S*)", cell.source, re.M
+        ):
+            modules.add(name if directive == "default_exp" or name else "")
+    return modules - {""}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_files(root: Path, page: str) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", (root / page).read_text()):
+        assert (root / page).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_picture_says_what_estimate_says(root: Path, page: str) -> None:
+    text = (root / page).read_text()
+    alt = re.search(r"!\[(.*)\]|:alt: (.*)", text)
+    assert alt
+    for stage in range(4):
+        assert amount(estimate(7e9, 8, stage).total) in alt[0]
+    assert (root / "book/assets/stages.svg").read_text().count("<svg") == 1
+
+
+def pins(root: Path) -> list[Requirement]:
+    lines = (root / "requirements.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_every_dependency_is_pinned(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = sum(extras.values(), project["dependencies"])
+    assert all(extras.values()), "an extra is empty"
+    pinned = {pin.name.lower(): pin for pin in pins(root)}
+    for dependency in map(Requirement, wanted):
+        pin = pinned[dependency.name.lower()]
+        (exact,) = pin.specifier
+        assert exact.operator == "==", pin
+        assert exact.version in dependency.specifier, pin
+
+
+def test_environment_is_the_pinned_one(root: Path) -> None:
+    for pin in pins(root):
+        if pin.marker is not None and not pin.marker.evaluate():
+            continue
+        try:
+            installed = version(pin.name)
+        except PackageNotFoundError:
+            pytest.fail(f"{pin} is not installed; run the tests by `make test`")
+        assert pin.specifier.contains(installed, prereleases=True), (pin, installed)
