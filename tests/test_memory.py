@@ -184,6 +184,34 @@ def test_tracker_follows_a_plain_model() -> None:
         assert tracker.live["activations"] == 0
 
 
+def test_states_are_the_optimizers_from_their_first_byte() -> None:
+    gc.collect()
+    model = nn.Linear(300, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Tracker(model, optimizer) as tracker:
+        model(torch.randn(2, 300)).sum().backward()
+        before = tracker.peaks["activations"]
+        optimizer.step()
+        states = 2 * 4 * (300 * 200 + 200)
+        assert tracker.live["optimizer"] == states + 2 * 4
+        # temporaries of the update, but not the states
+        assert tracker.peaks["activations"] - before < states
+
+
+def test_tracker_counts_what_was_there_once() -> None:
+    gc.collect()
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tracker = Tracker(model, optimizer)
+    for _ in range(2):
+        with tracker:
+            live = dict(tracker.live)
+            assert live["parameters"] == live["gradients"] == 48
+            assert live["optimizer"] == 2 * 48 + 2 * 4
+
+
 def test_labels_do_not_keep_memory() -> None:
     gc.collect()
     before = labelled_bytes()["buffers"]
