@@ -63,6 +63,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'minizero.exchange._pad': ('ranks.html#_pad', 'minizero/exchange.py'),
                                    'minizero.exchange._ring_all_gather': ('ranks.html#_ring_all_gather', 'minizero/exchange.py'),
                                    'minizero.exchange._ring_reduce_scatter': ('ranks.html#_ring_reduce_scatter', 'minizero/exchange.py'),
+                                   'minizero.exchange._side_by_side': ('ranks.html#_side_by_side', 'minizero/exchange.py'),
                                    'minizero.exchange._store': ('ranks.html#_store', 'minizero/exchange.py'),
                                    'minizero.exchange.exchange': ('ranks.html#exchange', 'minizero/exchange.py'),
                                    'minizero.exchange.rows': ('ranks.html#rows', 'minizero/exchange.py'),

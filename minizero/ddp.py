@@ -50,8 +50,9 @@ class Verbs:
         """Launch what sums the unit's gradients over ranks, by pieces."""
         for flat in unit.trainable:
             grad = flat.new_grad()
+            n = world_size()
             for a, b in flat.pieces(self.bucket_size):
-                yield comm.all_reduce(flat.rows(grad, a, b), async_op=True)
+                yield comm.all_reduce(grad[n * a : n * b], async_op=True)
 
     def reduced(self, unit: Unit) -> None:
         """Called when the sums are there: make them means."""
@@ -255,7 +256,8 @@ class Step(Backward):
         if len(mine) == world_size():
             return mine
         norms = mine.new_empty(world_size(), mine.shape[1])
-        comm.all_gather(norms, mine)
+        with comm.phase(unit="gradient norm"):
+            comm.all_gather(norms, mine)
         return norms
 
     def step(self) -> None:

@@ -189,12 +189,27 @@ def _pad(row: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, size - row.numel()))
 
 
+def _side_by_side(parts: Rows) -> Tensor | None:
+    """The rows as one tensor, if they are equal and lie so in memory."""
+    size, step = parts[0].numel(), parts[0].nbytes
+    start, storage = parts[0].data_ptr(), parts[0].untyped_storage()
+    for j, part in enumerate(parts):
+        same = part.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (same and part.numel() == size):
+            return None
+        if part.data_ptr() != start + j * step:
+            return None
+    return parts[0].as_strided((size * len(parts),), (1,))
+
+
 def _backend_reduce_scatter(
     out: Tensor, inp: Rows, tag: int
 ) -> Callable[[], None]:
     """The backend wants one contiguous input with equal rows."""
     size = inp[0].numel()
-    padded = torch.cat([_pad(row, size) for row in inp])
+    padded = _side_by_side(inp)
+    if padded is None:
+        padded = torch.cat([_pad(row, size) for row in inp])
     target = torch.empty_like(inp[0])
     if staged(target):
         padded, target = padded.cpu(), target.cpu()
@@ -214,12 +229,15 @@ def _backend_all_gather(
     own = _pad(inp[: out[rank()].numel()], size)
     if staged(own):
         own = own.cpu()
-    target = own.new_empty(size * world_size())
+    in_place = None if staged(out[0]) else _side_by_side(out)
+    target = in_place
+    if target is None:
+        target = own.new_empty(size * world_size())
     work = _native_all_gather(target, own, async_op=True)
 
     def finish() -> None:
         work.wait()
-        for j, row in enumerate(out):
+        for j, row in enumerate(out) if in_place is None else ():
             row.copy_(target[j * size : j * size + row.numel()])
 
     return finish

@@ -34,13 +34,19 @@ def _same_on_pieces(
 ) -> bool:
     """Whether a matrix and its flat pieces are updated alike."""
     generator = torch.Generator().manual_seed(0)
-    whole = nn.Parameter(torch.randn(4, 6, generator=generator))
+    # where the parameters are: a capturable optimizer works nowhere else
+    device = next((p.device for p in group["params"]), None)
+
+    def draw() -> Tensor:
+        return torch.randn(4, 6, generator=generator).to(device)
+
+    whole = nn.Parameter(draw())
     flat = whole.detach().flatten()
     pieces = [nn.Parameter(part.clone()) for part in flat.split([10, 14])]
     on_whole = _twin(optimizer, group, [whole])
     on_pieces = _twin(optimizer, group, pieces)
     for _ in range(3):
-        whole.grad = torch.randn(4, 6, generator=generator)
+        whole.grad = draw()
         pieces[0].grad, pieces[1].grad = whole.grad.flatten().split([10, 14])
         on_whole.step()
         on_pieces.step()
