@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 from bs4 import BeautifulSoup, Tag
-from conftest import ROOT, Run
+from conftest import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -25,15 +27,28 @@ each_page = pytest.mark.parametrize("page", PAGES)
 
 
 @pytest.fixture(scope="session")
-def book(tool: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the pages, built as `make book` does, but elsewhere."""
+def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What `make book` makes, but elsewhere: the pages' folder, and what went wrong."""
     out = tmp_path_factory.mktemp("book")
-    tool(
-        "jupyter-book",
-        *("build", "--quiet", "--all", "--warningiserror", "--keep-going"),
-        *("--path-output", out, ROOT),
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("jupyter-book"),
+            *("build", "--quiet", "--all", "--warningiserror", "--keep-going"),
+            *("--path-output", out, ROOT),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    return out / "_build" / "html"
+    return out / "_build" / "html", done.stdout if done.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def book(build: tuple[Path, str]) -> Path:
+    """The folder with the pages."""
+    if build[1]:
+        pytest.fail("the book was not built: see test_no_warning", pytrace=False)
+    return build[0]
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +62,10 @@ def soup(book: Path) -> Callable[[Path], BeautifulSoup]:
         return pages[path]
 
     return parse
+
+
+def test_no_warning(build: tuple[Path, str]) -> None:
+    assert not build[1]
 
 
 def written(book: Path) -> list[Path]:

@@ -132,6 +132,20 @@ def test_absent_parameters_keep_their_shape_and_read_as_nan(pool: Pool) -> None:
     assert pool.run(absent) == [[(3, 4), True]] * 2
 
 
+def filled() -> str:
+    """One value for all elements could be written, and would be lost."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    net = parallelize(model, sgd(model))
+    nn.init.zeros_(model[0].weight)
+    with pytest.raises(RuntimeError) as error:
+        net(torch.zeros(1, 4))
+    return str(error.value)
+
+
+def test_a_filled_absent_parameter_is_told(pool: Pool) -> None:
+    assert "was filled while absent" in pool.run(filled)[0]
+
+
 def set_weights(modifier: int | None) -> list[Any]:
     torch.manual_seed(rank())
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
