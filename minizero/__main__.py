@@ -27,7 +27,7 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--stage", type=int, default=3, help="of ZeRO, 0 to 3")
     train.add_argument("--ranks", type=int, help="default: MINIZERO_RANKS, GPUs or 4")
     train.add_argument("--model", default="1m", help="a size from 0.1m to 1b")
-    train.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    train.add_argument("--steps", type=int, default=200, help="optimizer steps")
     train.add_argument("--batch", type=int, default=16, help="sequences, all ranks")
     train.add_argument("--sequence", type=int, default=128, help="tokens")
     train.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")

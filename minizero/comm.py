@@ -81,8 +81,11 @@ class Work:
         self._number = _sequence
 
     def then(self, callback: Callable[[], Any]) -> Work:
-        """Run `callback` when the wait is over."""
-        self._after.append(callback)
+        """Run `callback` when the wait is over: now, if it is."""
+        if self.call.finished:
+            callback()
+        else:
+            self._after.append(callback)
         return self
 
     def wait(self) -> None:

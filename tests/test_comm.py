@@ -172,6 +172,22 @@ def test_ledger(pool: Pool, algorithm: str) -> None:
         ]
 
 
+def callbacks() -> list[str]:
+    order: list[str] = []
+    work = comm.all_reduce(torch.zeros(2), async_op=True)
+    work.then(lambda: order.append("first"))
+    assert order == []
+    work.wait()
+    work.then(lambda: order.append("late"))
+    work.wait()
+    return order
+
+
+def test_callbacks_run_once_and_never_get_lost(pool: Pool) -> None:
+    for order in pool.run(callbacks):
+        assert order == ["first", "late"]
+
+
 def nested() -> tuple[int, int]:
     with comm.ledger() as outer, comm.ledger() as inner:
         comm.barrier()

@@ -38,7 +38,7 @@ class Job:
 
     stage: int = 3
     model: str = "1m"
-    steps: int = 100
+    steps: int = 200
     batch: int = 16
     sequence: int = 128
     lr: float = 2e-3
