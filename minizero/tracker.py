@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 # %% auto #0
-__all__ = ['CATEGORIES', 'label', 'label_states', 'labelled_bytes', 'Sample', 'Tracker', 'mark', 'see_memory_usage']
+__all__ = ['CATEGORIES', 'label', 'host_memory', 'on_host', 'label_states', 'labelled_bytes', 'Sample', 'Tracker', 'mark',
+           'see_memory_usage']
 
 # %% ../notebooks/01_memory.ipynb #tracker-2
 CATEGORIES = (
@@ -31,23 +32,52 @@ CATEGORIES = (
     "buffers",
 )
 
-# What each storage is for. Weak keys: a label must not keep memory alive.
+# What each storage is for, and which of them are off the device. Weak keys:
+# a label must not keep memory alive.
 _labels: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _trackers: list[Tracker] = []
+_allocates_on_host = False
 
 
-def label(tensor: Tensor, category: str) -> Tensor:
-    """Name the category of a tensor's storage, for trackers now and later."""
-    if category not in CATEGORIES:
-        raise ValueError(
-            f"category must be one of {', '.join(CATEGORIES)}, "
-            f"not {category!r}"
-        )
+def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
+    """Name the category of a tensor's storage, for trackers now and later.
+
+    `on`: "cpu" if it is host memory that stands outside the device's budget,
+    "device" if it is inside; None leaves that as it is.
+    """
+    _check("category", category, CATEGORIES)
     storage = tensor.untyped_storage()
     _labels[storage] = category
+    if on is not None:
+        _check("on", on, ("device", "cpu"))
+        _hosted[storage] = on == "cpu"
     for tracker in _trackers:
         tracker._see(storage, category)
     return tensor
+
+
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}, not {value!r}"
+        )
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """What operations allocate inside the block is host memory."""
+    global _allocates_on_host
+    before, _allocates_on_host = _allocates_on_host, True
+    try:
+        yield
+    finally:
+        _allocates_on_host = before
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's storage is host memory, as far as anyone said."""
+    return bool(_hosted.get(tensor.untyped_storage(), False))
 
 # %% ../notebooks/01_memory.ipynb #tracker-3
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -57,11 +87,16 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             label(leaf, "optimizer")
 
 
-def labelled_bytes() -> dict[str, int]:
-    """Live bytes of every labelled storage, by category; needs no tracker."""
+def labelled_bytes(on: str = "device") -> dict[str, int]:
+    """Live bytes of every labelled storage, by category; needs no tracker.
+
+    `on`: "device", or "cpu" for what was labelled as host memory.
+    """
+    _check("on", on, ("device", "cpu"))
     live = dict.fromkeys(CATEGORIES, 0)
     for storage, category in list(_labels.items()):
-        live[category] += storage.nbytes()
+        if bool(_hosted.get(storage, False)) == (on == "cpu"):
+            live[category] += storage.nbytes()
     return live
 
 # %% ../notebooks/01_memory.ipynb #tracker-5
@@ -99,19 +134,29 @@ def _watch_model(model: nn.Module, stack: ExitStack) -> None:
 # %% ../notebooks/01_memory.ipynb #tracker-7
 @dataclass
 class Sample:
-    """Live bytes by category at one moment; `event` names it, or is empty."""
+    """Live bytes by category at one moment; `event` names it, or is empty.
+
+    `live` is on the device, `host` what was labelled as host memory.
+    """
 
     time: float
     event: str
     unit: str
     live: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class _Known:
     nbytes: int
     category: str
+    host: bool
     alive: weakref.ref[Any]
+
+
+def _all_on_host(*trees: Any) -> bool:
+    tensors = [x for x in tree_iter(trees) if isinstance(x, Tensor)]
+    return bool(tensors) and all(on_host(x) for x in tensors)
 
 
 class Tracker(TorchDispatchMode):
@@ -123,6 +168,9 @@ class Tracker(TorchDispatchMode):
     What nobody labelled is "activations". A plain `model` and `optimizer`
     have their parameters, gradients and states labelled by hooks; give them
     here. Storages that were labelled before count from the start.
+
+    What was labelled as host memory is counted apart, in `host`, and so is
+    what an operation makes of nothing but that.
     """
 
     def __init__(
@@ -132,8 +180,9 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live = dict.fromkeys(CATEGORIES, 0)
+        self.host = dict(self.live)
         self.peaks = dict(self.live)
-        self.peak = 0
+        self.peak = self.host_peak = 0
         self.samples: list[Sample] = []
         self._known: dict[int, _Known] = {}
         self._model, self._optimizer = model, optimizer
@@ -142,7 +191,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Live bytes of all categories."""
+        """Live bytes of all categories, on the device."""
         return sum(self.live.values())
 
     def adopt(self, *tensors: Tensor, category: str = "activations") -> None:
@@ -153,13 +202,15 @@ class Tracker(TorchDispatchMode):
     def mark(self, event: str, unit: str = "") -> None:
         """Add a named sample."""
         now = time.perf_counter()
-        self.samples.append(Sample(now, event, unit, dict(self.live)))
+        sample = Sample(now, event, unit, dict(self.live), dict(self.host))
+        self.samples.append(sample)
 
     def allocated(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Called after a storage grew by `nbytes`; a budget may refuse it."""
 
     def __enter__(self) -> Self:
         self.live = dict.fromkeys(CATEGORIES, 0)
+        self.host = dict(self.live)
         _trackers.append(self)
         self._stack.callback(_trackers.remove, self)
         self._stack.callback(self._known.clear)
@@ -183,9 +234,15 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        host = _allocates_on_host or (
+            bool(_hosted) and _all_on_host(args, kwargs)
+        )
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._see(leaf.untyped_storage())
+                storage = leaf.untyped_storage()
+                if host:
+                    _hosted.setdefault(storage, True)
+                self._see(storage)
         self._label_new_states()
         return out
 
@@ -204,19 +261,24 @@ class Tracker(TorchDispatchMode):
         """Bring the count of one storage up to date."""
         key = storage._cdata
         known = self._known.get(key)
+        host = bool(_hosted.get(storage, False))
         if known is None:
             category = category or _labels.get(storage, "activations")
             gone = weakref.ref(storage, lambda _: self._forget(key))
-            known = self._known[key] = _Known(0, category, gone)
+            known = self._known[key] = _Known(0, category, host, gone)
         nbytes, category = storage.nbytes(), category or known.category
-        if nbytes == known.nbytes and category == known.category:
+        if (nbytes, category, host) == (
+            known.nbytes,
+            known.category,
+            known.host,
+        ):
             return
-        grown = nbytes - known.nbytes
-        self.live[known.category] -= known.nbytes
-        self.live[category] += nbytes
-        known.nbytes, known.category = nbytes, category
+        grown = nbytes if known.host else nbytes - known.nbytes
+        self._bytes_on(known.host)[known.category] -= known.nbytes
+        self._bytes_on(host)[category] += nbytes
+        known.nbytes, known.category, known.host = nbytes, category, host
         self._record()
-        if grown > 0:
+        if grown > 0 and not host:
             try:
                 self.allocated(storage, grown)
             except BaseException:
@@ -226,11 +288,15 @@ class Tracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         known = self._known.pop(key, None)
         if known is not None:
-            self.live[known.category] -= known.nbytes
+            self._bytes_on(known.host)[known.category] -= known.nbytes
             self._record()
+
+    def _bytes_on(self, host: bool) -> dict[str, int]:
+        return self.host if host else self.live
 
     def _record(self) -> None:
         self.peak = max(self.peak, self.total)
+        self.host_peak = max(self.host_peak, sum(self.host.values()))
         for category, nbytes in self.live.items():
             self.peaks[category] = max(self.peaks[category], nbytes)
         self.mark("")
@@ -254,8 +320,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     )
     if not force or (distributed and torch.distributed.get_rank() != 0):
         return
-    live = labelled_bytes()
+    live, host = labelled_bytes(), labelled_bytes("cpu")
     parts = [f"{k} {v / 1e6:.2f} MB" for k, v in live.items() if v]
+    parts += [
+        f"{k} on the host {v / 1e6:.2f} MB" for k, v in host.items() if v
+    ]
     if torch.cuda.is_available():
         now = torch.cuda.memory_allocated() / 1e6
         peak = torch.cuda.max_memory_allocated() / 1e6

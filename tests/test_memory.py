@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from minizero import Plan, Tracker, estimate, estimate_activations, see_memory_usage
+from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
-from minizero.tracker import label, labelled_bytes
+from minizero.tracker import host_memory, label, labelled_bytes, on_host
 
 # Rajbhandari et al. 2020 (arXiv:1910.02054v3), table 1: GB a device for mixed
 # precision Adam, by model and data-parallel degree: P_os, P_os+g, P_os+g+p
@@ -231,3 +232,36 @@ def test_see_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quiet" not in out
     assert out.startswith("after forward: parameters ")
     del t
+
+
+def test_host_memory_is_counted_apart() -> None:
+    with Tracker() as tracker:
+        with host_memory():
+            state = label(torch.zeros(1000), "optimizer")
+        weight = label(torch.zeros(100), "parameters")
+        weight.copy_(state[:100])
+        twin = label(torch.zeros_like(state), "optimizer")  # made of host memory
+        assert on_host(twin) and not on_host(weight)
+        mixed = weight + state[:100]
+        assert tracker.live["optimizer"] == 0
+        assert tracker.host["optimizer"] == 8000
+        assert tracker.total == tracker.peak == weight.nbytes + mixed.nbytes
+        label(twin, "optimizer", on="device")
+        assert tracker.live["optimizer"] == tracker.host["optimizer"] == 4000
+        assert tracker.host_peak == 8000
+        assert labelled_bytes("cpu")["optimizer"] == 4000
+        del state, twin
+        assert not any(tracker.host.values())
+
+
+def test_host_memory_is_outside_the_budget() -> None:
+    with ToyGPU(1000) as gpu:
+        with host_memory():
+            state = torch.zeros(1000)
+        with pytest.raises(torch.OutOfMemoryError):
+            label(state, "optimizer", on="device")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(1000)
+        assert gpu.peak == 0
+    with pytest.raises(ValueError, match="on must be one of device, cpu, not 'nvme'"):
+        label(state, "optimizer", on="nvme")
