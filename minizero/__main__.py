@@ -35,6 +35,13 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--data", help="a file or folder (default: Python's source)")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--out", default="runs/train", help="folder for the results")
+
+    bench = commands.add_parser(
+        "bench", help="measure speed, as ratios", formatter_class=_Defaults
+    )
+    bench.add_argument("names", nargs="*", help="which benchmarks (default: all)")
+    bench.add_argument("--repeats", type=int, default=5, help="turns that count")
+    bench.add_argument("--out", default="runs/bench.json", help="file for the figures")
     return parser
 
 
@@ -85,11 +92,18 @@ def _train(options: argparse.Namespace) -> None:
         print(describe(job, report))
 
 
+def _bench(options: argparse.Namespace) -> None:
+    from minizero.lab.bench import runner
+
+    runner.run(options.names, options.repeats, options.out)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options = _arguments().parse_args(arguments)
     try:
-        {"estimate": _estimate, "train": _train}[options.command](options)
+        commands = {"estimate": _estimate, "train": _train, "bench": _bench}
+        commands[options.command](options)
     except (ValueError, OSError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""`python -m minizero bench`: speed, as ratios within one run."""

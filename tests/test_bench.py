@@ -1,0 +1,74 @@
+"""The benchmarks' arithmetic; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minizero.lab.bench import runner
+from minizero.lab.bench.runner import Comparison, interleaved, table
+
+
+def test_cases_take_turns_and_the_warm_up_is_dropped() -> None:
+    order: list[str] = []
+
+    def case(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    values = interleaved({"a": lambda: case("a"), "b": lambda: case("b")}, 2, warmup=1)
+    assert order == ["a", "b"] * 3
+    assert values == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+
+
+def test_the_ratio_is_the_median_of_pairs() -> None:
+    # the machine was four times slower in the last turn, for both
+    c = Comparison("copy", "s", "new", "old", [1, 1, 4], [2, 2, 8], at_most=0.5)
+    assert c.ratio == 0.5 and c.met
+    slow = Comparison("copy", "s", "new", "old", [1, 3], [1, 1], at_most=1.5)
+    assert slow.ratio == 2 and not slow.met
+    assert not Comparison("copy", "s", "new", "old", [1], [2], at_least=0.6).met
+    assert Comparison("copy", "s", "new", "old", [1], [2]).met
+    text = table([c, slow])
+    assert "at most 0.5: met" in text and "at most 1.5: MISSED" in text
+
+
+def test_results_are_kept_with_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fake:
+        @staticmethod
+        def compare(repeats: int) -> list[Comparison]:
+            return [Comparison("x", "s", "a", "b", [1.0] * repeats, [2.0] * repeats)]
+
+    monkeypatch.setattr(runner, "NAMES", ("fake",))
+    monkeypatch.setattr(runner.importlib, "import_module", lambda name: Fake)
+    out = tmp_path / "new" / "bench.json"
+    runner.run([], 3, str(out))
+    stored = json.loads(out.read_text())
+    assert stored["machine"]["cores"] >= 1
+    assert stored["comparisons"][0]["ratio"] == 0.5
+    assert len(stored["comparisons"][0]["a_values"]) == 3
+    assert "0.500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "repeats", "message"),
+    [(["speed"], 5, "no benchmark 'speed'"), ([], 0, "repeats must be at least 1")],
+)
+def test_bad_input(
+    names: list[str],
+    repeats: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fake:
+        compare = staticmethod(lambda repeats: interleaved({}, repeats) and [])
+
+    monkeypatch.setattr(runner, "NAMES", ("fake",))
+    monkeypatch.setattr(runner.importlib, "import_module", lambda name: Fake)
+    with pytest.raises(ValueError, match=message):
+        runner.run(names, repeats, str(tmp_path / "bench.json"))
