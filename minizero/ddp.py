@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ class Verbs:
     bucket_size: int
     optimizer: torch.optim.Optimizer
     precision: Precision
+    home: Home
     _masters: dict[Flat, list[Tensor]]
 
     def place(self, flat: Flat) -> None:
@@ -73,18 +74,29 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
-    def update(self, units: list[Unit]) -> None:
-        """Let the optimizer update the owned rows of these units."""
+    def update(
+        self, units: list[Unit], step: Callable[[], Any] | None = None
+    ) -> None:
+        """Let the optimizer update the owned rows of these units.
+
+        `step`: called instead of the optimizer's own.
+        """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
-            grads = self.precision.gradients(flat, self.owned_grads(flat))
+            grads = self.home.grads(flat, self.owned_grads(flat))
+            grads = self.precision.gradients(flat, grads)
             for master, grad in zip(self._masters[flat], grads, strict=True):
                 master.grad = grad
-        self.optimizer.step()
+        (step or self.optimizer.step)()
         for flat in flats:
-            for master in self._masters[flat]:
+            masters = self._masters[flat]
+            for master in masters:
                 master.grad = None
-            self.precision.written(flat)
+            rows = self.home.rows(flat, self.owned(flat))
+            self.precision.written(flat, masters, rows)
+
+    def publish(self, unit: Unit) -> None:
+        """Send the updated rows of a unit to the ranks that keep them."""
 
     def clear_grads(self, flat: Flat) -> None:
         """Zero the gradients that stay allocated between steps."""
@@ -202,8 +214,6 @@ class Backward(Verbs):
 class Step(Backward):
     """Clipping and the update, after the last backward of a step."""
 
-    home: Home
-
     def _finish_gradients(self) -> None:
         """Reduce what `no_sync` left behind, and join what was set aside."""
         if self._unsynced:
@@ -211,6 +221,7 @@ class Step(Backward):
                 self._reduce(unit)
             self.schedule.drain(self)
             self._unsynced = False
+        self.home.settle()
         self.join()
 
     def join(self) -> None:
@@ -253,6 +264,8 @@ class Step(Backward):
             [torch.stack([norm(row) for row in rows]) for rows in grads],
             dim=1,
         )
+        # gradients in host memory, and a backend that moves device memory
+        mine = mine.to(self._trainable()[0].full.device)
         if len(mine) == world_size():
             return mine
         norms = mine.new_empty(world_size(), mine.shape[1])
@@ -264,15 +277,13 @@ class Step(Backward):
         """Update the parameters; gradients are zero afterwards."""
         with comm.phase("step"):
             self._finish_gradients()
-            for units in self.home.rounds(self.units):
-                self.home.fetch(units)
-                self.update(units)
-                self.home.store(units)
+            self.home.update(self)
         self.zero_grad()
         tracker.mark("step")
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.home.settle()
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
@@ -367,13 +378,13 @@ class DataParallel(Step):
         for group in self.optimizer.param_groups:
             group["params"] = []
         for flat in self._trainable():
-            masters = self.precision.masters(flat, self.owned(flat))
+            rows = self.owned(flat)
+            masters = self.precision.masters(flat, rows)
+            masters = self.home.masters(flat, rows, masters)
             self._masters[flat] = masters
             self._adopt_state(flat, masters)
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
-        tracker.label_states(self.optimizer)
-        self.optimizer.register_step_post_hook(tracker.label_states)
 
     def _adopt_state(self, flat: Flat, masters: list[Tensor]) -> None:
         """Cut the state that the optimizer has already into rows."""
@@ -385,7 +396,8 @@ class DataParallel(Step):
                 else [value] * len(masters)
             )
             for master, row in zip(masters, rows, strict=True):
-                row = row.clone() if isinstance(row, Tensor) else row
+                if isinstance(row, Tensor):
+                    row = self.home.rest(row, "optimizer")
                 self.optimizer.state[master][key] = row
 
     @contextmanager
@@ -405,6 +417,7 @@ class DataParallel(Step):
         Gathered unit by unit: no rank holds more than one unit beside its
         shards. Tied parameters appear under each name and share memory.
         """
+        self.home.flush(self)
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):

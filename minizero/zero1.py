@@ -42,14 +42,8 @@ class ZeRO1(DataParallel):
         """The own row of a buffer in the layout of `flat`, [size]."""
         return [flat.row(buffer)]
 
-    def update(self, units: list[Unit]) -> None:
-        """Update the own rows, then make the parameters whole again."""
-        super().update(units)
-        for unit in units:
-            with comm.phase(unit=unit.name):
-                self.publish(unit)
-
     def publish(self, unit: Unit) -> None:
         """Send the own updated row to every rank."""
-        for flat in unit.trainable:
-            comm.all_gather(flat.full, flat.row(flat.full))
+        with comm.phase(unit=unit.name):
+            for flat in unit.trainable:
+                comm.all_gather(flat.full, flat.row(flat.full))
