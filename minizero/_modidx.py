@@ -151,7 +151,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'minizero.seams.Schedule.gather': ('data_parallel.html#schedule.gather', 'minizero/seams.py'),
                                 'minizero.seams.Schedule.reduce': ('data_parallel.html#schedule.reduce', 'minizero/seams.py'),
                                 'minizero.seams.Schedule.release': ('data_parallel.html#schedule.release', 'minizero/seams.py'),
-                                'minizero.seams.host_like': ('data_parallel.html#host_like', 'minizero/seams.py')},
+                                'minizero.seams.host_empty': ('data_parallel.html#host_empty', 'minizero/seams.py')},
             'minizero.tracker': { 'minizero.tracker.Sample': ('memory.html#sample', 'minizero/tracker.py'),
                                   'minizero.tracker.Tracker': ('memory.html#tracker', 'minizero/tracker.py'),
                                   'minizero.tracker.Tracker.__enter__': ('memory.html#tracker.__enter__', 'minizero/tracker.py'),

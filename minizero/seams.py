@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,8 @@ class Home:
         if on == "device":
             return tracker.label(row.clone(), category)
         if on == "cpu":
-            return host_like(row, category).copy_(row)
+            host = host_empty(row.shape, row.dtype, category)
+            return host.copy_(row)
         raise ValueError(
             f"{type(self).__name__} keeps nothing on {on!r}; give the home "
             f"that does to what places {category} there, as home=..."
@@ -103,7 +104,9 @@ class Home:
 
         A shard that rests elsewhere is copied into `row` first.
         """
-        return row.copy_(shard) if tracker.on_host(shard) else shard
+        if not tracker.on_host(shard):
+            return shard
+        return row.copy_(shard, non_blocking=True)
 
     def lower(self, shard: Tensor, row: Tensor) -> None:
         """Write a row back to where its shard rests."""
@@ -152,18 +155,17 @@ class Home:
         tracker.label_states(net.optimizer)
 
 
-def host_like(tensor: Tensor, category: str) -> Tensor:
+def host_empty(
+    shape: Sequence[int], dtype: torch.dtype, category: str
+) -> Tensor:
     """Uninitialised host memory, outside the device's budget.
 
-    Page-locked where there is a GPU: only then can it copy on its own.
+    Page-locked where there is a GPU, which else could not copy on its own.
     """
+    pin = torch.cuda.is_available()
     with tracker.host_memory():
-        host = torch.empty(
-            tensor.shape,
-            dtype=tensor.dtype,
-            pin_memory=torch.cuda.is_available(),
-        )
+        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=pin)
     return tracker.label(host, category, on="cpu")
 
 # %% auto #0
-__all__ = ['Precision', 'Schedule', 'Home', 'host_like']
+__all__ = ['Precision', 'Schedule', 'Home', 'host_empty']
