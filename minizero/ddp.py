@@ -94,7 +94,7 @@ class Verbs:
             for master in masters:
                 master.grad = None
             rows = self.home.rows(flat, self.owned(flat))
-            self.precision.written(flat, masters, rows)
+            self.precision.written(masters, rows)
 
     def publish(self, unit: Unit) -> None:
         """Send the updated rows of a unit to the ranks that keep them."""
@@ -438,8 +438,7 @@ class DataParallel(Step):
         """
         self.home.flush(self)
         for flat in self._trainable():
-            rows = self.owned(flat)
-            self.precision.read(flat, self._masters[flat], rows)
+            self.precision.read(self._masters[flat], self.owned(flat))
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:

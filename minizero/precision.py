@@ -247,17 +247,13 @@ class MixedPrecision(Precision):
                 grad.mul_(self._multiplier)
         return grads
 
-    def written(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Round the masters into the rows."""
         for master, row in zip(masters, rows, strict=True):
             if master is not row:
                 row.copy_(master)
 
-    def read(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Where a row is not its master's rounding, the row is newer."""
         for master, row in zip(masters, rows, strict=True):
             new = row.to(master.device)

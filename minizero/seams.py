@@ -66,18 +66,14 @@ class Precision:
         """What the optimizer gets as gradients, for each owned row."""
         return owned
 
-    def written(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Called after an update, to bring the masters' values to the rows.
 
         Master and row are on one device; where no master was made they are
         one.
         """
 
-    def read(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """The inverse, called when somebody else has written to the rows."""
 
     def forget(self) -> None:
