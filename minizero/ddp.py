@@ -61,6 +61,10 @@ class Verbs:
                 grad.div_(world_size())
             flat.reduced = True
 
+    def publish(self, unit: Unit) -> Iterator[Work]:
+        """Launch what tells the other ranks of the unit's updated rows."""
+        yield from ()
+
     def owned_rows(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
         """The rows of a buffer laid out as `flat` that this rank updates."""
         return flat.rows(buffer)
@@ -129,6 +133,7 @@ class Backward(Verbs):
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
         self._missing = {
@@ -160,6 +165,7 @@ class Backward(Verbs):
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
+        self.schedule.settle(self, unit)
         flat.collect(slot)
         self._missing[unit.name].discard(p)
         self._arrived(unit)
@@ -273,6 +279,7 @@ class Step(Backward):
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
@@ -335,6 +342,7 @@ class DataParallel(Step):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
+        self.schedule.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None

@@ -47,9 +47,10 @@ class ZeRO1(DataParallel):
         super().update(units)
         for unit in units:
             with comm.phase(unit=unit.name):
-                self.publish(unit)
+                self.schedule.publish(self, unit)
 
-    def publish(self, unit: Unit) -> None:
-        """Send the own updated row to every rank."""
+    def publish(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends the own updated row to every rank."""
         for flat in unit.trainable:
-            comm.all_gather(flat.full, flat.row(flat.full))
+            own = flat.row(flat.full)
+            yield comm.all_gather(flat.full, own, async_op=True)

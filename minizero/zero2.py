@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 from torch import Tensor
 
 from . import tracker
+from .comm import Work
 from .flat import Flat, Unit
 from .launch import world_size
 from .memory import Plan
@@ -34,6 +36,13 @@ class ZeRO2(ZeRO1):
         if flat.trainable:
             shard = flat.full.new_zeros(flat.size)
             flat.grad_shard = tracker.label(shard, "gradients")
+
+    def reduce(self, unit: Unit) -> Iterator[Work]:
+        """As ZeRO-1, and nothing is added to a buffer on its way."""
+        yield from super().reduce(unit)
+        for flat in unit.trainable:
+            for slot in flat.slots:
+                slot.parameter.grad = None
 
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""
