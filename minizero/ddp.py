@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ class Verbs:
     bucket_size: int
     optimizer: torch.optim.Optimizer
     precision: Precision
+    schedule: Schedule
+    home: Home
     _masters: dict[Flat, list[Tensor]]
 
     def place(self, flat: Flat) -> None:
@@ -61,10 +63,6 @@ class Verbs:
                 grad.div_(world_size())
             flat.reduced = True
 
-    def publish(self, unit: Unit) -> Iterator[Work]:
-        """Launch what tells the other ranks of the unit's updated rows."""
-        yield from ()
-
     def owned_rows(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
         """The rows of a buffer laid out as `flat` that this rank updates."""
         return flat.rows(buffer)
@@ -77,18 +75,35 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
-    def update(self, units: list[Unit]) -> None:
-        """Let the optimizer update the owned rows of these units."""
+    def update(
+        self, units: list[Unit], step: Callable[[], Any] | None = None
+    ) -> None:
+        """Let the optimizer update the owned rows of these units.
+
+        `step`: called instead of the optimizer's own.
+        """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
-            grads = self.precision.gradients(flat, self.owned_grads(flat))
+            grads = self.home.grads(flat, self.owned_grads(flat))
+            grads = self.precision.gradients(flat, grads)
             for master, grad in zip(self._masters[flat], grads, strict=True):
                 master.grad = grad
-        self.optimizer.step()
+        (step or self.optimizer.step)()
         for flat in flats:
-            for master in self._masters[flat]:
+            masters = self._masters[flat]
+            for master in masters:
                 master.grad = None
-            self.precision.written(flat)
+            rows = self.home.rows(flat, self.owned(flat))
+            self.precision.written(flat, masters, rows)
+
+    def publish(self, unit: Unit) -> None:
+        """Called when a unit's owned rows have been updated."""
+        with comm.phase(unit=unit.name):
+            self.schedule.publish(self, unit)
+
+    def send(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends those rows to the ranks that keep them."""
+        yield from ()
 
     def clear_grads(self, flat: Flat) -> None:
         """Zero the gradients that stay allocated between steps."""
@@ -106,7 +121,6 @@ class Backward(Verbs):
     """Forward, and a backward that reduces each unit when it is complete."""
 
     model: nn.Module
-    schedule: Schedule
     syncing: bool
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
@@ -208,8 +222,6 @@ class Backward(Verbs):
 class Step(Backward):
     """Clipping and the update, after the last backward of a step."""
 
-    home: Home
-
     def _finish_gradients(self) -> None:
         """Reduce what `no_sync` left behind, and join what was set aside."""
         if self._unsynced:
@@ -217,6 +229,7 @@ class Step(Backward):
                 self._reduce(unit)
             self.schedule.drain(self)
             self._unsynced = False
+        self.home.settle()
         self.join()
 
     def join(self) -> None:
@@ -259,6 +272,8 @@ class Step(Backward):
             [torch.stack([norm(row) for row in rows]) for rows in grads],
             dim=1,
         )
+        # gradients in host memory, and a backend that moves device memory
+        mine = mine.to(self._trainable()[0].full.device)
         if len(mine) == world_size():
             return mine
         norms = mine.new_empty(world_size(), mine.shape[1])
@@ -270,16 +285,14 @@ class Step(Backward):
         """Update the parameters; gradients are zero afterwards."""
         with comm.phase("step"):
             self._finish_gradients()
-            for units in self.home.rounds(self.units):
-                self.home.fetch(units)
-                self.update(units)
-                self.home.store(units)
+            self.home.update(self)
         self.zero_grad()
         tracker.mark("step")
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
         self.schedule.drain(self)
+        self.home.settle()
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
@@ -375,13 +388,13 @@ class DataParallel(Step):
         for group in self.optimizer.param_groups:
             group["params"] = []
         for flat in self._trainable():
-            masters = self.precision.masters(flat, self.owned(flat))
+            rows = self.owned(flat)
+            masters = self.precision.masters(flat, rows)
+            masters = self.home.masters(flat, rows, masters)
             self._masters[flat] = masters
             self._adopt_state(flat, masters)
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
-        tracker.label_states(self.optimizer)
-        self.optimizer.register_step_post_hook(tracker.label_states)
 
     def _adopt_state(self, flat: Flat, masters: list[Tensor]) -> None:
         """Cut the state that the optimizer has already into rows."""
@@ -393,7 +406,8 @@ class DataParallel(Step):
                 else [value] * len(masters)
             )
             for master, row in zip(masters, rows, strict=True):
-                row = row.clone() if isinstance(row, Tensor) else row
+                if isinstance(row, Tensor):
+                    row = self.home.rest(row, "optimizer")
                 self.optimizer.state[master][key] = row
 
     @contextmanager
@@ -413,6 +427,8 @@ class DataParallel(Step):
         Gathered unit by unit: no rank holds more than one unit beside its
         shards. Tied parameters appear under each name and share memory.
         """
+        self.home.flush(self)
+        self.schedule.drain(self)
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):

@@ -266,7 +266,7 @@ class Overlap(Schedule):
         A unit that is kept has old values now. It is gathered anew, and
         waited for where it is used next.
         """
-        self._under_way.append((list(net.publish(unit)), None))
+        self._under_way.append((list(net.send(unit)), None))
         if unit in self._live and unit.trainable:
             net.release(unit)
             self._launch(net, unit)

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from . import tracker
 from .flat import Flat, Unit
+from .memory import Plan
 
 if TYPE_CHECKING:
     from minizero.ddp import Verbs
@@ -29,8 +34,14 @@ class Precision:
         """What the optimizer gets as gradients, for each owned row."""
         return owned
 
-    def written(self, flat: Flat) -> None:
-        """Called after the optimizer has updated the masters of `flat`."""
+    def written(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> None:
+        """Called after an update, to bring the masters' values to the rows.
+
+        Master and row are on one device; where no master was made they are
+        one.
+        """
 
 
 class Schedule:
@@ -69,22 +80,111 @@ class Schedule:
 
     def publish(self, net: Verbs, unit: Unit) -> None:
         """Called when the own rows of the unit have been updated."""
-        for work in net.publish(unit):
+        for work in net.send(unit):
             work.wait()
 
 
 class Home:
-    """Where shards rest between steps: here, where they are."""
+    """Where shards rest between steps, and how they meet: here, in place.
 
-    def rounds(self, units: list[Unit]) -> list[list[Unit]]:
-        """The units that are updated together, round by round."""
-        return [units]
+    `plan` says where each category rests. A home that brings things from one
+    place to another for the update names those places in `places`; this one
+    moves nothing.
+    """
 
-    def fetch(self, units: list[Unit]) -> None:
-        """Bring the optimizer's tensors of these units to be updated."""
+    places: tuple[str, ...] = ("device",)
 
-    def store(self, units: list[Unit]) -> None:
-        """Send them back."""
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan()
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError unless this home does what `plan` says."""
+        for category, placement in vars(plan).items():
+            if placement.on not in self.places:
+                raise ValueError(
+                    f"the plan places {category} on {placement.on!r}, but "
+                    f"{type(self).__name__} serves {', '.join(self.places)} "
+                    "only; pass home=minizero.Offload(plan) for 'cpu'"
+                )
+
+    def rest(self, row: Tensor, category: str) -> Tensor:
+        """A copy of `row`, [size], where its category rests."""
+        on = getattr(self.plan, category).on
+        if on == "device":
+            return tracker.label(row.clone(), category)
+        if on == "cpu":
+            return host_like(row, category).copy_(row)
+        raise ValueError(
+            f"{type(self).__name__} keeps nothing on {on!r}; give the home "
+            f"that does to what places {category} there, as home=..."
+        )
+
+    def lift(self, shard: Tensor, row: Tensor) -> Tensor:
+        """What an all-gather into the buffer around `row` reads.
+
+        A shard that rests elsewhere is copied into `row` first.
+        """
+        return row.copy_(shard) if tracker.on_host(shard) else shard
+
+    def lower(self, shard: Tensor, row: Tensor) -> None:
+        """Write a row back to where its shard rests."""
+        shard.copy_(row)
+
+    @contextmanager
+    def aside(self) -> Iterator[Callable[[], None]]:
+        """Launch a lift and its all-gather beside the computation.
+
+        Yields what makes the computation wait for them.
+        """
+        yield lambda: None
+
+    def add(self, shard: Tensor, mean: Tensor) -> None:
+        """Add a mean gradient, [size], to the shard, wherever that rests."""
+        shard.add_(mean)
+
+    def settle(self) -> None:
+        """Finish what `add` has begun."""
+
+    def flush(self, net: Verbs) -> None:
+        """Let an update that is still under way arrive."""
+
+    def masters(
+        self, flat: Flat, rows: list[Tensor], masters: list[Tensor]
+    ) -> list[Tensor]:
+        """What the optimizer is given, for each owned row.
+
+        `masters` come from the precision: the rows themselves, or copies.
+        """
+        return masters
+
+    def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
+        """The owned gradients, brought to where the masters are."""
+        return owned
+
+    def rows(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
+        """Where the masters are, what becomes the owned parameters."""
+        return owned
+
+    def update(self, net: Verbs) -> None:
+        """Update and publish every unit."""
+        net.update(net.units)
+        for unit in net.units:
+            net.publish(unit)
+        tracker.label_states(net.optimizer)
+
+
+def host_like(tensor: Tensor, category: str) -> Tensor:
+    """Uninitialised host memory, outside the device's budget.
+
+    Page-locked where there is a GPU: only then can it copy on its own.
+    """
+    with tracker.host_memory():
+        host = torch.empty(
+            tensor.shape,
+            dtype=tensor.dtype,
+            pin_memory=torch.cuda.is_available(),
+        )
+    return tracker.label(host, category, on="cpu")
 
 # %% auto #0
-__all__ = ['Precision', 'Schedule', 'Home']
+__all__ = ['Precision', 'Schedule', 'Home', 'host_like']

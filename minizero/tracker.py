@@ -81,10 +81,15 @@ def on_host(tensor: Tensor) -> bool:
 
 # %% ../notebooks/01_memory.ipynb #tracker-3
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Label an optimizer's states; for `register_step_post_hook`."""
-    for leaf in tree_iter(list(optimizer.state.values())):
-        if isinstance(leaf, Tensor):
-            label(leaf, "optimizer")
+    """Label an optimizer's states; for `register_step_post_hook`.
+
+    The states of a parameter in host memory are host memory too.
+    """
+    for p, state in list(optimizer.state.items()):
+        on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
+        for leaf in tree_iter(state):
+            if isinstance(leaf, Tensor):
+                label(leaf, "optimizer", on)
 
 
 def labelled_bytes(on: str = "device") -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from . import comm
 from .launch import world_size
 from .memory import Plan
+from .seams import Home
 from .zero3 import ShardedFlat, is_sharded, owners
 
 # %% auto #0
@@ -55,7 +56,7 @@ def GatheredParameters(
                 comm.broadcast(p, modifier_rank)
             for flat in flats:
                 comm.broadcast(flat.full, modifier_rank)
-                flat.shard.copy_(flat.row(flat.full))
+                flat.home.lower(flat.shard, flat.row(flat.full))
     finally:
         for flat in flats:
             flat.pinned -= 1
@@ -71,14 +72,23 @@ class Init(TorchFunctionMode):
     operation.
 
     `config`: a DeepSpeed config dict; below stage 3 the block does nothing.
+    `home`: keeps the shards (default: on the device, or in host memory if
+    `config` has `offload_param` on "cpu").
     Every rank must run the same code; rank 0's values are taken.
     """
 
-    def __init__(self, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any] | None = None, home: Home | None = None
+    ) -> None:
         super().__init__()
         zero = {} if config is None else config.get("zero_optimization", {})
         stage = 3 if config is None else zero.get("stage", 0)
-        self.enabled = Plan.stage(stage).parameters.sharded
+        on = (zero.get("offload_param") or {}).get("device") or "none"
+        plan = Plan.stage(
+            stage, offload_param=None if on == "none" else on
+        )
+        self.enabled = plan.parameters.sharded
+        self.home = home or Home(plan)
 
     def __enter__(self) -> Init:
         super().__enter__()
@@ -107,6 +117,7 @@ class Init(TorchFunctionMode):
         with comm.phase("init"):
             for part in kinds.values():
                 flat = ShardedFlat(part, None)
+                flat.home = self.home
                 comm.broadcast(flat.full)
                 flat.split()
 

@@ -42,14 +42,7 @@ class ZeRO1(DataParallel):
         """The own row of a buffer in the layout of `flat`, [size]."""
         return [flat.row(buffer)]
 
-    def update(self, units: list[Unit]) -> None:
-        """Update the own rows, then make the parameters whole again."""
-        super().update(units)
-        for unit in units:
-            with comm.phase(unit=unit.name):
-                self.schedule.publish(self, unit)
-
-    def publish(self, unit: Unit) -> Iterator[Work]:
+    def send(self, unit: Unit) -> Iterator[Work]:
         """Launch what sends the own updated row to every rank."""
         for flat in unit.trainable:
             own = flat.row(flat.full)

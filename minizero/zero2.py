@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from . import tracker
 from .comm import Work
 from .flat import Flat, Unit
 from .launch import world_size
@@ -34,8 +33,8 @@ class ZeRO2(ZeRO1):
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, [size], and no whole buffer."""
         if flat.trainable:
-            shard = flat.full.new_zeros(flat.size)
-            flat.grad_shard = tracker.label(shard, "gradients")
+            row = flat.row(flat.full)
+            flat.grad_shard = self.home.rest(row, "gradients").zero_()
 
     def reduce(self, unit: Unit) -> Iterator[Work]:
         """As ZeRO-1, and nothing is added to a buffer on its way."""
@@ -49,7 +48,7 @@ class ZeRO2(ZeRO1):
         for flat in unit.trainable:
             assert flat.grad_shard is not None
             mean = flat.row(flat.new_grad()).div_(world_size())
-            flat.grad_shard.add_(mean)
+            self.home.add(flat.grad_shard, mean)
             flat.drop_grad()
 
     def owned_grads(self, flat: Flat) -> list[Tensor]:

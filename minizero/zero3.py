@@ -19,6 +19,7 @@ from .comm import Work
 from .ddp import DataParallel
 from .flat import Flat, Slot, Unit
 from .memory import Plan
+from .seams import Home
 from .zero1 import ZeRO1
 from .zero2 import ZeRO2
 
@@ -29,11 +30,13 @@ __all__ = ['ShardedFlat', 'owners', 'is_sharded', 'ZeRO3', 'parallelize']
 class ShardedFlat(Flat):
     """A flat buffer that is empty, except between `gather` and `free`.
 
-    `shard`: [size], this rank's row, always there.
+    `shard`: [size], this rank's row, always there, where `home` keeps it.
     While the storage is empty the parameters are views of a single NaN: they
     keep their shapes, read as NaN, and refuse to be written to. (`fill_` gets
     through; it makes the next `gather` raise.)
     """
+
+    home = Home()
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
@@ -69,10 +72,7 @@ class ShardedFlat(Flat):
     def split(self) -> None:
         """Keep the own row of `full`, and free the rest."""
         row = self.row(self.full)
-        if self.shard.numel() != self.size:
-            self.shard = tracker.label(row.clone(), "parameters")
-        else:
-            self.shard.copy_(row)
+        self.shard = self.home.rest(row, "parameters")
         self.free()
 
     def gather(self) -> Work:
@@ -92,9 +92,11 @@ class ShardedFlat(Flat):
                     "zero.GatheredParameters(..., modifier_rank=0)"
                 )
         self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
-        work = comm.all_gather(self.full, self.shard, async_op=True)
+        with self.home.aside() as arrive:
+            own = self.home.lift(self.shard, self.row(self.full))
+            work = comm.all_gather(self.full, own, async_op=True)
         self._arriving = work
-        return work.then(self._arrive)
+        return work.then(arrive).then(self._arrive)
 
     def _arrive(self) -> None:
         self._arriving = None
@@ -146,6 +148,7 @@ class _Verbs(ZeRO2):
     def place(self, flat: Flat) -> None:
         super().place(flat)
         assert isinstance(flat, ShardedFlat)
+        flat.home = self.home
         flat.split()
 
     def gather(self, unit: Unit) -> Iterator[Work]:
@@ -163,7 +166,7 @@ class _Verbs(ZeRO2):
         assert isinstance(flat, ShardedFlat)
         return [flat.shard]
 
-    def publish(self, unit: Unit) -> Iterator[Work]:
+    def send(self, unit: Unit) -> Iterator[Work]:
         """Nothing: the others fetch the row when they need it."""
         yield from ()
 
@@ -349,5 +352,12 @@ def parallelize(
             "the model was built inside zero.Init, so its parameters are "
             "sharded; use a plan that shards parameters (stage 3), or build "
             "it outside"
+        )
+    home = options["home"] = options.get("home") or Home(plan)
+    home.check(plan)
+    if home.plan != plan:
+        raise ValueError(
+            f"the home was made for {home.plan}, but the plan is {plan}; "
+            "give both the same plan"
         )
     return kind(model, optimizer, **options)
