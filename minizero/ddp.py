@@ -33,6 +33,7 @@ class Verbs:
     bucket_size: int
     optimizer: torch.optim.Optimizer
     precision: Precision
+    schedule: Schedule
     home: Home
     _masters: dict[Flat, list[Tensor]]
 
@@ -97,7 +98,13 @@ class Verbs:
             self.precision.written(masters, rows)
 
     def publish(self, unit: Unit) -> None:
-        """Send the updated rows of a unit to the ranks that keep them."""
+        """Called when a unit's owned rows have been updated."""
+        with comm.phase(unit=unit.name):
+            self.schedule.publish(self, unit)
+
+    def send(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends those rows to the ranks that keep them."""
+        yield from ()
 
     def clear_grads(self, flat: Flat) -> None:
         """Zero the gradients that stay allocated between steps."""
@@ -115,7 +122,6 @@ class Backward(Verbs):
     """Forward, and a backward that reduces each unit when it is complete."""
 
     model: nn.Module
-    schedule: Schedule
     syncing: bool
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
@@ -143,6 +149,7 @@ class Backward(Verbs):
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
         self._missing = {
@@ -174,6 +181,7 @@ class Backward(Verbs):
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
+        self.schedule.settle(self, unit)
         flat.collect(slot)
         self._missing[unit.name].discard(p)
         self._arrived(unit)
@@ -296,6 +304,7 @@ class Step(Backward):
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
         self.home.settle()
         for flat in self._trainable():
             self.clear_grads(flat)
@@ -371,6 +380,7 @@ class DataParallel(Step):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
+        self.schedule.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None
@@ -458,6 +468,7 @@ class DataParallel(Step):
         shards. Tied parameters appear under each name and share memory.
         """
         self.home.flush(self)
+        self.schedule.drain(self)
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):

@@ -81,7 +81,20 @@ class Precision:
 
 
 class Schedule:
-    """When a collective is launched and when waited for: here, at once."""
+    """When a collective is launched and when waited for: here, at once.
+
+    Ranks must launch the same collectives in the same order, so a schedule
+    may decide only by what is the same on all of them.
+    """
+
+    def attach(self, net: Verbs) -> None:
+        """Called once, when the units have been made."""
+
+    def begin_forward(self, net: Verbs) -> None:
+        """Called before the first gather of a forward."""
+
+    def begin_backward(self, net: Verbs) -> None:
+        """Called before a backward touches anything."""
 
     def gather(self, net: Verbs, unit: Unit) -> None:
         for work in net.gather(unit):
@@ -95,8 +108,16 @@ class Schedule:
             work.wait()
         net.reduced(unit)
 
+    def settle(self, net: Verbs, unit: Unit) -> None:
+        """Called before a gradient is added to the unit's buffer."""
+
     def drain(self, net: Verbs) -> None:
-        """Wait for every reduction that is still under way."""
+        """Wait for what a backward or an update has left under way."""
+
+    def publish(self, net: Verbs, unit: Unit) -> None:
+        """Called when the own rows of the unit have been updated."""
+        for work in net.send(unit):
+            work.wait()
 
 
 class Home:
