@@ -6,14 +6,18 @@ Names under `minizero.` are the public surface; each is told of in its chapter.
 from typing import Any
 
 from . import comm, zero
+from .delayed import Delayed
 from .launch import default_ranks, init_distributed, launch
 from .memory import Placement, Plan, estimate, estimate_activations
+from .offload import Offload
 from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Delayed",
+    "Offload",
     "Placement",
     "Plan",
     "Tracker",

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,63 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """The dtype of each copy of a parameter: here, its own, everywhere."""
+    """The dtype of each copy of a parameter: here, its own, everywhere.
 
-    def attach(self, flat: Flat) -> None:
-        """Called once, when the buffer has been made."""
+    `skipped_steps`: updates that were left out, their gradients not finite.
+    """
+
+    skipped_steps = 0
+
+    def attach(self, flat: Flat, owned: list[Tensor]) -> None:
+        """Called once, when a buffer has rank 0's values.
+
+        `owned`: the rows of them that this rank will update.
+        """
+
+    def attach_buffer(self, buffer: Tensor) -> None:
+        """Called once with each buffer of the model, likewise."""
 
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer updates, for each owned row."""
         return owned
 
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the model's forward gets."""
+        return args, kwargs
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """The norm that gradients will have when the optimizer gets them."""
+        return norm
+
+    def clip(self, owned: list[Tensor], factor: Tensor) -> None:
+        """Multiply all reduced gradients with a scalar."""
+        for grad in owned:
+            grad.mul_(factor.to(grad.device))
+
+    def ready(self, owned: list[Tensor]) -> bool:
+        """Whether to update; the same on every rank. False skips the step."""
+        return True
+
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer gets as gradients, for each owned row."""
         return owned
 
-    def written(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Called after an update, to bring the masters' values to the rows.
 
         Master and row are on one device; where no master was made they are
         one.
         """
+
+    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
+        """The inverse, called when somebody else has written to the rows."""
+
+    def forget(self) -> None:
+        """Called when the gradients are gone."""
 
 
 class Schedule:
@@ -92,7 +128,8 @@ class Home:
         if on == "device":
             return tracker.label(row.clone(), category)
         if on == "cpu":
-            return host_like(row, category).copy_(row)
+            host = host_empty(row.shape, row.dtype, category)
+            return host.copy_(row)
         raise ValueError(
             f"{type(self).__name__} keeps nothing on {on!r}; give the home "
             f"that does to what places {category} there, as home=..."
@@ -103,7 +140,9 @@ class Home:
 
         A shard that rests elsewhere is copied into `row` first.
         """
-        return row.copy_(shard) if tracker.on_host(shard) else shard
+        if not tracker.on_host(shard):
+            return shard
+        return row.copy_(shard, non_blocking=True)
 
     def lower(self, shard: Tensor, row: Tensor) -> None:
         """Write a row back to where its shard rests."""
@@ -152,18 +191,17 @@ class Home:
         tracker.label_states(net.optimizer)
 
 
-def host_like(tensor: Tensor, category: str) -> Tensor:
+def host_empty(
+    shape: Sequence[int], dtype: torch.dtype, category: str
+) -> Tensor:
     """Uninitialised host memory, outside the device's budget.
 
-    Page-locked where there is a GPU: only then can it copy on its own.
+    Page-locked where there is a GPU, which else could not copy on its own.
     """
+    pin = torch.cuda.is_available()
     with tracker.host_memory():
-        host = torch.empty(
-            tensor.shape,
-            dtype=tensor.dtype,
-            pin_memory=torch.cuda.is_available(),
-        )
+        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=pin)
     return tracker.label(host, category, on="cpu")
 
 # %% auto #0
-__all__ = ['Precision', 'Schedule', 'Home', 'host_like']
+__all__ = ['Precision', 'Schedule', 'Home', 'host_empty']

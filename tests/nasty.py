@@ -91,18 +91,22 @@ class Run:
 
 
 def train(
-    stage: int,
+    stage: int | Plan,
     micro_batches: int = 1,
     postpone: bool = False,
     make_optimizer: Any = adamw,
     algorithm: str | None = None,
     **options: Any,
 ) -> Run:
-    """20 clipped steps of the nasty model; `postpone` reduces at the boundary only."""
+    """20 clipped steps of the nasty model; `postpone` reduces at the boundary only.
+
+    `stage`: a stage of ZeRO, or a whole plan.
+    """
+    plan = stage if isinstance(stage, Plan) else Plan.stage(stage)
     torch.manual_seed(rank())  # rank 0's values must win
     model = Nasty()
     net = parallelize(
-        model, make_optimizer(groups(model)), Plan.stage(stage), **options
+        model, make_optimizer(groups(model)), plan, **options
     )
     losses, norms = [], []
     data = batches(STEPS, micro_batches, rows=2)
