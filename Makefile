@@ -30,8 +30,9 @@ help:
 book: $(READY)
 	@$(BIN)/jupyter-book build --quiet --all --warningiserror --keep-going .
 
+# Several test files at a time, each whole on one worker: many tests wait for ranks.
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope $(ARGS)
 
 train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
