@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import comm, tracker
 from .comm import Work
@@ -93,7 +94,7 @@ class Verbs:
             for master in masters:
                 master.grad = None
             rows = self.home.rows(flat, self.owned(flat))
-            self.precision.written(flat, masters, rows)
+            self.precision.written(masters, rows)
 
     def publish(self, unit: Unit) -> None:
         """Send the updated rows of a unit to the ranks that keep them."""
@@ -107,7 +108,7 @@ class Verbs:
         return [flat for unit in self.units for flat in unit.trainable]
 
 # %% auto #0
-__all__ = ['Verbs', 'Backward', 'Step', 'DataParallel']
+__all__ = ['Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-backward-class
 class Backward(Verbs):
@@ -122,6 +123,7 @@ class Backward(Verbs):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        args, kwargs = self.precision.inputs(args, kwargs)
         with comm.phase("forward"):
             return self.model(*args, **kwargs)
 
@@ -134,7 +136,7 @@ class Backward(Verbs):
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                loss.backward()
+                self.precision.scaled(loss).backward()
                 self._end_backward()
         finally:
             self._in_backward = False
@@ -240,6 +242,7 @@ class Step(Backward):
 
         Returns the norm before clipping, a scalar, the same on every rank and
         for every plan: row norms are summed in one order, whoever has them.
+        It is not finite if a gradient is not; `step` says what then happens.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
@@ -248,10 +251,9 @@ class Step(Backward):
             flats = self._trainable()
             grads = [self.owned_grads(flat) for flat in flats]
             norms = self._row_norms(grads)
-            norm = norms.square().sum().sqrt()
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for grad in (g for rows in grads for g in rows):
-                grad.mul_(scale.to(grad.device))
+            norm = self.precision.unscaled(norms.square().sum().sqrt())
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            self.precision.clip([g for rows in grads for g in rows], factor)
         return norm
 
     def _row_norms(self, grads: list[list[Tensor]]) -> Tensor:
@@ -273,13 +275,24 @@ class Step(Backward):
             comm.all_gather(norms, mine)
         return norms
 
-    def step(self) -> None:
-        """Update the parameters; gradients are zero afterwards."""
+    def step(self) -> bool:
+        """Update the parameters; gradients are zero afterwards.
+
+        False if the precision found gradients that are not finite, on any
+        rank: then no rank has updated anything (and a learning rate
+        scheduler should not step either).
+        """
         with comm.phase("step"):
             self._finish_gradients()
-            self.home.update(self)
+            flats = self._trainable()
+            ready = self.precision.ready(
+                [grad for flat in flats for grad in self.owned_grads(flat)]
+            )
+            if ready:
+                self.home.update(self)
         self.zero_grad()
         tracker.mark("step")
+        return ready
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
@@ -288,8 +301,19 @@ class Step(Backward):
             self.clear_grads(flat)
             flat.reduced = False
         self._unsynced = False
+        self.precision.forget()
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-class
+# the wrapper of each parameter; neither is kept alive
+_nets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def nets_of(params: Iterable[nn.Parameter]) -> list[DataParallel]:
+    """The wrappers that train these parameters, each once."""
+    found = (_nets[p]() for p in params if p in _nets)
+    return list(dict.fromkeys(net for net in found if net is not None))
+
+
 def _call_if_alive(method: weakref.WeakMethod[Any], p: Tensor) -> None:
     alive = method()
     if alive is not None:
@@ -343,6 +367,7 @@ class DataParallel(Step):
         # strong reference from a parameter to its owner would keep both
         hook = partial(_call_if_alive, weakref.WeakMethod(self._on_grad))
         for p in self._owner:
+            _nets[p] = weakref.ref(self)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
@@ -360,6 +385,7 @@ class DataParallel(Step):
                 units.append(unit)
             for buffer in self.model.buffers():
                 comm.broadcast(tracker.label(buffer, "buffers"))
+                self.precision.attach_buffer(buffer)
         return units
 
     def _build_flat(
@@ -368,8 +394,8 @@ class DataParallel(Step):
         """Flatten, take rank 0's values, and place them as the plan says."""
         flat = self.flat_type(named, group)
         comm.broadcast(flat.full)
+        self.precision.attach(flat, self.owned_rows(flat, flat.full))
         self.place(flat)
-        self.precision.attach(flat)
         return flat
 
     def _adopt_optimizer(self) -> None:
@@ -397,8 +423,22 @@ class DataParallel(Step):
             )
             for master, row in zip(masters, rows, strict=True):
                 if isinstance(row, Tensor):
+                    if whole and row.is_floating_point():
+                        # a 16-bit model's state gets an fp32 master's dtype
+                        wide = torch.promote_types(row.dtype, master.dtype)
+                        row = row.to(wide)
                     row = self.home.rest(row, "optimizer")
                 self.optimizer.state[master][key] = row
+
+    def refresh(self) -> None:
+        """Take over what was written to parameters by hand.
+
+        Call it on every rank after loading or changing weights, if the
+        precision keeps master copies: the next update would undo the change.
+        """
+        self.home.flush(self)
+        for flat in self._trainable():
+            self.precision.read(self._masters[flat], self.owned(flat))
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,63 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """The dtype of each copy of a parameter: here, its own, everywhere."""
+    """The dtype of each copy of a parameter: here, its own, everywhere.
 
-    def attach(self, flat: Flat) -> None:
-        """Called once, when the buffer has been made."""
+    `skipped_steps`: updates that were left out, their gradients not finite.
+    """
+
+    skipped_steps = 0
+
+    def attach(self, flat: Flat, owned: list[Tensor]) -> None:
+        """Called once, when a buffer has rank 0's values.
+
+        `owned`: the rows of them that this rank will update.
+        """
+
+    def attach_buffer(self, buffer: Tensor) -> None:
+        """Called once with each buffer of the model, likewise."""
 
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer updates, for each owned row."""
         return owned
 
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the model's forward gets."""
+        return args, kwargs
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """The norm that gradients will have when the optimizer gets them."""
+        return norm
+
+    def clip(self, owned: list[Tensor], factor: Tensor) -> None:
+        """Multiply all reduced gradients with a scalar."""
+        for grad in owned:
+            grad.mul_(factor.to(grad.device))
+
+    def ready(self, owned: list[Tensor]) -> bool:
+        """Whether to update; the same on every rank. False skips the step."""
+        return True
+
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer gets as gradients, for each owned row."""
         return owned
 
-    def written(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Called after an update, to bring the masters' values to the rows.
 
         Master and row are on one device; where no master was made they are
         one.
         """
+
+    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
+        """The inverse, called when somebody else has written to the rows."""
+
+    def forget(self) -> None:
+        """Called when the gradients are gone."""
 
 
 class Schedule:

@@ -31,7 +31,7 @@ class ZeRO2(ZeRO1):
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, [size], and no whole buffer."""
         if flat.trainable:
-            row = flat.row(flat.full)
+            row = flat.row(flat.full).to(flat.grad_dtype)
             flat.grad_shard = self.home.rest(row, "gradients").zero_()
 
     def reduced(self, unit: Unit) -> None:

@@ -42,13 +42,21 @@ class ShardedFlat(Flat):
         self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
     ) -> None:
         super().__init__(named, group)
+        self.pinned = 0
+        self._versions: dict[Slot, int] = {}  # of absent parameters
+        self._cut()
+
+    def _cut(self) -> None:
         self.nan = self.full.new_full((), torch.nan)
         # made now: a view cannot be cut from an empty storage
         self.views = [slot.view(self.full) for slot in self.slots]
         self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
         self.shard = self.full.new_empty(0)
-        self.pinned = 0
-        self._versions: dict[Slot, int] = {}  # of absent parameters
+
+    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """As `Flat.cast`; while the buffer is whole, before `split`."""
+        super().cast(dtype, grad_dtype)
+        self._cut()
 
     def fill(self, slot: Slot) -> None:
         """Take a parameter over, out of another sharded buffer if need be."""
