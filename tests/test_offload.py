@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Iterator
@@ -17,11 +18,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from minizero import Delayed, Offload, Tracker, estimate, parallelize, tracker, zero
 from minizero.bus import Lane, Turns, aligned
+from minizero.flat import Flat
 from minizero.lab.gpt import GPT, GPTConfig
+from minizero.lab.offload import crossing, rounds, rounds_figure
 from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool, RankError, world_size
+from minizero.memory import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory import Placement, Plan
 from minizero.offload import Landing
+from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.seams import Home, host_empty
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -71,7 +76,7 @@ def test_all_combinations_are_listed() -> None:
 
 def test_every_combination_is_equal(pool: Pool) -> None:
     """Losses, norms and weights; two micro-batches, clipped."""
-    options = {"micro_batches": 2, "steps": 6}
+    options = {"micro_batches": 2, "steps": 4}
     reference = pool.run(train, 0, **options)
     assert reference[0].norms.max() > 0.5  # clipping took part
     for plan in PLANS:
@@ -107,6 +112,28 @@ def test_any_elementwise_optimizer(two: Pool, which: str) -> None:
         assert same(two.run(offloaded, plan, **options), reference), name(plan)
 
 
+PRECISIONS = {
+    "bf16": {},
+    "bf16, fp32 gradients": {"reduce": torch.float32},
+    # the first steps overflow and are skipped
+    "fp16": {"parameters": torch.float16, "loss_scale": DynamicLossScale(24)},
+}
+
+
+@pytest.mark.parametrize("which", PRECISIONS)
+def test_mixed_precision(two: Pool, which: str) -> None:
+    """Gradients cross as they were reduced, and parameters rounded."""
+
+    def run(plan: Plan, away: bool) -> Run:
+        precision = MixedPrecision(**copy.deepcopy(PRECISIONS[which]))
+        home = Offload(plan) if away else None
+        return train(plan, home=home, precision=precision, steps=6, micro_batches=2)
+
+    reference = two.run(run, Plan.stage(1), False)
+    for plan in PLANS:
+        assert same(two.run(run, plan, True), reference), name(plan)
+
+
 def stepped(plan: Plan, home: Home) -> dict[str, Tensor]:
     """An optimizer that has made steps before it is handed over."""
     torch.manual_seed(0)
@@ -132,87 +159,79 @@ def test_state_from_before_is_kept(two: Pool) -> None:
 # Bytes
 
 
-def measure(plan: Plan, delayed: bool = False) -> dict[str, Any]:
-    """Train a GPT for three steps; live bytes, and what the formulas need."""
+def measure(
+    plan: Plan, precision: str = "fp32", delayed: bool = False
+) -> dict[str, Any]:
+    """Train a GPT for two steps; what rests, what crossed in the second."""
     gc.collect()
+    mixed = MixedPrecision() if precision == "bf16" else None
     with Tracker() as seen:
         model = GPT(CONFIG)
         optimizer = torch.optim.AdamW(model.parameters())
         home = Delayed(plan) if delayed else Offload(plan)
-        net = parallelize(model, optimizer, plan, home=home)
+        net = parallelize(model, optimizer, plan, home=home, precision=mixed)
         x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
-        for step in range(3):
+        for _ in range(2):
             down, up = home.down.nbytes, home.up.nbytes
             loss = net(x, x)
             net.backward(loss)
             net.step()
             del loss
-            if step == 1:
-                net.home.flush(net)
+        net.home.flush(net)
         flats = [flat for unit in net.units for flat in unit.flats]
         return {
             "device": dict(seen.live),
             "host": dict(seen.host),
-            "down": home.down.nbytes - down,
-            "up": home.up.nbytes - up,
+            "crossed": (home.down.nbytes - down, home.up.nbytes - up),
             "padded": sum(flat.padded for flat in flats),
             "masters": sum(len(g["params"]) for g in optimizer.param_groups),
             # a GPT has one flat buffer a unit
-            "largest": max(aligned(4 * flat.size) for flat in flats),
+            "largest": max(flat.size for flat in flats),
         }
 
 
-def crossing(plan: Plan) -> int:
-    """How many of a row and its gradient rest away from the optimizer's states."""
+def blocks(plan: Plan, precision: str, size: int) -> dict[str, int]:
+    """Bytes of the blocks that take turns, by place; `size` of the largest row."""
+    parameter, gradient, _ = PRECISIONS_BYTES[precision]
     at = plan.optimizer.on
-    return (plan.parameters.on != at) + (plan.gradients.on != at)
+    turn = aligned(parameter * size) * (plan.parameters.on != at)
+    turn += aligned(gradient * size) * (plan.gradients.on != at)
+    nbytes = {"device": 0, "cpu": 0}
+    nbytes[at] += 2 * turn
+    nbytes["cpu"] += 2 * aligned(gradient * size) * (plan.gradients.on == "cpu")
+    return nbytes
 
 
-def pools(plan: Plan, largest: int) -> dict[str, int]:
-    """Bytes of the two turns' blocks, by place."""
-    blocks = {"device": 0, "cpu": 0}
-    blocks[plan.optimizer.on] += 2 * crossing(plan) * largest
-    if plan.gradients.on == "cpu":
-        blocks["cpu"] += 2 * largest
-    return blocks
+def check_bytes(plan: Plan, precision: str, results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        ranks, padded = len(results), seen["padded"]
+        formula = estimate(padded, ranks, plan, precision)
+        counters = {"device": 0, "cpu": 0}
+        counters[plan.optimizer.on] = 4 * seen["masters"]
+        passing = blocks(plan, precision, seen["largest"])
+        for where, live, expected in (
+            ("device", seen["device"], formula),
+            ("cpu", seen["host"], formula.host),
+        ):
+            told = (name(plan), precision, where)
+            assert live["parameters"] == expected.parameters, told
+            assert live["gradients"] == expected.gradients, told
+            assert live["optimizer"] == expected.optimizer + counters[where], told
+            assert live["buffers"] == passing[where], told
+        down, up = crossing(plan, precision)
+        row = padded // ranks
+        assert seen["crossed"] == (down * row, up * row), (name(plan), precision)
 
 
-def test_bytes_between_steps(pool: Pool) -> None:
+def test_bytes(pool: Pool) -> None:
+    """What rests and what crosses, in each place, is what the formulas say."""
     for plan in PLANS:
-        results = pool.run(measure, plan)
-        for seen in results:
-            ranks, padded = len(results), seen["padded"]
-            formula = estimate(padded, ranks, plan, precision="fp32")
-            counters = {"device": 0, "cpu": 0}
-            counters[plan.optimizer.on] = 4 * seen["masters"]
-            blocks = pools(plan, seen["largest"])
-            for where, live, expected in (
-                ("device", seen["device"], formula),
-                ("cpu", seen["host"], formula.host),
-            ):
-                assert live["parameters"] == expected.parameters, (name(plan), where)
-                assert live["gradients"] == expected.gradients, (name(plan), where)
-                states = expected.optimizer + counters[where]
-                assert live["optimizer"] == states, (name(plan), where)
-                assert live["buffers"] == blocks[where], (name(plan), where)
+        check_bytes(plan, "fp32", pool.run(measure, plan))
 
 
-def test_bytes_that_cross(pool: Pool) -> None:
-    """A step in fp32: what rests elsewhere comes once, and rows go back."""
+def test_bytes_in_mixed_precision(two: Pool) -> None:
     for plan in PLANS:
-        results = pool.run(measure, plan)
-        for seen in results:
-            row = 4 * seen["padded"] // len(results)
-            host = {c: getattr(plan, c).on == "cpu" for c in STATE}
-            down = row * host["gradients"]  # every mean lands there
-            up = 2 * row * host["parameters"]  # before forward and before backward
-            inward = row * crossing(plan)
-            outward = row * (host["parameters"] != host["optimizer"])
-            if host["optimizer"]:
-                down, up = down + inward, up + outward
-            else:
-                down, up = down + outward, up + inward
-            assert (seen["down"], seen["up"]) == (down, up), name(plan)
+        check_bytes(plan, "bf16", two.run(measure, plan, "bf16"))
 
 
 def big(plan: Plan, budget: float) -> dict[str, Any]:
@@ -230,7 +249,7 @@ def big(plan: Plan, budget: float) -> dict[str, Any]:
         net = parallelize(model, optimizer, plan, home=Offload(plan))
         x = torch.arange(8)[None]
         losses = []
-        for _ in range(3):
+        for _ in range(2):
             loss = net(x, x)
             net.backward(loss)
             losses.append(loss.item())
@@ -244,16 +263,14 @@ def big(plan: Plan, budget: float) -> dict[str, Any]:
 BUDGET = 300_000
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ten_times_the_budget(ranks: int) -> None:
+def test_ten_times_the_budget(two: Pool) -> None:
     """The states of one rank, built and trained on a toy GPU of a tenth of them."""
-    with Pool(ranks) as pool:
-        expected = pool.run(big, Plan.stage(3), 1e9)
-        for seen, plain in zip(pool.run(big, FULL, BUDGET), expected, strict=True):
-            assert seen["states"] >= 10 * BUDGET >= 10 * seen["peak"]
-            assert seen["losses"] == plain["losses"]
-        with pytest.raises(RankError, match="OutOfMemoryError"):
-            pool.run(big, Plan.stage(3), BUDGET)
+    expected = two.run(big, Plan.stage(3), 1e9)
+    for seen, plain in zip(two.run(big, FULL, BUDGET), expected, strict=True):
+        assert seen["states"] >= 10 * BUDGET >= 10 * seen["peak"]
+        assert seen["losses"] == plain["losses"]
+    with pytest.raises(RankError, match="Out of memory"):
+        two.run(big, Plan.stage(3), BUDGET)
 
 
 def sharded_by(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -463,7 +480,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_step() -> None:
 def test_delayed_bytes(two: Pool) -> None:
     """Gradients a second time, and the parameters as the optimizer keeps them."""
     for plan in DELAYED:
-        for seen in two.run(measure, plan, True):
+        for seen in two.run(measure, plan, "fp32", True):
             formula = estimate(seen["padded"], 2, plan, precision="fp32")
             row = 4 * seen["padded"] // 2
             assert seen["device"]["parameters"] == formula.parameters
@@ -497,12 +514,25 @@ def test_turns_are_two() -> None:
 def test_a_landing_adds_what_was_sent() -> None:
     """In the order in which it came, though a block is used again."""
     landing = Landing(Lane())
-    landing.reserve(4 * 5)
+    landing.reserve(Flat([("w", nn.Parameter(torch.zeros(5)))], 0))
     shard = host_empty((5,), torch.float32, "gradients").zero_()
     for value in (1.0, 2.0, 4.0):
         landing.add(shard, torch.full((5,), value))
     landing.settle()
     assert shard.tolist() == [7.0] * 5
+
+
+def test_rounds_overlap() -> None:
+    """Two blocks: one lane's time a unit, and no block is taken before it is free."""
+    units = {str(i): (1.0, 2.0, 1.0) for i in range(5)}
+    bars = {(b.lane, b.unit): b for b in rounds(units)}
+    assert bars["out", "4"].end == 1 + 5 * 2 + 1
+    for i in range(2, 5):
+        assert bars["in", str(i)].start >= bars["out", str(i - 2)].end
+    assert rounds(units, pipelined=False)[-1].end == 5 * 4
+    slow = {str(i): (3.0, 1.0, 3.0) for i in range(4)}
+    assert rounds(slow)[-1].end < rounds(slow, pipelined=False)[-1].end
+    assert len(rounds_figure({"a": rounds(units), "b": rounds(slow)}).axes) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
