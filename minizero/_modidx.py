@@ -77,6 +77,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'minizero.delayed.Delayed.flush': ('offload.html#delayed.flush', 'minizero/delayed.py'),
                                   'minizero.delayed.Delayed.grads': ('offload.html#delayed.grads', 'minizero/delayed.py'),
                                   'minizero.delayed.Delayed.masters': ('offload.html#delayed.masters', 'minizero/delayed.py'),
+                                  'minizero.delayed.Delayed.resting': ('offload.html#delayed.resting', 'minizero/delayed.py'),
                                   'minizero.delayed.Delayed.rows': ('offload.html#delayed.rows', 'minizero/delayed.py'),
                                   'minizero.delayed.Delayed.update': ('offload.html#delayed.update', 'minizero/delayed.py'),
                                   'minizero.delayed._frozen': ('offload.html#_frozen', 'minizero/delayed.py'),
