@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ class Verbs:
     bucket_size: int
     optimizer: torch.optim.Optimizer
     precision: Precision
+    schedule: Schedule
     home: Home
     _masters: dict[Flat, list[Tensor]]
 
@@ -75,20 +76,15 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
-    def update(
-        self, units: list[Unit], step: Callable[[], Any] | None = None
-    ) -> None:
-        """Let the optimizer update the owned rows of these units.
-
-        `step`: called instead of the optimizer's own.
-        """
+    def update(self, units: list[Unit]) -> None:
+        """Let the optimizer update the owned rows of these units."""
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
             grads = self.home.grads(flat, self.owned_grads(flat))
             grads = self.precision.gradients(flat, grads)
             for master, grad in zip(self._masters[flat], grads, strict=True):
                 master.grad = grad
-        (step or self.optimizer.step)()
+        self.optimizer.step()
         for flat in flats:
             masters = self._masters[flat]
             for master in masters:
@@ -97,7 +93,13 @@ class Verbs:
             self.precision.written(masters, rows)
 
     def publish(self, unit: Unit) -> None:
-        """Send the updated rows of a unit to the ranks that keep them."""
+        """Called when a unit's owned rows have been updated."""
+        with comm.phase(unit=unit.name):
+            self.schedule.publish(self, unit)
+
+    def send(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends those rows to the ranks that keep them."""
+        yield from ()
 
     def clear_grads(self, flat: Flat) -> None:
         """Zero the gradients that stay allocated between steps."""
@@ -115,7 +117,6 @@ class Backward(Verbs):
     """Forward, and a backward that reduces each unit when it is complete."""
 
     model: nn.Module
-    schedule: Schedule
     syncing: bool
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
@@ -143,6 +144,7 @@ class Backward(Verbs):
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
         self._missing = {
@@ -174,6 +176,7 @@ class Backward(Verbs):
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
+        self.schedule.settle(self, unit)
         flat.collect(slot)
         self._missing[unit.name].discard(p)
         self._arrived(unit)
@@ -296,6 +299,7 @@ class Step(Backward):
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
         self.home.settle()
         for flat in self._trainable():
             self.clear_grads(flat)
@@ -356,6 +360,7 @@ class DataParallel(Step):
         self.home = home or Home()
         self.syncing = True
         self._in_backward = self._unsynced = False
+        self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {
             slot.parameter: (unit, flat, slot)
@@ -371,6 +376,7 @@ class DataParallel(Step):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
+        self.schedule.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None
@@ -396,18 +402,17 @@ class DataParallel(Step):
         comm.broadcast(flat.full)
         self.precision.attach(flat, self.owned_rows(flat, flat.full))
         self.place(flat)
+        if flat.trainable:
+            rows = self.owned(flat)
+            masters = self.precision.masters(flat, rows)
+            self._masters[flat] = self.home.masters(flat, rows, masters)
         return flat
 
     def _adopt_optimizer(self) -> None:
         """Point the optimizer's groups at flat rows instead of parameters."""
-        self._masters = {}
         for group in self.optimizer.param_groups:
             group["params"] = []
-        for flat in self._trainable():
-            rows = self.owned(flat)
-            masters = self.precision.masters(flat, rows)
-            masters = self.home.masters(flat, rows, masters)
-            self._masters[flat] = masters
+        for flat, masters in self._masters.items():
             self._adopt_state(flat, masters)
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
@@ -438,7 +443,9 @@ class DataParallel(Step):
         """
         self.home.flush(self)
         for flat in self._trainable():
-            self.precision.read(self._masters[flat], self.owned(flat))
+            rows = self.owned(flat)
+            masters = self.home.resting(flat, self._masters[flat], rows)
+            self.precision.read(masters, rows)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
@@ -458,6 +465,7 @@ class DataParallel(Step):
         shards. Tied parameters appear under each name and share memory.
         """
         self.home.flush(self)
+        self.schedule.drain(self)
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):

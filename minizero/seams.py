@@ -75,13 +75,29 @@ class Precision:
 
     def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """The inverse, called when somebody else has written to the rows."""
+        for master, row in zip(masters, rows, strict=True):
+            if master is not row:
+                master.copy_(row)
 
     def forget(self) -> None:
         """Called when the gradients are gone."""
 
 
 class Schedule:
-    """When a collective is launched and when waited for: here, at once."""
+    """When a collective is launched and when waited for: here, at once.
+
+    Ranks must launch the same collectives in the same order, so a schedule
+    may decide only by what is the same on all of them.
+    """
+
+    def attach(self, net: Verbs) -> None:
+        """Called once, when the units have been made."""
+
+    def begin_forward(self, net: Verbs) -> None:
+        """Called before the first gather of a forward."""
+
+    def begin_backward(self, net: Verbs) -> None:
+        """Called before a backward touches anything."""
 
     def gather(self, net: Verbs, unit: Unit) -> None:
         for work in net.gather(unit):
@@ -95,8 +111,16 @@ class Schedule:
             work.wait()
         net.reduced(unit)
 
+    def settle(self, net: Verbs, unit: Unit) -> None:
+        """Called before a gradient is added to the unit's buffer."""
+
     def drain(self, net: Verbs) -> None:
-        """Wait for every reduction that is still under way."""
+        """Wait for what a backward or an update has left under way."""
+
+    def publish(self, net: Verbs, unit: Unit) -> None:
+        """Called when the own rows of the unit have been updated."""
+        for work in net.send(unit):
+            work.wait()
 
 
 class Home:
@@ -173,6 +197,12 @@ class Home:
 
         `masters` come from the precision: the rows themselves, or copies.
         """
+        return masters
+
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        """The masters as they are between updates, beside the owned rows."""
         return masters
 
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:

@@ -43,6 +43,7 @@ class ShardedFlat(Flat):
     ) -> None:
         super().__init__(named, group)
         self.pinned = 0
+        self._arriving: Work | None = None
         self._versions: dict[Slot, int] = {}  # of absent parameters
         self._cut()
 
@@ -72,7 +73,9 @@ class ShardedFlat(Flat):
 
     @property
     def whole(self) -> bool:
-        return self.full.untyped_storage().nbytes() > 0
+        """Whether `full` is there, and nothing of it still under way."""
+        there = self.full.untyped_storage().nbytes() > 0
+        return there and self._arriving is None
 
     def split(self) -> None:
         """Keep the own row of `full`, and free the rest."""
@@ -83,8 +86,11 @@ class ShardedFlat(Flat):
     def gather(self) -> Work:
         """Launch the all-gather of the shards into `full`.
 
+        A second call gets the work of the first, while it is under way.
         Raises RuntimeError if a parameter was filled while it was absent.
         """
+        if self._arriving is not None:
+            return self._arriving
         for slot, version in self._versions.items():
             if _version(slot.parameter) != version:
                 self._hide()
@@ -97,10 +103,17 @@ class ShardedFlat(Flat):
         with self.home.aside() as arrive:
             own = self.home.lift(self.shard, self.row(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
-        return work.then(arrive).then(lambda: self._point(self.views))
+        self._arriving = work
+        return work.then(arrive).then(self._arrive)
+
+    def _arrive(self) -> None:
+        self._arriving = None
+        self._point(self.views)
 
     def free(self) -> None:
         """Empty the storage, unless somebody looks at it (`pinned`)."""
+        if self._arriving is not None:
+            self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.pinned:
             self._hide()
             # not `p.data = empty`: the graph's views would keep the storage
@@ -161,8 +174,9 @@ class _Verbs(ZeRO2):
         assert isinstance(flat, ShardedFlat)
         return [flat.shard]
 
-    def publish(self, unit: Unit) -> None:
+    def send(self, unit: Unit) -> Iterator[Work]:
         """Nothing: the others fetch the row when they need it."""
+        yield from ()
 
 # %% ../notebooks/07_zero3.ipynb #zero3-after-backward
 class _AfterBackward(torch.autograd.Function):
@@ -204,10 +218,10 @@ class _Backward(_Verbs):
             self.schedule.gather(self, unit)
 
     def _release(self, unit: Unit) -> None:
-        flats = (f for f in unit.flats if isinstance(f, ShardedFlat))
-        whole = any(flat.whole for flat in flats)
+        flats = [f for f in unit.flats if isinstance(f, ShardedFlat)]
+        before = sum(flat.whole for flat in flats)
         self.schedule.release(self, unit)
-        if whole:
+        if sum(flat.whole for flat in flats) < before:
             tracker.mark("release", unit.name)
 
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
@@ -274,6 +288,7 @@ class ZeRO3(_Backward):
     ) -> tuple[Any, Any]:
         if unit.module is self.model and not self._in_backward:
             self._release_all()  # what a forward that failed has left
+            self.schedule.begin_forward(self)
         self._gather(unit)
         # A forward inside backward repeats a call that has its hooks already.
         # (With reentrant checkpointing it has none: that call made no graph.)
