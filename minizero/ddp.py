@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -76,20 +76,15 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
-    def update(
-        self, units: list[Unit], step: Callable[[], Any] | None = None
-    ) -> None:
-        """Let the optimizer update the owned rows of these units.
-
-        `step`: called instead of the optimizer's own.
-        """
+    def update(self, units: list[Unit]) -> None:
+        """Let the optimizer update the owned rows of these units."""
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
             grads = self.home.grads(flat, self.owned_grads(flat))
             grads = self.precision.gradients(flat, grads)
             for master, grad in zip(self._masters[flat], grads, strict=True):
                 master.grad = grad
-        (step or self.optimizer.step)()
+        self.optimizer.step()
         for flat in flats:
             masters = self._masters[flat]
             for master in masters:
@@ -365,6 +360,7 @@ class DataParallel(Step):
         self.home = home or Home()
         self.syncing = True
         self._in_backward = self._unsynced = False
+        self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {
             slot.parameter: (unit, flat, slot)
@@ -406,18 +402,17 @@ class DataParallel(Step):
         comm.broadcast(flat.full)
         self.precision.attach(flat, self.owned_rows(flat, flat.full))
         self.place(flat)
+        if flat.trainable:
+            rows = self.owned(flat)
+            masters = self.precision.masters(flat, rows)
+            self._masters[flat] = self.home.masters(flat, rows, masters)
         return flat
 
     def _adopt_optimizer(self) -> None:
         """Point the optimizer's groups at flat rows instead of parameters."""
-        self._masters = {}
         for group in self.optimizer.param_groups:
             group["params"] = []
-        for flat in self._trainable():
-            rows = self.owned(flat)
-            masters = self.precision.masters(flat, rows)
-            masters = self.home.masters(flat, rows, masters)
-            self._masters[flat] = masters
+        for flat, masters in self._masters.items():
             self._adopt_state(flat, masters)
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
@@ -448,7 +443,9 @@ class DataParallel(Step):
         """
         self.home.flush(self)
         for flat in self._trainable():
-            self.precision.read(self._masters[flat], self.owned(flat))
+            rows = self.owned(flat)
+            masters = self.home.resting(flat, self._masters[flat], rows)
+            self.precision.read(masters, rows)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:

@@ -75,6 +75,9 @@ class Precision:
 
     def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """The inverse, called when somebody else has written to the rows."""
+        for master, row in zip(masters, rows, strict=True):
+            if master is not row:
+                master.copy_(row)
 
     def forget(self) -> None:
         """Called when the gradients are gone."""
@@ -194,6 +197,12 @@ class Home:
 
         `masters` come from the precision: the rows themselves, or copies.
         """
+        return masters
+
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        """The masters as they are between updates, beside the owned rows."""
         return masters
 
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
