@@ -131,7 +131,12 @@ def tradeoff(points: Mapping[str, Point]) -> Figure:
     left.set_ylim(0)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=3, handletextpad=0.2, borderpad=0
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=3,
+        handletextpad=0.2,
+        borderpad=0,
     )
     return figure
 
