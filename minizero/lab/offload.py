@@ -54,9 +54,7 @@ class Bar:
 LANES = ("in", "update", "out")
 
 
-def rounds(
-    units: Mapping[str, Sequence[float]], pipelined: bool = True
-) -> list[Bar]:
+def rounds(units: Mapping[str, Sequence[float]], pipelined: bool = True) -> list[Bar]:
     """When each unit comes in, is updated and goes out.
 
     units: seconds of the three, by unit. Pipelined, in(i+1), update(i) and out(i-1)
