@@ -32,6 +32,10 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--sequence", type=int, default=128, help="tokens")
     train.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     train.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    train.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
+    for what in ("optimizer", "param"):
+        name = f"--offload-{what}"
+        train.add_argument(name, choices=("cpu",), help="where it rests")
     train.add_argument("--data", help="a file or folder (default: Python's source)")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--out", default="runs/train", help="folder for the results")

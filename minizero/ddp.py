@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import comm, tracker
 from .comm import Work
@@ -32,6 +33,7 @@ class Verbs:
     bucket_size: int
     optimizer: torch.optim.Optimizer
     precision: Precision
+    schedule: Schedule
     home: Home
     _masters: dict[Flat, list[Tensor]]
 
@@ -74,29 +76,30 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
-    def update(
-        self, units: list[Unit], step: Callable[[], Any] | None = None
-    ) -> None:
-        """Let the optimizer update the owned rows of these units.
-
-        `step`: called instead of the optimizer's own.
-        """
+    def update(self, units: list[Unit]) -> None:
+        """Let the optimizer update the owned rows of these units."""
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
             grads = self.home.grads(flat, self.owned_grads(flat))
             grads = self.precision.gradients(flat, grads)
             for master, grad in zip(self._masters[flat], grads, strict=True):
                 master.grad = grad
-        (step or self.optimizer.step)()
+        self.optimizer.step()
         for flat in flats:
             masters = self._masters[flat]
             for master in masters:
                 master.grad = None
             rows = self.home.rows(flat, self.owned(flat))
-            self.precision.written(flat, masters, rows)
+            self.precision.written(masters, rows)
 
     def publish(self, unit: Unit) -> None:
-        """Send the updated rows of a unit to the ranks that keep them."""
+        """Called when a unit's owned rows have been updated."""
+        with comm.phase(unit=unit.name):
+            self.schedule.publish(self, unit)
+
+    def send(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends those rows to the ranks that keep them."""
+        yield from ()
 
     def clear_grads(self, flat: Flat) -> None:
         """Zero the gradients that stay allocated between steps."""
@@ -107,14 +110,13 @@ class Verbs:
         return [flat for unit in self.units for flat in unit.trainable]
 
 # %% auto #0
-__all__ = ['Verbs', 'Backward', 'Step', 'DataParallel']
+__all__ = ['Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-backward-class
 class Backward(Verbs):
     """Forward, and a backward that reduces each unit when it is complete."""
 
     model: nn.Module
-    schedule: Schedule
     syncing: bool
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
@@ -122,6 +124,7 @@ class Backward(Verbs):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        args, kwargs = self.precision.inputs(args, kwargs)
         with comm.phase("forward"):
             return self.model(*args, **kwargs)
 
@@ -134,13 +137,14 @@ class Backward(Verbs):
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                loss.backward()
+                self.precision.scaled(loss).backward()
                 self._end_backward()
         finally:
             self._in_backward = False
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
         self._missing = {
@@ -172,6 +176,7 @@ class Backward(Verbs):
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
+        self.schedule.settle(self, unit)
         flat.collect(slot)
         self._missing[unit.name].discard(p)
         self._arrived(unit)
@@ -240,6 +245,7 @@ class Step(Backward):
 
         Returns the norm before clipping, a scalar, the same on every rank and
         for every plan: row norms are summed in one order, whoever has them.
+        It is not finite if a gradient is not; `step` says what then happens.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
@@ -248,10 +254,9 @@ class Step(Backward):
             flats = self._trainable()
             grads = [self.owned_grads(flat) for flat in flats]
             norms = self._row_norms(grads)
-            norm = norms.square().sum().sqrt()
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for grad in (g for rows in grads for g in rows):
-                grad.mul_(scale.to(grad.device))
+            norm = self.precision.unscaled(norms.square().sum().sqrt())
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            self.precision.clip([g for rows in grads for g in rows], factor)
         return norm
 
     def _row_norms(self, grads: list[list[Tensor]]) -> Tensor:
@@ -273,23 +278,46 @@ class Step(Backward):
             comm.all_gather(norms, mine)
         return norms
 
-    def step(self) -> None:
-        """Update the parameters; gradients are zero afterwards."""
+    def step(self) -> bool:
+        """Update the parameters; gradients are zero afterwards.
+
+        False if the precision found gradients that are not finite, on any
+        rank: then no rank has updated anything (and a learning rate
+        scheduler should not step either).
+        """
         with comm.phase("step"):
             self._finish_gradients()
-            self.home.update(self)
+            flats = self._trainable()
+            ready = self.precision.ready(
+                [grad for flat in flats for grad in self.owned_grads(flat)]
+            )
+            if ready:
+                self.home.update(self)
         self.zero_grad()
         tracker.mark("step")
+        return ready
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
         self.home.settle()
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
         self._unsynced = False
+        self.precision.forget()
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-class
+# the wrapper of each parameter; neither is kept alive
+_nets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def nets_of(params: Iterable[nn.Parameter]) -> list[DataParallel]:
+    """The wrappers that train these parameters, each once."""
+    found = (_nets[p]() for p in params if p in _nets)
+    return list(dict.fromkeys(net for net in found if net is not None))
+
+
 def _call_if_alive(method: weakref.WeakMethod[Any], p: Tensor) -> None:
     alive = method()
     if alive is not None:
@@ -332,6 +360,7 @@ class DataParallel(Step):
         self.home = home or Home()
         self.syncing = True
         self._in_backward = self._unsynced = False
+        self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {
             slot.parameter: (unit, flat, slot)
@@ -343,9 +372,11 @@ class DataParallel(Step):
         # strong reference from a parameter to its owner would keep both
         hook = partial(_call_if_alive, weakref.WeakMethod(self._on_grad))
         for p in self._owner:
+            _nets[p] = weakref.ref(self)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
+        self.schedule.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None
@@ -360,6 +391,7 @@ class DataParallel(Step):
                 units.append(unit)
             for buffer in self.model.buffers():
                 comm.broadcast(tracker.label(buffer, "buffers"))
+                self.precision.attach_buffer(buffer)
         return units
 
     def _build_flat(
@@ -368,20 +400,19 @@ class DataParallel(Step):
         """Flatten, take rank 0's values, and place them as the plan says."""
         flat = self.flat_type(named, group)
         comm.broadcast(flat.full)
+        self.precision.attach(flat, self.owned_rows(flat, flat.full))
         self.place(flat)
-        self.precision.attach(flat)
+        if flat.trainable:
+            rows = self.owned(flat)
+            masters = self.precision.masters(flat, rows)
+            self._masters[flat] = self.home.masters(flat, rows, masters)
         return flat
 
     def _adopt_optimizer(self) -> None:
         """Point the optimizer's groups at flat rows instead of parameters."""
-        self._masters = {}
         for group in self.optimizer.param_groups:
             group["params"] = []
-        for flat in self._trainable():
-            rows = self.owned(flat)
-            masters = self.precision.masters(flat, rows)
-            masters = self.home.masters(flat, rows, masters)
-            self._masters[flat] = masters
+        for flat, masters in self._masters.items():
             self._adopt_state(flat, masters)
             assert flat.group is not None
             self.optimizer.param_groups[flat.group]["params"] += masters
@@ -397,8 +428,24 @@ class DataParallel(Step):
             )
             for master, row in zip(masters, rows, strict=True):
                 if isinstance(row, Tensor):
+                    if whole and row.is_floating_point():
+                        # a 16-bit model's state gets an fp32 master's dtype
+                        wide = torch.promote_types(row.dtype, master.dtype)
+                        row = row.to(wide)
                     row = self.home.rest(row, "optimizer")
                 self.optimizer.state[master][key] = row
+
+    def refresh(self) -> None:
+        """Take over what was written to parameters by hand.
+
+        Call it on every rank after loading or changing weights, if the
+        precision keeps master copies: the next update would undo the change.
+        """
+        self.home.flush(self)
+        for flat in self._trainable():
+            rows = self.owned(flat)
+            masters = self.home.resting(flat, self._masters[flat], rows)
+            self.precision.read(masters, rows)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
@@ -418,6 +465,7 @@ class DataParallel(Step):
         shards. Tied parameters appear under each name and share memory.
         """
         self.home.flush(self)
+        self.schedule.drain(self)
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):

@@ -41,6 +41,7 @@ class Flat:
     """One contiguous buffer for parameters of one dtype and optimizer group.
 
     `full`: [padded], the values; the parameters are views of it.
+    `grad_dtype`: in what gradients are kept, added up and reduced.
     `grad`: [padded], the gradients in the same layout, or None.
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
     `grad_shard`: [size], reduced gradients of the own row, where a plan
@@ -66,6 +67,7 @@ class Flat:
             torch.zeros(self.padded, dtype=like.dtype, device=like.device),
             "parameters",
         )
+        self.grad_dtype = like.dtype
         self.grad: Tensor | None = None
         self.total: list[Tensor] | None = None
         self.grad_shard: Tensor | None = None
@@ -79,6 +81,13 @@ class Flat:
         # `.data`, not a new Parameter: the version counter stays the
         # parameter's own when the buffer is refilled
         slot.parameter.data = slot.view(self.full)
+
+    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """Hold the values in another dtype, and gradients in yet another."""
+        self.grad_dtype = grad_dtype
+        self.full = tracker.label(self.full.to(dtype), "parameters")
+        for slot in self.slots:
+            slot.parameter.data = slot.view(self.full)
 
     def rows(
         self, buffer: Tensor, a: int = 0, b: int | None = None
@@ -101,21 +110,21 @@ class Flat:
     def new_grad(self) -> Tensor:
         """The gradient buffer, made of zeros if there is none: [padded]."""
         if self.grad is None:
-            self.grad = tracker.label(
-                torch.zeros_like(self.full), "gradients"
-            )
+            zeros = torch.zeros_like(self.full, dtype=self.grad_dtype)
+            self.grad = tracker.label(zeros, "gradients")
         return self.grad
 
     def collect(self, slot: Slot) -> None:
         """Move a gradient that autograd has left in `.grad` to the buffer.
 
-        Once `.grad` is the buffer's view, autograd adds to it in place.
+        Once `.grad` is the buffer's view, autograd adds to it in place; in
+        another dtype than the parameter's it cannot be.
         """
         p, view = slot.parameter, slot.view(self.new_grad())
         assert p.grad is not None
         if p.grad.data_ptr() != view.data_ptr():
             view.add_(p.grad)
-            p.grad = view
+            p.grad = view if view.dtype == p.dtype else None
 
     def drop_grad(self) -> None:
         """Let go of the gradient buffer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,31 +21,83 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """The dtype of each copy of a parameter: here, its own, everywhere."""
+    """The dtype of each copy of a parameter: here, its own, everywhere.
 
-    def attach(self, flat: Flat) -> None:
-        """Called once, when the buffer has been made."""
+    `skipped_steps`: updates that were left out, their gradients not finite.
+    """
+
+    skipped_steps = 0
+
+    def attach(self, flat: Flat, owned: list[Tensor]) -> None:
+        """Called once, when a buffer has rank 0's values.
+
+        `owned`: the rows of them that this rank will update.
+        """
+
+    def attach_buffer(self, buffer: Tensor) -> None:
+        """Called once with each buffer of the model, likewise."""
 
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer updates, for each owned row."""
         return owned
 
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the model's forward gets."""
+        return args, kwargs
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """The norm that gradients will have when the optimizer gets them."""
+        return norm
+
+    def clip(self, owned: list[Tensor], factor: Tensor) -> None:
+        """Multiply all reduced gradients with a scalar."""
+        for grad in owned:
+            grad.mul_(factor.to(grad.device))
+
+    def ready(self, owned: list[Tensor]) -> bool:
+        """Whether to update; the same on every rank. False skips the step."""
+        return True
+
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer gets as gradients, for each owned row."""
         return owned
 
-    def written(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> None:
+    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
         """Called after an update, to bring the masters' values to the rows.
 
         Master and row are on one device; where no master was made they are
         one.
         """
 
+    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
+        """The inverse, called when somebody else has written to the rows."""
+        for master, row in zip(masters, rows, strict=True):
+            if master is not row:
+                master.copy_(row)
+
+    def forget(self) -> None:
+        """Called when the gradients are gone."""
+
 
 class Schedule:
-    """When a collective is launched and when waited for: here, at once."""
+    """When a collective is launched and when waited for: here, at once.
+
+    Ranks must launch the same collectives in the same order, so a schedule
+    may decide only by what is the same on all of them.
+    """
+
+    def attach(self, net: Verbs) -> None:
+        """Called once, when the units have been made."""
+
+    def begin_forward(self, net: Verbs) -> None:
+        """Called before the first gather of a forward."""
+
+    def begin_backward(self, net: Verbs) -> None:
+        """Called before a backward touches anything."""
 
     def gather(self, net: Verbs, unit: Unit) -> None:
         for work in net.gather(unit):
@@ -59,8 +111,16 @@ class Schedule:
             work.wait()
         net.reduced(unit)
 
+    def settle(self, net: Verbs, unit: Unit) -> None:
+        """Called before a gradient is added to the unit's buffer."""
+
     def drain(self, net: Verbs) -> None:
-        """Wait for every reduction that is still under way."""
+        """Wait for what a backward or an update has left under way."""
+
+    def publish(self, net: Verbs, unit: Unit) -> None:
+        """Called when the own rows of the unit have been updated."""
+        for work in net.send(unit):
+            work.wait()
 
 
 class Home:
@@ -137,6 +197,12 @@ class Home:
 
         `masters` come from the precision: the rows themselves, or copies.
         """
+        return masters
+
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        """The masters as they are between updates, beside the owned rows."""
         return masters
 
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import comm
+from .ddp import nets_of
 from .launch import world_size
 from .memory import Plan
 from .seams import Home
@@ -57,6 +58,8 @@ def GatheredParameters(
             for flat in flats:
                 comm.broadcast(flat.full, modifier_rank)
                 flat.home.lower(flat.shard, flat.row(flat.full))
+            for net in nets_of(params):
+                net.refresh()
     finally:
         for flat in flats:
             flat.pinned -= 1

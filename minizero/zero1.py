@@ -42,8 +42,8 @@ class ZeRO1(DataParallel):
         """The own row of a buffer in the layout of `flat`, [size]."""
         return [flat.row(buffer)]
 
-    def publish(self, unit: Unit) -> None:
-        """Send the own updated row to every rank."""
-        with comm.phase(unit=unit.name):
-            for flat in unit.trainable:
-                comm.all_gather(flat.full, flat.row(flat.full))
+    def send(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends the own updated row to every rank."""
+        for flat in unit.trainable:
+            own = flat.row(flat.full)
+            yield comm.all_gather(flat.full, own, async_op=True)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 from torch import Tensor
 
+from .comm import Work
 from .flat import Flat, Unit
 from .launch import world_size
 from .memory import Plan
@@ -31,8 +33,15 @@ class ZeRO2(ZeRO1):
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, [size], and no whole buffer."""
         if flat.trainable:
-            row = flat.row(flat.full)
+            row = flat.row(flat.full).to(flat.grad_dtype)
             flat.grad_shard = self.home.rest(row, "gradients").zero_()
+
+    def reduce(self, unit: Unit) -> Iterator[Work]:
+        """As ZeRO-1, and nothing is added to a buffer on its way."""
+        yield from super().reduce(unit)
+        for flat in unit.trainable:
+            for slot in flat.slots:
+                slot.parameter.grad = None
 
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""

@@ -42,13 +42,22 @@ class ShardedFlat(Flat):
         self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
     ) -> None:
         super().__init__(named, group)
+        self.pinned = 0
+        self._arriving: Work | None = None
+        self._versions: dict[Slot, int] = {}  # of absent parameters
+        self._cut()
+
+    def _cut(self) -> None:
         self.nan = self.full.new_full((), torch.nan)
         # made now: a view cannot be cut from an empty storage
         self.views = [slot.view(self.full) for slot in self.slots]
         self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
         self.shard = self.full.new_empty(0)
-        self.pinned = 0
-        self._versions: dict[Slot, int] = {}  # of absent parameters
+
+    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """As `Flat.cast`; while the buffer is whole, before `split`."""
+        super().cast(dtype, grad_dtype)
+        self._cut()
 
     def fill(self, slot: Slot) -> None:
         """Take a parameter over, out of another sharded buffer if need be."""
@@ -64,7 +73,9 @@ class ShardedFlat(Flat):
 
     @property
     def whole(self) -> bool:
-        return self.full.untyped_storage().nbytes() > 0
+        """Whether `full` is there, and nothing of it still under way."""
+        there = self.full.untyped_storage().nbytes() > 0
+        return there and self._arriving is None
 
     def split(self) -> None:
         """Keep the own row of `full`, and free the rest."""
@@ -75,8 +86,11 @@ class ShardedFlat(Flat):
     def gather(self) -> Work:
         """Launch the all-gather of the shards into `full`.
 
+        A second call gets the work of the first, while it is under way.
         Raises RuntimeError if a parameter was filled while it was absent.
         """
+        if self._arriving is not None:
+            return self._arriving
         for slot, version in self._versions.items():
             if _version(slot.parameter) != version:
                 self._hide()
@@ -89,10 +103,17 @@ class ShardedFlat(Flat):
         with self.home.aside() as arrive:
             own = self.home.lift(self.shard, self.row(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
-        return work.then(arrive).then(lambda: self._point(self.views))
+        self._arriving = work
+        return work.then(arrive).then(self._arrive)
+
+    def _arrive(self) -> None:
+        self._arriving = None
+        self._point(self.views)
 
     def free(self) -> None:
         """Empty the storage, unless somebody looks at it (`pinned`)."""
+        if self._arriving is not None:
+            self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.pinned:
             self._hide()
             # not `p.data = empty`: the graph's views would keep the storage
@@ -153,8 +174,9 @@ class _Verbs(ZeRO2):
         assert isinstance(flat, ShardedFlat)
         return [flat.shard]
 
-    def publish(self, unit: Unit) -> None:
+    def send(self, unit: Unit) -> Iterator[Work]:
         """Nothing: the others fetch the row when they need it."""
+        yield from ()
 
 # %% ../notebooks/07_zero3.ipynb #zero3-after-backward
 class _AfterBackward(torch.autograd.Function):
@@ -196,10 +218,10 @@ class _Backward(_Verbs):
             self.schedule.gather(self, unit)
 
     def _release(self, unit: Unit) -> None:
-        flats = (f for f in unit.flats if isinstance(f, ShardedFlat))
-        whole = any(flat.whole for flat in flats)
+        flats = [f for f in unit.flats if isinstance(f, ShardedFlat)]
+        before = sum(flat.whole for flat in flats)
         self.schedule.release(self, unit)
-        if whole:
+        if sum(flat.whole for flat in flats) < before:
             tracker.mark("release", unit.name)
 
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
@@ -266,6 +288,7 @@ class ZeRO3(_Backward):
     ) -> tuple[Any, Any]:
         if unit.module is self.model and not self._in_backward:
             self._release_all()  # what a forward that failed has left
+            self.schedule.begin_forward(self)
         self._gather(unit)
         # A forward inside backward repeats a call that has its hooks already.
         # (With reentrant checkpointing it has none: that call made no graph.)

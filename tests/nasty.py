@@ -96,9 +96,10 @@ def train(
     postpone: bool = False,
     make_optimizer: Any = adamw,
     algorithm: str | None = None,
+    steps: int = STEPS,
     **options: Any,
 ) -> Run:
-    """20 clipped steps of the nasty model; `postpone` reduces at the boundary only.
+    """Clipped steps of the nasty model; `postpone` reduces at the boundary only.
 
     `stage`: a stage of ZeRO, or a whole plan.
     """
@@ -109,10 +110,10 @@ def train(
         model, make_optimizer(groups(model)), plan, **options
     )
     losses, norms = [], []
-    data = batches(STEPS, micro_batches, rows=2)
+    data = batches(steps, micro_batches, rows=2)
     chosen = comm.algorithm(algorithm) if algorithm else contextlib.nullcontext()
     with chosen:
-        for step in range(STEPS):
+        for step in range(steps):
             model.step = step
             for micro in range(micro_batches):
                 x, y = data[step * micro_batches + micro]

@@ -76,6 +76,24 @@ def test_other_stages_learn_the_same(
     assert [a[key] for key in same] == [b[key] for key in same]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--stage 1 --precision fp16 --steps 7",
+        "--stage 2 --precision bf16 --offload-optimizer cpu",
+        "--stage 3 --offload-optimizer cpu --offload-param cpu",
+    ],
+)
+def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
+    """Bytes equal the formula there too; fp16 leaves steps out at first."""
+    out = run(
+        "train", "--ranks", "2", *SMALL, *options.split(), "--out", ".", cwd=tmp_path
+    )
+    assert out.count("yes") == 4 and "NO" not in out
+    skipped = report(tmp_path)["skipped_steps"]
+    assert isinstance(skipped, int) and (skipped > 0) == ("fp16" in options)
+
+
 def test_torchrun_gives_the_same(stage_3: tuple[Path, str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     torchrun += ["--standalone", "--nproc-per-node", "3", "-m"]
@@ -117,6 +135,8 @@ def test_own_data(tmp_path: Path) -> None:
         (["--batch", "6", "--ranks", "4"], "does not divide over 4 ranks"),
         (["--sequence", "0"], "sequence must be between 1 and"),
         (["--sequence", "9999"], "sequence must be between 1 and"),
+        (["--precision", "fp8"], "precision must be one of fp32, bf16, fp16"),
+        (["--offload-param", "cpu", "--stage", "2"], "must be sharded"),
         (["--lr", "0"], "lr and clip must be above 0"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "empty"], "empty"),

@@ -19,6 +19,8 @@ from minizero.ddp import DataParallel
 from minizero.launch import device, rank, world_size
 from minizero.ledger import Ledger
 from minizero.memory import Plan, estimate
+from minizero.offload import Offload
+from minizero.precision import MixedPrecision
 from minizero.tracker import Tracker
 from minizero.zero3 import parallelize
 
@@ -26,6 +28,8 @@ from .corpus import Corpus, rows_per_rank
 from .gpt import GPT, GPTConfig, count_parameters, decay_groups
 
 STATE = ("parameters", "gradients", "optimizer")
+CHECKS = ("gradient norm", "overflow")  # what is sent besides the states
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Job:
 
     batch: sequences in the global batch, over all ranks.
     clip: largest global norm of the gradient.
+    precision: "fp32", "bf16" or "fp16"; the last two with fp32 master weights.
+    offload_optimizer, offload_param: "cpu", or None for the device.
     """
 
     stage: int = 3
@@ -44,13 +50,16 @@ class Job:
     lr: float = 2e-3
     clip: float = 1.0
     weight_decay: float = 0.1
+    precision: str = "fp32"
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
     seed: int = 0
     data: str | None = None
     out: str = "runs/train"
 
     def check(self, ranks: int) -> None:
         """Find bad input before any rank is started; raises ValueError or OSError."""
-        Plan.stage(self.stage)
+        estimate(1, ranks, self.plan(), self.precision)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if not self.lr > 0 or not self.clip > 0:
@@ -59,6 +68,9 @@ class Job:
         rows_per_rank(self.batch, ranks)
         Corpus(self.data).batch(0, 0, ranks, self.batch, self.sequence)
         Path(self.out).mkdir(parents=True, exist_ok=True)
+
+    def plan(self) -> Plan:
+        return Plan.stage(self.stage, self.offload_optimizer, self.offload_param)
 
     def config(self) -> GPTConfig:
         config = GPTConfig.named(self.model)
@@ -74,9 +86,11 @@ class Job:
 class Report:
     """What one rank measured; bytes are live bytes between two steps.
 
-    `formula` and `measured`: bytes by category. `overhead`: the bytes of padding and
-    of the optimizer's step counters, which the formula leaves out.
+    `formula` and `measured`: bytes by category, on the device and off it. `overhead`:
+    the bytes of padding and of the optimizer's step counters, which the formula
+    leaves out.
     `sent`: elements a step by what sent them, on average. `sent_formula`: theirs.
+    `skipped_steps`: steps without an update, as a gradient was not finite in fp16.
     """
 
     plan: str
@@ -92,6 +106,7 @@ class Report:
     sent: dict[str, float]
     sent_formula: float
     sent_padding: float
+    skipped_steps: int
     sample: str
 
 
@@ -100,33 +115,40 @@ def build(job: Job) -> tuple[DataParallel, int]:
 
     Under a plan that shards parameters no rank ever holds the whole model.
     """
-    config, plan = job.config(), Plan.stage(job.stage)
+    config, plan = job.config(), job.plan()
     torch.manual_seed(job.seed)
     sharded = {"zero_optimization": {"stage": job.stage}}
-    with torch.device(device()), zero.Init(config=sharded):
+    home = Offload(plan)
+    with torch.device(device()), zero.Init(config=sharded, home=home):
         model = GPT(config)
     groups = decay_groups(model, job.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=job.lr, fused=True)
-    return parallelize(model, optimizer, plan), count_parameters(config)
+    dtype = DTYPES.get(job.precision)
+    precision = MixedPrecision(dtype) if dtype else None
+    net = parallelize(model, optimizer, plan, home=home, precision=precision)
+    return net, count_parameters(config)
 
 
 def train(job: Job) -> Report:
     """Train on every rank; the report is rank 0's, and rank 0 writes the files."""
     corpus = Corpus(job.data)
     with comm.ledger() as calls:
-        # two steps show all there is; the rest need not pay for the counting
+        # two updates show all there is; the rest need not pay for the counting
         with Tracker() as tracker:
             net, n_params = build(job)
             bar = tqdm(total=job.steps, disable=rank() != 0, unit="step")
             step = Stepper(net, corpus, job, bar)
-            losses = [step(i) for i in range(min(2, job.steps))]
+            losses: list[torch.Tensor] = []
+            while len(losses) < min(2 + net.precision.skipped_steps, job.steps):
+                losses.append(step(len(losses)))
             live = {c: tracker.live[c] for c in STATE}
+            live |= {on_host(c): tracker.host[c] for c in STATE}
         losses += [step(i) for i in range(len(losses), job.steps)]
     bar.close()
-    mean = torch.stack(losses).to(device())
+    mean = torch.stack(losses).float().to(device())
     comm.all_reduce(mean)
     report = Report(
-        plan=f"stage {job.stage}",
+        plan=title(job),
         ranks=world_size(),
         n_params=n_params,
         losses=(mean / world_size()).tolist(),
@@ -135,7 +157,8 @@ def train(job: Job) -> Report:
         measured=live,
         peak=tracker.peak,
         sample=sample(net, corpus, job),
-        **expected(net, n_params),
+        skipped_steps=net.precision.skipped_steps,
+        **expected(net, n_params, job),
         **volume(net, n_params, calls, job.steps),
     )
     weights = net.state_dict()
@@ -177,8 +200,8 @@ class Stepper:
         loss = self.net(x.to(device()), y.to(device()))
         self.net.backward(loss)
         self.net.clip_grad_norm(job.clip)
-        self.net.step()
-        self.schedule.step()
+        if self.net.step():
+            self.schedule.step()
         shown = loss.item()  # waits for the device
         self.seconds.append(time.perf_counter() - started)
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
@@ -213,18 +236,38 @@ def sample(net: DataParallel, corpus: Corpus, job: Job, length: int = 200) -> st
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in shown)
 
 
-def expected(net: DataParallel, n_params: int) -> dict[str, Any]:
+def title(job: Job) -> str:
+    """The plan in words."""
+    parts = [f"stage {job.stage}", job.precision]
+    for what, place in (
+        ("optimizer", job.offload_optimizer),
+        ("parameters", job.offload_param),
+    ):
+        if place:
+            parts.append(f"{what} on {place}")
+    return ", ".join(parts)
+
+
+def on_host(category: str) -> str:
+    """How a report calls what rests in host memory."""
+    return f"{category}, host"
+
+
+def expected(net: DataParallel, n_params: int, job: Job) -> dict[str, Any]:
     """Bytes between steps by the formula, and what it leaves out."""
-    guess = estimate(n_params, world_size(), net.plan, precision="fp32")
-    formula = {c: getattr(guess, c) for c in STATE}
+
+    def placed(n: float) -> dict[str, float]:
+        guess = estimate(n, world_size(), job.plan(), job.precision)
+        device = {c: getattr(guess, c) for c in STATE}
+        return device | {on_host(c): getattr(guess.host, c) for c in STATE}
+
+    formula = placed(n_params)
     flats = [flat for unit in net.units for flat in unit.trainable]
-    n = world_size()
-    padded = sum(flat.padded for flat in flats)
-    share = {c: padded / n if getattr(net.plan, c).sharded else padded for c in STATE}
+    padded = placed(sum(flat.padded for flat in flats))
+    overhead = {c: round(padded[c] - formula[c]) for c in formula}
     counters = sum(len(group["params"]) for group in net.optimizer.param_groups) * 4
-    cost = {"parameters": 4, "gradients": 4, "optimizer": 8}
-    overhead = {c: round(share[c] * cost[c] - formula[c]) for c in STATE}
-    overhead["optimizer"] += counters
+    optimizer = on_host("optimizer") if job.offload_optimizer else "optimizer"
+    overhead[optimizer] += counters
     return {"formula": formula, "overhead": overhead}
 
 
@@ -235,17 +278,19 @@ def volume(
     sent: dict[str, float] = {}
     for call in calls:
         if call.phase in ("forward", "backward", "step"):
-            what = "norm" if call.unit == "gradient norm" else call.op
+            what = call.unit if call.unit in CHECKS else call.op
             name = f"{call.phase}: {what}"
-            sent[name] = sent.get(name, 0) + call.sent / steps
-    times = 3 if net.plan.parameters.sharded else 2
+            updates = call.phase == "step" and call.unit not in CHECKS
+            times = steps - net.precision.skipped_steps if updates else steps
+            sent[name] = sent.get(name, 0) + call.sent / times
+    factor = 3 if net.plan.parameters.sharded else 2
     share = (world_size() - 1) / world_size()
     flats = [flat for unit in net.units for flat in unit.flats]
     padding = sum(flat.padded for flat in flats) - n_params
     return {
         "sent": sent,
-        "sent_formula": times * n_params * share,
-        "sent_padding": times * padding * share,
+        "sent_formula": factor * n_params * share,
+        "sent_padding": factor * padding * share,
     }
 
 
@@ -270,28 +315,32 @@ def describe(job: Job, report: Report) -> str:
         f"{report.n_params:,} parameters, {report.plan}, {report.ranks} ranks: "
         f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, "
         f"{report.valid_loss:.3f} on held-out text, "
-        f"{report.tokens_per_second:,.0f} tokens/s",
+        f"{report.tokens_per_second:,.0f} tokens/s"
+        + (f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""),
         "",
         "Bytes on a rank between two steps. The formula leaves out the padding to "
         "equal",
         "shards and the optimizer's step counters:",
-        f"{'':14}{'measured':>14}{'formula':>14}{'left out':>14}   equal",
+        f"{'':18}{'measured':>14}{'formula':>14}{'left out':>14}   equal",
     ]
-    for c in STATE:
-        m, f, o = report.measured[c], report.formula[c], report.overhead[c]
+    for c, m in report.measured.items():
+        f, o = report.formula[c], report.overhead[c]
         same = "yes" if abs(f + o - m) < 1 else "NO"
-        lines.append(f"{c:14}{m:14,}{f:14,.0f}{o:14,}   {same}")
+        if m or f:
+            lines.append(f"{c:18}{m:14,}{f:14,.0f}{o:14,}   {same}")
     lines += [
-        f"{'peak':14}{report.peak:14,}   with activations, gathered units and buffers",
+        f"{'device, peak':18}{report.peak:14,}   with activations and all else",
         "",
         "Elements that rank 0 sent a step:",
     ]
     lines += [f"{name:28}{n:14,.0f}" for name, n in report.sent.items()]
-    states = sum(n for name, n in report.sent.items() if "norm" not in name)
+    states = sum(
+        n for name, n in report.sent.items() if name.partition(": ")[2] not in CHECKS
+    )
     formula, padding = report.sent_formula, report.sent_padding
     same = "yes" if abs(states - formula - padding) < 1 else "NO"
     lines += [
-        f"{'all but the norm':28}{states:14,.0f}",
+        f"{'all but norm and overflow':28}{states:14,.0f}",
         f"{'formula + padding':28}{formula + padding:14,.0f}   equal: {same}",
         "",
         "A sample:",

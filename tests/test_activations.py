@@ -1,0 +1,734 @@
+"""What is saved for backward equals the formula; less of it gives the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from nasty import Nasty, batches
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from minizero import comm, parallelize, stores
+from minizero.activations import Checkpointing, checkpoint_units, keep_matmuls
+from minizero.lab.activations import (
+    block_activations,
+    gpt_activations,
+    step_flops,
+)
+from minizero.lab.gpt import GPT, GPTConfig
+from minizero.lab.tensor_parallel import tensor_parallel
+from minizero.lab.toygpu import ToyGPU
+from minizero.launch import Pool, RankError, rank, world_size
+from minizero.memory import Plan
+from minizero.saved import SavedTensors, by_operator
+from minizero.stores import Offloaded, Sharded, Store
+from minizero.tracker import Tracker, on_host
+
+CONFIG = GPTConfig(layers=3, hidden=48, heads=12, sequence=16, vocabulary=40)
+BATCH = 3
+MODES = ("none", "selective", "full")
+
+HOW: dict[str, Callable[[], Checkpointing]] = {
+    "full": lambda: Checkpointing("full"),
+    "selective": lambda: Checkpointing("selective"),
+    "none, offloaded": lambda: Checkpointing("none", Offloaded()),
+    "selective, offloaded": lambda: Checkpointing("selective", Offloaded()),
+    "full, offloaded": lambda: Checkpointing("full", Offloaded()),
+    "full, a plain store": lambda: Checkpointing("full", Store()),
+}
+SHARDED: dict[str, Callable[[], Checkpointing]] = {
+    "full, sharded": lambda: Checkpointing("full", Sharded()),
+    "selective, sharded": lambda: Checkpointing("selective", Sharded()),
+    "full, sharded and offloaded": lambda: Checkpointing("full", Sharded(Offloaded())),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """What is there now need not be looked at again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def tokens(seed: int = 1, rows: int = BATCH, config: GPTConfig = CONFIG) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = (rows, config.sequence)
+    return torch.randint(config.vocabulary, size, generator=generator)
+
+
+def build(how: Checkpointing | str, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    gc.collect()  # models of tests before, which hang in reference cycles
+    model = GPT(CONFIG)
+    checkpoint_units(model, how, **options)
+    return model
+
+
+def backend(attention: str) -> contextlib.AbstractContextManager[Any]:
+    if attention == "math":
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
+
+
+def gradients(model: nn.Module, *inputs: Any) -> list[Tensor]:
+    """The loss and all gradients of one backward."""
+    model.zero_grad()
+    loss = model(*inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# what is saved
+
+
+@pytest.mark.parametrize("attention", ["fused", "math"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_is_the_formula(dtype: torch.dtype, mode: str, attention: str) -> None:
+    """Line by line by hooks, and in all by the tracker, which knows no hooks."""
+    model, x = build(mode).to(dtype), tokens()
+    formula = gpt_activations(CONFIG, BATCH, dtype, mode, attention)
+    with Tracker(model) as tracker, backend(attention):
+        tracker.adopt(x)
+        before = tracker.live["activations"]
+        with SavedTensors(model) as saved:
+            loss = model(x, x)
+            assert by_operator(saved.activations()) == formula
+            assert saved.nbytes == sum(formula.values())
+            grown = tracker.live["activations"] - before
+            assert grown == saved.nbytes + loss.nbytes
+            loss.backward()
+            assert saved.nbytes == 0
+
+
+def test_parameters_and_inputs_are_listed_apart() -> None:
+    model, x = build("none"), tokens()
+    with SavedTensors(model) as saved:
+        loss = model(x, x)
+    kinds = dict.fromkeys(("activation", "parameter", "input"), 0)
+    for s in saved.live():
+        kinds[s.kind] += s.nbytes
+    biases = sum(4 * p.numel() for n, p in model.named_parameters() if "bias" in n)
+    norm_biases = sum(
+        4 * p.numel()
+        for n, p in model.named_parameters()
+        if "norm" in n and "bias" in n
+    )
+    whole = sum(4 * p.numel() for p in model.parameters())
+    # a linear layer's bias and the embeddings need no value in backward; the head's
+    # weight is the embedding's
+    positions = model.positions.weight.nbytes
+    assert kinds["parameter"] == whole - (biases - norm_biases) - positions
+    assert kinds["input"] == x.nbytes
+    del loss
+
+
+def test_a_view_keeps_its_whole_storage_and_counts_once() -> None:
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.exp()  # saved by exp
+            return (wide[:, :1] * wide[:, :1]).sum()  # and two windows of it
+
+    x = torch.randn(8, 100, requires_grad=True)
+    model = Views()
+    with SavedTensors(model) as saved:
+        out = model(x)
+        one = saved.activations()
+        del out
+        assert not saved.activations()
+    assert [(s.op, s.nbytes, s.shape) for s in one] == [("exp", 3200, (8, 100))]
+
+
+# the same bits
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_gradients_of_one_process(name: str) -> None:
+    x = tokens()
+    reference = gradients(build("none"), x, x)
+    model = build(HOW[name]())
+    assert equal(gradients(model, x, x), reference)
+    assert equal(gradients(model, x, x), reference)  # and again
+
+
+class Odd(nn.Module):
+    """Dropout, keyword arguments, a tuple, something that is no tensor, an in-place
+    operator, an integer tensor, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12)
+        self.scale = nn.Parameter(torch.randn(12), requires_grad=False)
+
+    def forward(
+        self, pair: tuple[Tensor, Tensor], *, gain: float, mask: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, y = pair
+        up = (2 * self.up(x[:, places] * self.scale)).add_(mask).sigmoid()
+        up = torch.dropout(up, 0.5, self.training)
+        return x + gain * self.down(up), y.exp() * y
+
+
+class Odds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Odd() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, x.tanh())
+        mask = (x.detach().sum(1, keepdim=True) > 0).float().expand(-1, 20)
+        for layer in self.layers:
+            pair = layer(pair, gain=0.5, mask=mask, places=torch.arange(12).flip(0))
+        return pair[0].sum() + pair[1].sum()
+
+
+def odd(how: Checkpointing | str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = Odds(), torch.randn(6, 12, requires_grad=True)
+    checkpoint_units(model, how)
+    model(x).backward()
+    after = torch.rand(3)  # recomputing has not moved the generator
+    return [x.grad, after, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("name", [*HOW, "full, sharded"])
+def test_an_odd_model_with_dropout(name: str) -> None:
+    how = (HOW | SHARDED)[name]()
+    assert equal(odd(how), odd("none"))
+
+
+def test_another_random_state_is_another_gradient() -> None:
+    wrong = odd(Checkpointing("full", preserve_rng_state=False))
+    assert not equal(wrong, odd("none"))
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_several_forwards_before_one_backward(name: str) -> None:
+    def run(how: Checkpointing | str) -> list[Tensor]:
+        model = build(how)
+        a, b = model(tokens(1), tokens(1)), model(tokens(2), tokens(2))
+        (a + 2 * b).backward()
+        return [a.detach(), b.detach(), *(p.grad for p in model.parameters())]
+
+    assert equal(run(HOW[name]()), run("none"))
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_without_gradients_nothing_is_kept(name: str) -> None:
+    model, x = build(HOW[name]()).eval(), tokens()
+    plain = build("none").eval()
+    with torch.no_grad(), Tracker(model) as tracker:
+        tracker.adopt(x)
+        logits = model(x)
+        assert tracker.live["activations"] == x.nbytes + logits.nbytes
+        assert tracker.host_peak == 0
+    assert torch.equal(logits, plain(x).detach())
+    # eval changes layers, not gradients
+    assert equal(gradients(model, x, x), gradients(plain, x, x))
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.calls, self.fail_at = 0, -1
+        self.layers[1].register_forward_pre_hook(self._maybe)
+
+    def _maybe(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise KeyError("planned")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_after_a_forward_that_failed(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Fails(), torch.randn(4, 8)
+    reference = gradients(model, x)
+    checkpoint_units(model, HOW[name]())
+    model.fail_at = model.calls + 1
+    gc.collect()
+    with Tracker(model) as tracker:
+        tracker.adopt(x)
+        with pytest.raises(KeyError):
+            model(x)
+        gc.collect()
+        assert tracker.live["activations"] == x.nbytes
+        assert sum(tracker.host.values()) == 0
+    assert equal(gradients(model, x), reference)
+
+
+def test_a_recomputation_that_fails_is_told() -> None:
+    model, x = build("full"), tokens()
+    reference = gradients(build("none"), x, x)
+    loss = model(x, x)
+    hook = model.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    assert equal(gradients(model, x, x), reference)
+
+
+def test_a_parameter_changed_before_backward_is_told() -> None:
+    """As without hooks, which keep autograd from looking at versions."""
+    model, x = build(Checkpointing("none", Offloaded())), tokens()
+    loss = model(x, x)
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        loss.backward()
+
+
+def test_a_kept_result_changed_in_place_is_told() -> None:
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).add_(1).sigmoid()
+
+    model, x = nn.Sequential(Changes(4, 4)), torch.randn(2, 4)
+    checkpoint_units(model, "selective")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model(x).sum().backward()
+
+
+def test_a_function_and_segments() -> None:
+    """Chen et al.'s √n: a segment of blocks is one checkpoint."""
+    model, x = build("none"), tokens()
+    reference = gradients(model, x, x)
+    run = Checkpointing("full")
+
+    def forward(x: Tensor) -> Tensor:
+        h = model.tokens(x) + model.positions(torch.arange(x.shape[1]))
+        h = run(nn.Sequential(*model.blocks[:2]), h)
+        h = run(lambda h: model.blocks[2](h), h)
+        logits = model.head(model.norm(h))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    model.zero_grad()
+    loss = forward(x)
+    loss.backward()
+    got = [loss.detach(), *(p.grad for p in model.parameters())]
+    assert equal(got, reference)
+
+
+def test_only_the_first_units() -> None:
+    model, x = build("none"), tokens()
+    reference = gradients(model, x, x)
+    one, full = (
+        sum(block_activations(CONFIG, BATCH, mode=m).values()) for m in ("none", "full")
+    )
+    whole = sum(gpt_activations(CONFIG, BATCH).values())
+    for number in range(CONFIG.layers + 1):
+        assert len(checkpoint_units(model, "full", number=number)) == number
+        with SavedTensors(model) as saved:
+            loss = model(x, x)
+            assert saved.nbytes == whole - number * (one - full)
+        del loss
+        assert equal(gradients(model, x, x), reference)
+
+
+def test_a_copy_of_the_model_is_independent() -> None:
+    model, x = build("full"), tokens()
+    other = copy.deepcopy(model)
+    reference = gradients(model, x, x)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert gradients(other, x, x)[0] != reference[0]
+    assert equal(gradients(model, x, x), reference)
+    assert model.state_dict().keys() == GPT(CONFIG).state_dict().keys()
+    checkpoint_units(model, "none")
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_policy_of_ones_own() -> None:
+    """Without the last product, which torch keeps and nobody reads."""
+    model, x = build("none"), tokens()
+    reference = gradients(model, x, x)
+    wide = 4 * CONFIG.hidden
+
+    def keep(op: Any, *args: Any) -> bool:
+        last = op is torch.ops.aten.addmm.default and args[1].shape[1] == wide
+        return keep_matmuls(op, *args) and not last
+
+    checkpoint_units(model, Checkpointing("selective", keep=keep))
+    formula = gpt_activations(CONFIG, BATCH, mode="selective")
+    with SavedTensors(model) as saved:
+        loss = model(x, x)
+        less = CONFIG.layers * 4 * BATCH * CONFIG.sequence * CONFIG.hidden
+        assert saved.nbytes == sum(formula.values()) - less
+    del loss
+    assert equal(gradients(model, x, x), reference)
+
+
+# peaks and operations
+
+
+def test_the_peak_of_full_checkpointing() -> None:
+    """The inputs of all blocks, one block, and one gradient, at the fullest moment
+    before the backward of a block."""
+    for layers in (2, 5):
+        config = GPTConfig(layers, 32, 4, sequence=64, vocabulary=40)
+        torch.manual_seed(0)
+        gc.collect()
+        model, x = GPT(config), tokens(rows=8, config=config)
+        checkpoint_units(model, "full")
+        one = sum(block_activations(config, 8).values())
+        an_input = sum(block_activations(config, 8, mode="full").values())
+        with Tracker(model) as tracker:
+            tracker.adopt(x)
+            before = tracker.live["activations"]
+            model.blocks[-1].mlp.down.register_forward_pre_hook(
+                lambda *_, t=tracker: t.mark("recomputed")
+            )
+            loss = model(x, x)
+            tracker.peaks["activations"] = 0
+            loss.backward()
+        marks = [s for s in tracker.samples if s.event == "recomputed"]
+        moment = marks[-1].live["activations"] - before
+        inputs = (layers - 1) * an_input
+        places, scalars = 8 * config.sequence, 2 * 4
+        tied = 4 * config.vocabulary * config.hidden  # the head's part of a gradient
+        expected = inputs + one + an_input + places + scalars + tied
+        assert len(marks) == 2 and moment == expected
+        # then the MLP's backward: the gradient of its inner activations, and of a
+        # weight
+        peak = tracker.peaks["activations"] - before
+        weight = 4 * 4 * config.hidden**2
+        assert expected < peak <= expected + 4 * an_input + weight
+
+
+@pytest.mark.parametrize("attention", ["fused", "math"])
+@pytest.mark.parametrize("mode", MODES)
+def test_operations_are_the_formula(mode: str, attention: str) -> None:
+    model, x = build(mode), tokens()
+    with FlopCounterMode(display=False) as counter, backend(attention):
+        model(x, x).backward()
+    assert counter.get_total_flops() == step_flops(CONFIG, BATCH, mode, attention)
+
+
+def test_without_the_early_stop_the_ratio_is_four_thirds() -> None:
+    def count(mode: str) -> int:
+        blocks = build(mode).blocks
+        h = torch.randn(2, 16, CONFIG.hidden, requires_grad=True)
+        with (
+            FlopCounterMode(display=False) as counter,
+            set_checkpoint_early_stop(False),
+        ):
+            nn.Sequential(*blocks)(h).sum().backward()
+        return counter.get_total_flops()
+
+    assert 3 * count("full") == 4 * count("none")
+
+
+# plans and ranks
+
+
+def on_plan(
+    stage: int, how: Callable[[], Checkpointing] | None, same: bool = False
+) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
+    """Losses and weights of 3 steps of the nasty model, and its collectives."""
+    torch.manual_seed(0)
+    model = Nasty()
+    if how is not None:
+        checkpoint_units(model, how())
+    params = [p for p in model.parameters() if p.requires_grad]
+    net = parallelize(model, torch.optim.AdamW(params, lr=1e-2), Plan.stage(stage))
+    losses = []
+    with comm.ledger() as calls:
+        for step, (x, y) in enumerate(batches(3, 1, rows=2)):
+            model.step = step
+            part = slice(2) if same else slice(rank() * 2, rank() * 2 + 2)
+            loss = net(x[part], y[part])
+            net.backward(loss)
+            net.step()
+            losses.append(loss.detach())
+    weights = net.state_dict()
+    made = [
+        (c.op, c.unit, c.phase, c.elements) for c in calls if c.unit != "activations"
+    ]
+    return [torch.stack(losses), *weights.values()], made
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plans_are_equal_and_gather_once(pool: Pool, stage: int) -> None:
+    plain = pool.run(on_plan, stage, None)
+    for name in ("full", "selective", "none, offloaded", "full, offloaded"):
+        got_by_rank = pool.run(on_plan, stage, HOW[name])
+        for got, want in zip(got_by_rank, plain, strict=True):
+            assert equal(got[0], want[0]), name
+            assert got[1] == want[1], name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sharded_where_the_batch_is_the_same(pool: Pool, stage: int) -> None:
+    plain = pool.run(on_plan, stage, None, same=True)
+    for name in ("full, sharded", "selective, sharded"):
+        got = pool.run(on_plan, stage, SHARDED[name], same=True)
+        for one, want in zip(got, plain, strict=True):
+            assert equal(one[0], want[0]), name
+            assert one[1] == want[1], name
+
+
+def accumulate(stage: int, mode: str) -> tuple[list[Tensor], int]:
+    """Two forwards, then their backwards: ZeRO-3 gathers for each."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    checkpoint_units(model, mode)
+    net = parallelize(
+        model, torch.optim.SGD(model.parameters(), 0.1), Plan.stage(stage)
+    )
+    with comm.ledger() as calls:
+        a = net(tokens(rank()), tokens(rank()))
+        b = net(tokens(9 + rank()), tokens(9 + rank()))
+        net.backward(a + b)
+        net.step()
+    return [a.detach(), b.detach(), *net.state_dict().values()], len(calls)
+
+
+def test_several_forwards_under_zero_3(two: Pool) -> None:
+    reference = two.run(accumulate, 0, "none")
+    plain = two.run(accumulate, 3, "none")
+    for mode in ("selective", "full"):
+        got = two.run(accumulate, 3, mode)
+        for one, before, want in zip(got, plain, reference, strict=True):
+            assert equal(one[0], want[0]) and one[1] == before[1]
+
+
+# sharded
+
+
+def parallel(
+    how: Callable[[], Checkpointing] | None,
+) -> tuple[list[Tensor], dict[str, int], list[tuple[str, str, int]]]:
+    """A backward of the tensor-parallel GPT, and what its blocks' inputs take."""
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(CONFIG))
+    if how is not None:
+        checkpoint_units(model, how())
+    x = tokens()
+    gradients(model, x, x)  # the first time, the inputs are compared
+    model.zero_grad()
+    with comm.ledger() as calls, SavedTensors(model) as saved:
+        loss = model(x, x)
+        inputs = sum(s.nbytes for s in saved.activations() if s.op == "checkpoint")
+        loss.backward()
+    made = [(c.op, c.unit, c.elements) for c in calls]
+    out = [loss.detach(), *(p.grad for p in model.parameters())]
+    return out, {"inputs": inputs}, made
+
+
+def test_sharded_inputs_of_a_tensor_parallel_model(pool: Pool) -> None:
+    size = BATCH * CONFIG.sequence * CONFIG.hidden
+    x = tokens()
+    alone = build("none")
+    alone_loss = gradients(alone, x, x)[0]
+    reference, full = pool.run(parallel, None), pool.run(parallel, HOW["full"])
+    for name in SHARDED:
+        got = pool.run(parallel, SHARDED[name])
+        for r, (out, kept, made) in enumerate(got):
+            assert equal(out, reference[r][0]), name
+            extra = [c for c in made if c[1] == "activations"]
+            assert extra == [("all_gather", "activations", size)] * 3
+            if "offloaded" not in name:
+                assert kept["inputs"] == CONFIG.layers * 4 * size // len(got)
+                assert full[r][1]["inputs"] == CONFIG.layers * 4 * size
+    torch.testing.assert_close(reference[0][0][0], alone_loss)
+    norm = list(dict(alone.named_parameters())).index("tokens.weight") + 1
+    torch.testing.assert_close(
+        reference[0][0][norm], alone.tokens.weight.grad, rtol=1e-4, atol=1e-6
+    )
+
+
+def data_parallel(verify: bool) -> tuple[bool, bool]:
+    """Whether gradients with and without sharding are equal, on other batches."""
+
+    def run(how: Checkpointing) -> list[Tensor]:
+        model = build(how)
+        return gradients(model, tokens(rank()), tokens(rank()))
+
+    plain = run(Checkpointing("full"))
+    naive = run(Checkpointing("full", Sharded(verify=verify)))
+    return bool(torch.equal(plain[0], naive[0])), equal(plain[1:], naive[1:])
+
+
+def test_other_activations_on_each_rank_are_refused() -> None:
+    with Pool(2) as pool:
+        # the forward is right, and every gradient of a block is not
+        assert pool.run(data_parallel, False) == [(True, False)] * 2
+        with pytest.raises(RankError) as error:
+            pool.run(data_parallel, True)
+    assert "the ranks hold different inputs of unit 'blocks.0'" in str(error.value)
+
+
+def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
+    store = Sharded(Offloaded())
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    x = x.transpose(0, -1) if turned else x
+    held = store.pack(x, store.begin("a unit"))
+    back = store.unpack(held)
+    row = held.held.copy.host
+    size = -(-x.numel() // world_size())
+    assert row.nbytes == size * x.itemsize and on_host(row) and not on_host(back)
+    return torch.equal(back, x) and back.stride() == x.stride()
+
+
+def test_any_shape_comes_back(pool: Pool) -> None:
+    for shape in ((5, 7, 3), (1,), (2, 2)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for turned in (False, True):
+                assert all(pool.run(uneven, shape, dtype, turned))
+
+
+# offloaded
+
+
+def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
+    x = tokens()
+    for mode in MODES:
+        block = block_activations(CONFIG, BATCH, mode=mode)
+        moved = (
+            block if mode == "none" else {("", "checkpoint"): block["", "checkpoint"]}
+        )
+        expected = CONFIG.layers * sum(moved.values())
+        model = build(Checkpointing(mode, Offloaded()))
+        with Tracker(model) as tracker:
+            tracker.adopt(x)
+            before = tracker.live["activations"]
+            loss = model(x, x)
+            whole = sum(gpt_activations(CONFIG, BATCH, mode=mode).values())
+            assert tracker.host["activations"] == expected
+            assert tracker.live["activations"] - before == whole - expected + 4
+            loss.backward()
+            assert sum(tracker.host.values()) == 0
+            assert tracker.live["activations"] == before + 4
+        # parameters stay where they are
+        assert tracker.host_peak == expected
+
+
+def test_offloading_fits_what_does_not_fit() -> None:
+    config = GPTConfig(layers=8, hidden=32, heads=4, sequence=64, vocabulary=40)
+
+    def peak(how: Checkpointing | str, capacity: float = 1e9) -> int:
+        torch.manual_seed(0)
+        gc.collect()
+        model, x = GPT(config), tokens(rows=8, config=config)
+        checkpoint_units(model, how)
+        with ToyGPU(capacity, model) as gpu:
+            gpu.adopt(x)
+            model(x, x).backward()
+        return gpu.peak
+
+    plain = peak("none")
+    needed = peak(Checkpointing("none", Offloaded()))
+    # two blocks at a time instead of eight
+    assert needed < 0.45 * plain
+    with pytest.raises(torch.OutOfMemoryError):
+        peak("none", capacity=needed)
+    assert peak(Checkpointing("none", Offloaded()), capacity=needed) == needed
+
+
+def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    order: list[Any] = []
+    begin, fetch = Offloaded.begin, stores._Call.fetch
+
+    def began(self: Offloaded, unit: str) -> Any:
+        order.append(begin(self, unit))
+        return order[-1]
+
+    def fetched(self: Any) -> None:
+        if not any(copy.back is not None for copy in self._copies):
+            events.append(f"fetch {[c is self for c in order].index(True)}")
+        fetch(self)
+
+    monkeypatch.setattr(Offloaded, "begin", began)
+    monkeypatch.setattr(stores._Call, "fetch", fetched)
+    model, x = build(Checkpointing("full", Offloaded())), tokens()
+    for i, block in enumerate(model.blocks):
+        block.norm1.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
+    loss = model(x, x)
+    events.clear()
+    loss.backward()
+    # block 2 waits for its own; then the next is always there before it is needed
+    assert events == ["fetch 2", "fetch 1", "run 2", "fetch 0", "run 1", "run 0"]
+
+
+def test_a_small_window_does_not_carry_its_storage() -> None:
+    store = Offloaded()
+    large = torch.randn(1000, 8)
+    call = store.begin("a unit")
+    held = store.pack(large[10:12], call)
+    assert held.copy.host.nbytes == 2 * 8 * 4
+    assert torch.equal(store.unpack(held), large[10:12])
+
+
+def test_a_storage_is_copied_once_and_again_when_changed() -> None:
+    store = Offloaded()
+    call = store.begin("a unit")
+    x = torch.arange(12.0).view(3, 4)
+    a, b = store.pack(x[0], call), store.pack(x.t(), call)
+    assert a.copy is b.copy
+    x.add_(1)
+    c = store.pack(x, call)
+    assert c.copy is not a.copy
+    assert torch.equal(store.unpack(b), (x - 1).t())
+    assert torch.equal(store.unpack(c), x)
+
+
+# wrong use
+
+
+def test_what_is_wrong_is_told() -> None:
+    with pytest.raises(ValueError, match="mode must be one of none, selective, full"):
+        Checkpointing("half")
+    with pytest.raises(ValueError, match="inside a unit they differ"):
+        Checkpointing("none", Sharded())
+    with pytest.raises(ValueError, match="Linear has no units to checkpoint"):
+        checkpoint_units(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2))
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match="number must be 0 to 1"):
+            checkpoint_units(model, number=number)
+    model[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="unit '0' has a forward of its own"):
+        checkpoint_units(model)
+
+
+def test_heads_must_divide(two: Pool) -> None:
+    def cut() -> str:
+        with pytest.raises(ValueError) as error:
+            tensor_parallel(GPT(GPTConfig(1, 30, 3, 8, 10)))
+        return str(error.value)
+
+    assert "3 heads do not divide into 2 ranks" in two.run(cut)[0]
