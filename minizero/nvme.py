@@ -260,7 +260,7 @@ class NVMe(_Filed):
     def masters(
         self, flat: Flat, rows: list[Tensor], masters: list[Tensor]
     ) -> list[Tensor]:
-        self._landing.reserve(rows[0].nbytes)
+        self._landing.reserve(flat)
         apart = masters[0] is not rows[0]
         self._apart[flat] = [
             self.rest(master, "optimizer") if apart else None
@@ -399,7 +399,7 @@ class NVMe(_Filed):
         for key, room in rooms.items():
             if state[key].data_ptr() != room.data_ptr():
                 room.copy_(state[key])
-        net.precision.written(row.flat, [lent], [piece.owned.here])
+        net.precision.written([lent], [piece.owned.here])
         lent.grad, lent.data = None, lent.data[:0]
         # what is left in `state` is the last piece's, and that of all
         state.update(row.states)
