@@ -1,36 +1,24 @@
-"""State in files: a home whose host memory is bounded by a pool."""
+"""The update of shards in files, piece by piece; and what it may cost."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from minizero import tracker
 from minizero.ddp import Verbs
-from minizero.files import AsyncFiles
 from minizero.flat import Flat, Unit
-from minizero.memory import Bytes, Plan
-from minizero.offload import Offload
+from minizero.memory import Plan
 from minizero.optim import state_layout
-from minizero.records import Reading, RunFolder, ShardFile
 from minizero.seams import host_empty
-from minizero.staging import Part, Piece, Pool, Row, Span, span
-
-CPU = torch.device("cpu")
+from minizero.shelf import CPU, Shelf
+from minizero.staging import Part, Piece, Row, Span, span
 
 
 class _MadeInPlace(TorchFunctionMode):
@@ -48,189 +36,7 @@ class _MadeInPlace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Filed(Offload):
-    """Where shards rest, and how they come and go; the subclass updates."""
-
-    places: tuple[str, ...] = ("device", "cpu", "nvme")
-
-    def __init__(
-        self,
-        plan: Plan,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        buffer_count: int = 4,
-        buffer_size: int = 1 << 22,
-        block_size: int = 1 << 20,
-        queue_depth: int = 8,
-    ) -> None:
-        super().__init__(plan)
-        if buffer_size < 1:
-            raise ValueError(
-                f"buffer_size must be at least 1 element, not {buffer_size!r}"
-            )
-        self.at = "device" if plan.optimizer.on == "device" else "cpu"
-        self.buffer_size = buffer_size
-        self.pool = Pool(buffer_count)
-        self.disk = AsyncFiles(block_size, queue_depth)
-        chosen = folder or os.environ.get("MINIZERO_NVME")
-        where = Path(chosen or tempfile.gettempdir())
-        self.folder = RunFolder(where, self.disk)
-        # by what stands for the shard; and the other way round, by path
-        self._files: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._by_path: weakref.WeakValueDictionary[Path, ShardFile] = (
-            weakref.WeakValueDictionary()
-        )
-        self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._ahead: deque[Reading] = deque()
-        self._next: dict[tuple[Path | None, Path], Path] = {}
-        self._last: tuple[Path | None, Path | None] = (None, None)
-        self._fault: BaseException | None = None
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """After a fault nothing of this home is used any more."""
-        if self._fault is not None:
-            raise RuntimeError(
-                f"the state in files is lost since this: {self._fault!r}; "
-                "start again"
-            ) from self._fault
-        try:
-            yield
-        except BaseException as fault:
-            self.close(fault)
-            raise
-
-    def close(self, why: BaseException | None = None) -> None:
-        """Wait for what is under way, and delete the files."""
-        if self._fault is None:
-            self._fault = why or RuntimeError("close() was called")
-            self.disk.close()
-            self.folder.close()
-
-    @property
-    def on_disk(self) -> Bytes:
-        """Bytes of the shards in files, without headers and padding."""
-        found = Bytes()
-        for file in self._files.values():
-            had = getattr(found, file.category)
-            setattr(found, file.category, had + file.payload)
-        return found
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the files: the shards, headers and padding."""
-        return sum(file.nbytes for file in self._files.values())
-
-    def rest(self, row: Tensor, category: str) -> Tensor:
-        if getattr(self.plan, category).on != "nvme":
-            return super().rest(row, category)
-        if row.ndim == 0:  # a step counter
-            host = host_empty((), row.dtype, category)
-            return host.copy_(row)
-        # the optimizer's tensors are the host's, where it works
-        device = row.device if category == "parameters" else CPU
-        shard = self.new_shard(category, row.numel(), row.dtype, device)
-        self.lower(shard, row)
-        return shard
-
-    def new_shard(
-        self,
-        category: str,
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """Make a file; what stands for its shard reads as NaN, [size].
-
-        The file lives as long as that.
-        """
-        width = min(self.buffer_size, size)
-        with self._guard():
-            file = ShardFile(self.folder, category, size, dtype, width)
-        shard = self._nan(dtype, device).expand(size)
-        self._files[shard] = self._by_path[file.path] = file
-        weakref.finalize(shard, file.remove)
-        return shard
-
-    def _nan(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._nans:
-            value = torch.nan if dtype.is_floating_point else 0
-            nan = torch.full((), value, dtype=dtype, device=device)
-            on = "cpu" if device == CPU else None
-            self._nans[dtype, device] = tracker.label(nan, "buffers", on=on)
-        return self._nans[dtype, device]
-
-    def lower(self, shard: Tensor, row: Tensor) -> None:
-        file = self._files.get(shard)
-        if file is None:
-            return super().lower(shard, row)
-        with self._guard():
-            self._forget_ahead()
-            self.pool.reserve(file.stride)
-            for index, (a, b) in enumerate(file.ranges()):
-                buffer = self.pool.take()
-                file.data(buffer, index).copy_(row[a:b])
-                self.pool.give(buffer, [file.write(index, buffer)])
-            self.pool.drain()
-
-    def lift(self, shard: Tensor, row: Tensor) -> Tensor:
-        """What an all-gather into the buffer around `row` reads.
-
-        A shard in a file is read into `row`, through the pool.
-        """
-        file = self._files.get(shard)
-        if file is None:
-            return super().lift(shard, row)
-        with self._guard():
-            for index, (a, b) in enumerate(file.ranges()):
-                reading = self._take_ahead(file, index)
-                self._read_ahead(file, index)
-                row[a:b].copy_(reading.wait())
-                self.pool.give(reading.buffer)
-            before, self._last = self._last, (self._last[1], file.path)
-            if before[1] is not None:
-                self._next[before[0], before[1]] = file.path
-        return row
-
-    def _take_ahead(self, file: ShardFile, index: int) -> Reading:
-        """The read of a record: launched before, or now."""
-        if self._ahead:
-            first = self._ahead[0]
-            if first.file is file and first.index == index:
-                return self._ahead.popleft()
-            self._forget_ahead()
-        return file.read(index, self.pool.take())
-
-    def _read_ahead(self, file: ShardFile, index: int) -> None:
-        """Launch what comes next into the buffers that are free."""
-        coming = islice(self._after(file, index), len(self._ahead), None)
-        for later, record in coming:
-            if not self.pool.free:
-                break
-            self._ahead.append(later.read(record, self.pool.take()))
-
-    def _after(
-        self, file: ShardFile, index: int
-    ) -> Iterator[tuple[ShardFile, int]]:
-        """The records after this one, as they came the last time."""
-        for record in range(index + 1, file.records):
-            yield file, record
-        found = self._by_path.get(
-            self._next.get((self._last[1], file.path), file.path)
-        )
-        if found is not None and found is not file:
-            for record in range(found.records):
-                yield found, record
-
-    def _forget_ahead(self) -> None:
-        """Give the buffers of reads back that nobody has asked for."""
-        while self._ahead:
-            reading = self._ahead.popleft()
-            reading.wait()
-            self.pool.give(reading.buffer)
-
-
-class NVMe(_Filed):
+class NVMe(Shelf):
     """Keeps in files what the plan places on "nvme", the rest as `Offload`.
 
     Every shard has a file. Host memory holds a pool of `buffer_count`
@@ -269,6 +75,16 @@ class NVMe(_Filed):
         device = flat.full.device
         self._lent[flat] = [self._stand_in(m, device) for m in masters]
         return self._lent[flat]
+
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        """The owned rows; masters in files are brought up to date here."""
+        for apart, row in zip(self._apart[flat], rows, strict=True):
+            if apart is not None:
+                values = flat.full.new_empty(flat.size)
+                self.lower(apart, self.lift(row, values))
+        return rows
 
     def update(self, net: Verbs) -> None:
         """Update piece by piece: read(i+1), step(i), write(i-1)."""
@@ -390,6 +206,8 @@ class NVMe(_Filed):
         state.update(_copied(row.others))
         lent.data = piece.master.here
         [lent.grad] = net.precision.gradients(row.flat, [piece.grad.here])
+        if piece.buffer is not None:  # a precision may have called it else
+            tracker.label(piece.buffer, "buffers")
         if row.fresh:
             with _MadeInPlace(lent, list(rooms.values())):
                 net.optimizer.step()
@@ -419,3 +237,57 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
+
+
+def intensity(
+    what: str,
+    sequence: int,
+    micro_batch: int,
+    hidden: int = 0,
+    interval: int = 1,
+) -> float:
+    """Operations for each byte that a state moves: FLOP/byte, a GPU.
+
+    `what`: "parameters" (with their gradients), "optimizer" or
+    "activations" (checkpoints, one every `interval` blocks of size
+    `hidden`). With 16-bit parameters and gradients, fp32 optimizer states
+    and full recomputation (Rajbhandari et al. 2021, sec. 4.1): forward,
+    recomputation and twice backward are 8 operations a token and parameter.
+    """
+    tokens = sequence * micro_batch
+    known = {
+        # read for forward, recomputation and backward, written as gradients
+        "parameters": 8 * tokens / (2 * 4),
+        # 16 bytes read and 16 written in a step
+        "optimizer": 8 * tokens / (16 * 2),
+        # 2 bytes written and read, against 8 x 12 h^2 a token and block
+        "activations": 24.0 * hidden * interval,
+    }
+    if what not in known:
+        raise ValueError(
+            f"what must be one of {', '.join(known)}, not {what!r}"
+        )
+    if not known[what] > 0:
+        raise ValueError(
+            f"sequence, micro_batch and, for activations, hidden and interval "
+            f"must be above 0, not {sequence!r}, {micro_batch!r}, "
+            f"{hidden!r} and {interval!r}"
+        )
+    return known[what]
+
+
+def efficiency(ait: float, bandwidth: float, peak: float) -> float:
+    """The share of time spent computing, if nothing overlaps: 0 to 1.
+
+    `ait`: operations a byte moved. `bandwidth`: bytes a second. `peak`:
+    operations a second while computing (Rajbhandari et al. 2021, sec. 4):
+    ait * bandwidth / (ait * bandwidth + peak).
+    """
+    for name, value in (
+        ("ait", ait),
+        ("bandwidth", bandwidth),
+        ("peak", peak),
+    ):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value!r}")
+    return ait * bandwidth / (ait * bandwidth + peak)

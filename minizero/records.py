@@ -1,17 +1,11 @@
-"""Shards in files that say what they hold, in a folder of one run."""
+"""Shards in files that say what they hold."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
-import uuid
-import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +14,15 @@ from torch import Tensor
 
 from minizero.files import (
     ALIGN,
-    AsyncFiles,
     DiskFault,
     Transfer,
     aligned,
-    direct_io,
     explained,
     view,
 )
-from minizero.launch import rank
+from minizero.scratch import RunFolder
 
 MAGIC = b"minizero shard 1\n"
-_PREFIX = "minizero-"
 _BLOCKS = (ALIGN - 512) // len("4294967295, ")
 
 
@@ -220,85 +211,3 @@ def _reserve(path: Path, nbytes: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise explained(path, error) from error
-
-
-class RunFolder:
-    """A folder of this process's own inside `folder`, gone when it ends.
-
-    A lock says that it is in use. Where the process was killed the folder
-    stays, and the next `RunFolder` beside it deletes it.
-    """
-
-    def __init__(self, folder: Path, disk: AsyncFiles) -> None:
-        self.run, self.disk = uuid.uuid4().hex, disk
-        name = f"{socket.gethostname()}-{os.getpid()}-rank{rank()}"
-        self.path = folder / f"{_PREFIX}{name}-{self.run[:8]}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder):
-                sweep(folder)
-                self.path.mkdir()
-                lock = _try_lock(self.path)
-                assert lock is not None
-        except OSError as error:
-            raise DiskFault(
-                folder,
-                f"cannot be written to ({error.strerror}); choose another "
-                "folder",
-            ) from error
-        disk.direct = disk.direct and direct_io(self.path)
-        self.numbers = count()
-        self._end = weakref.finalize(
-            self, _remove, self.path, lock, os.getpid()
-        )
-
-    def close(self) -> None:
-        """Delete the folder and all that is in it."""
-        self._end()
-
-
-def sweep(folder: Path) -> list[Path]:
-    """Delete what processes that are no more have left in `folder`."""
-    swept = []
-    for path in sorted(folder.glob(f"{_PREFIX}*")):
-        lock = _try_lock(path)
-        if lock is not None:
-            _remove(path, lock)
-            swept.append(path)
-    return swept
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process makes or sweeps run folders in here meanwhile."""
-    from fcntl import LOCK_EX, flock
-
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        flock(fd, LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None if another has it."""
-    from fcntl import LOCK_EX, LOCK_NB, flock
-
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except (FileNotFoundError, PermissionError):
-        return None
-    try:
-        flock(fd, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _remove(path: Path, lock: int, owner: int | None = None) -> None:
-    # a process that was forked off ends without its parent's folder
-    if owner in (None, os.getpid()):
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minizero import tracker
-from minizero.files import ALIGN, Transfer, aligned_buffer
+from minizero.files import ALIGN, Transfer, aligned, aligned_buffer
 from minizero.flat import Flat, Unit
 from minizero.offload import place
 from minizero.records import Reading, ShardFile, record_bytes
@@ -48,8 +48,8 @@ class Pool:
         if size > self.size:
             self.drain()
             self._free.clear()  # first, so that old and new never coexist
-            self.size = size
-            self._free = [aligned_buffer(size) for _ in range(self.count)]
+            self.size = aligned(size)
+            self._free = [aligned_buffer(self.size) for _ in range(self.count)]
 
     def take(self) -> Tensor:
         """A buffer; waits for the oldest write if none is free."""
