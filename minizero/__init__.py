@@ -10,6 +10,7 @@ from .delayed import Delayed
 from .launch import default_ranks, init_distributed, launch
 from .memory import Placement, Plan, estimate, estimate_activations
 from .offload import Offload
+from .overlap import Overlap
 from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Delayed",
     "Offload",
+    "Overlap",
     "Placement",
     "Plan",
     "Tracker",

@@ -36,6 +36,12 @@ def _arguments() -> argparse.ArgumentParser:
     for what in ("optimizer", "param"):
         name = f"--offload-{what}"
         train.add_argument(name, choices=("cpu",), help="where it rests")
+    train.add_argument(
+        "--overlap", action="store_true", help="communicate while computing"
+    )
+    train.add_argument(
+        "--checkpointing", default="none", help="of blocks: none, selective or full"
+    )
     train.add_argument("--data", help="a file or folder (default: Python's source)")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--out", default="runs/train", help="folder for the results")

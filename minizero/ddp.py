@@ -441,7 +441,6 @@ class DataParallel(Step):
         Call it on every rank after loading or changing weights, if the
         precision keeps master copies: the next update would undo the change.
         """
-        self.home.flush(self)
         for flat in self._trainable():
             rows = self.owned(flat)
             masters = self.home.resting(flat, self._masters[flat], rows)

@@ -124,7 +124,8 @@ class Offload(Home):
             yield lambda: None
             return
         marks: list[Mark] = []
-        self.up.follow()
+        # an updated shard may still be on its way out
+        self.up.follow(self._outward)
         with torch.cuda.stream(stream):
             yield lambda: marks[0].wait("device")
         marks.append(self.up.mark())

@@ -51,14 +51,56 @@ class Order:
         return [left for left in skipped if left not in self.coming]
 
 
-class Overlap(Schedule):
+class Late(Schedule):
+    """Launch what follows from gradients at once, and wait for it late.
+
+    A reduction is launched when its unit's gradients are complete, in pieces
+    of at most `bucket_size` elements, and waited for when the next unit's
+    is launched. So the gradients of one unit are under way while those of
+    the next are formed. All others than these two are shards already, where
+    the plan shards gradients.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[list[Work], Unit | None]] = []
+
+    def begin_backward(self, net: Verbs) -> None:
+        self._finish(net)  # what a backward that failed has left
+
+    def reduce(self, net: Verbs, unit: Unit) -> None:
+        """Launch the unit's reduction when the one before has ended."""
+        self._finish(net)
+        self._under_way.append((list(net.reduce(unit)), unit))
+
+    def settle(self, net: Verbs, unit: Unit) -> None:
+        """A late gradient may not join a buffer that is under way."""
+        if any(unit is reducing for _, reducing in self._under_way):
+            self._finish(net)
+
+    def publish(self, net: Verbs, unit: Unit) -> None:
+        """Launch the updated rows' all-gather; `drain` waits for it."""
+        self._under_way.append((list(net.send(unit)), None))
+
+    def drain(self, net: Verbs) -> None:
+        """Wait for what is under way."""
+        self._finish(net)
+
+    def _finish(self, net: Verbs) -> None:
+        """Wait for what is under way, in the order of its launch."""
+        while self._under_way:
+            works, reducing = self._under_way.pop(0)
+            for work in works:
+                work.wait()
+            if reducing is not None:
+                net.reduced(reducing)
+
+
+class Overlap(Late):
     """Launch early, wait late; every setting counts elements.
 
-    Reductions are launched when a unit's gradients are complete, and waited
-    for when the next unit's are launched, so that one unit's gradients are
-    under way at a time. Sharded parameters are gathered ahead of their use,
-    in the order of the forward before, and in backward in the reverse of
-    this forward (or as recorded, after the same forward).
+    Reductions are those of `Late`. Sharded parameters are gathered ahead of
+    their use: in the order of the forward before, and in backward in the
+    reverse of this forward, or as recorded after a forward like this one.
 
     `prefetch_bucket_size`: most elements gathered ahead of their use. A unit
         goes as a whole or not at all; 0 gathers nothing ahead.
@@ -90,6 +132,7 @@ class Overlap(Schedule):
                     f"{name} counts elements: it must be a whole number of "
                     f"at least {least}, not {value!r}"
                 )
+        super().__init__()
         self.prefetch_bucket_size = int(prefetch_bucket_size)
         self.max_live_parameters = int(max_live_parameters)
         self.param_persistence_threshold = int(param_persistence_threshold)
@@ -98,7 +141,6 @@ class Overlap(Schedule):
         self._live: list[Unit] = []
         self._in_use: set[Unit] = set()
         self._ahead: list[Unit] = []  # launched, and not yet needed
-        self._under_way: list[tuple[list[Work], Unit | None]] = []
         self._order = Order([])
         self._forward: list[Unit] = []
         self._left: list[Unit] = []  # as this step's forward left them
@@ -132,14 +174,12 @@ class Overlap(Schedule):
         """Whether the unit is so small that it stays whole."""
         return self._elements[unit] < self.param_persistence_threshold
 
-    # what is needed next
-
     def begin_forward(self, net: Verbs) -> None:
         self._end()
         self._phase, self._order = "forward", Order(self._forward)
 
     def begin_backward(self, net: Verbs) -> None:
-        self._finish(net)  # what a backward that failed has left
+        super().begin_backward(net)
         self._end()
         left, recorded = self._backward
         expected = recorded if left == self._left else self._left[::-1]
@@ -154,8 +194,6 @@ class Overlap(Schedule):
             self._left = []
         # gathers by `state_dict` are of no pass
         self._phase, self._order = "", Order([])
-
-    # parameters
 
     def gather(self, net: Verbs, unit: Unit) -> None:
         """Launch what is missing, then the next units; wait for this one."""
@@ -233,40 +271,19 @@ class Overlap(Schedule):
                 )
             self._free(net, idle.pop())
 
-    # gradients, and parameters after the update
-
-    def reduce(self, net: Verbs, unit: Unit) -> None:
-        """Launch the unit's reduction when the one before has ended."""
-        self._finish(net)
-        self._under_way.append((list(net.reduce(unit)), unit))
-
-    def settle(self, net: Verbs, unit: Unit) -> None:
-        """A late gradient may not join a buffer that is under way."""
-        if any(unit is reducing for _, reducing in self._under_way):
-            self._finish(net)
+    # after the backward, and after the update
 
     def drain(self, net: Verbs) -> None:
-        """Wait for what is under way; a backward is over."""
-        self._finish(net)
+        super().drain(net)
         if self._phase == "backward":
             self._end()
 
-    def _finish(self, net: Verbs) -> None:
-        """Wait for what is under way, in the order of its launch."""
-        while self._under_way:
-            works, reducing = self._under_way.pop(0)
-            for work in works:
-                work.wait()
-            if reducing is not None:
-                net.reduced(reducing)
-
     def publish(self, net: Verbs, unit: Unit) -> None:
-        """Launch; parameters that are replicated are waited for by `drain`.
+        """As `Late`; and a unit that is kept has old values now.
 
-        A unit that is kept has old values now. It is gathered anew, and
-        waited for where it is used next.
+        It is gathered anew, and waited for where it is used next.
         """
-        self._under_way.append((list(net.send(unit)), None))
+        super().publish(net, unit)
         if unit in self._live and unit.trainable:
             net.release(unit)
             self._launch(net, unit)

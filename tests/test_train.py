@@ -81,7 +81,7 @@ def test_other_stages_learn_the_same(
     [
         "--stage 1 --precision fp16 --steps 7",
         "--stage 2 --precision bf16 --offload-optimizer cpu",
-        "--stage 3 --offload-optimizer cpu --offload-param cpu",
+        "--offload-optimizer cpu --offload-param cpu --overlap --checkpointing full",
     ],
 )
 def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minizero import comm, zero
+from minizero.activations import Checkpointing, checkpoint_units
 from minizero.ddp import DataParallel
 from minizero.launch import device, rank, world_size
 from minizero.ledger import Ledger
 from minizero.memory import Plan, estimate
 from minizero.offload import Offload
+from minizero.overlap import Overlap
 from minizero.precision import MixedPrecision
 from minizero.tracker import Tracker
 from minizero.zero3 import parallelize
@@ -40,6 +42,7 @@ class Job:
     clip: largest global norm of the gradient.
     precision: "fp32", "bf16" or "fp16"; the last two with fp32 master weights.
     offload_optimizer, offload_param: "cpu", or None for the device.
+    overlap: communicate while computing. checkpointing: "none", "selective", "full".
     """
 
     stage: int = 3
@@ -53,6 +56,8 @@ class Job:
     precision: str = "fp32"
     offload_optimizer: str | None = None
     offload_param: str | None = None
+    overlap: bool = False
+    checkpointing: str = "none"
     seed: int = 0
     data: str | None = None
     out: str = "runs/train"
@@ -60,6 +65,7 @@ class Job:
     def check(self, ranks: int) -> None:
         """Find bad input before any rank is started; raises ValueError or OSError."""
         estimate(1, ranks, self.plan(), self.precision)
+        Checkpointing(self.checkpointing)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if not self.lr > 0 or not self.clip > 0:
@@ -124,8 +130,16 @@ def build(job: Job) -> tuple[DataParallel, int]:
     groups = decay_groups(model, job.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=job.lr, fused=True)
     dtype = DTYPES.get(job.precision)
-    precision = MixedPrecision(dtype) if dtype else None
-    net = parallelize(model, optimizer, plan, home=home, precision=precision)
+    net = parallelize(
+        model,
+        optimizer,
+        plan,
+        home=home,
+        precision=MixedPrecision(dtype) if dtype else None,
+        # none is kept, so that bytes between steps are the formula's
+        schedule=Overlap(param_persistence_threshold=0) if job.overlap else None,
+    )
+    checkpoint_units(model, job.checkpointing)
     return net, count_parameters(config)
 
 

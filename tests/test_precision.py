@@ -1,0 +1,441 @@
+"""16-bit training: equal over plans, counted to the byte, and safe from overflow."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nasty
+import pytest
+import torch
+from nasty import Nasty, batches, own
+from torch import Tensor, nn
+
+from minizero import comm, estimate, parallelize, zero
+from minizero.ddp import DataParallel
+from minizero.lab.gpt import GPT, GPTConfig
+from minizero.launch import Pool, rank, world_size
+from minizero.memory import Plan
+from minizero.precision import DynamicLossScale, LossScale, MixedPrecision
+from minizero.tracker import Tracker, labelled_bytes
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 12
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def masters(net: DataParallel) -> list[Tensor]:
+    """The masters of each flat buffer, whole: [padded], fp32."""
+    whole = []
+    for flat in net._trainable():
+        rows = net._masters[flat]
+        if len(rows) < world_size():
+            full = rows[0].new_empty(flat.padded)
+            comm.all_gather(full, rows[0])
+            rows = [full]
+        whole.append(torch.cat(rows))
+    return whole
+
+
+@dataclass
+class Run:
+    """What a run left behind; a norm that is not finite is -1."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    updated: list[bool] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    masters: list[Tensor] = field(default_factory=list)
+    skipped: int = 0
+
+    def same(self, other: Run) -> bool:
+        """Bit for bit."""
+        return (
+            [*map(float, self.losses)] == [*map(float, other.losses)]
+            and [*map(float, self.norms)] == [*map(float, other.norms)]
+            and self.scales == other.scales
+            and self.updated == other.updated
+            and all(torch.equal(a, other.weights[k]) for k, a in self.weights.items())
+            and len(self.masters) == len(other.masters) > 0
+            and all(map(torch.equal, self.masters, other.masters))
+        )
+
+
+def build(
+    stage: int, precision: MixedPrecision, seed: int | None = None, **options: Any
+) -> tuple[Nasty, DataParallel]:
+    torch.manual_seed(rank() if seed is None else seed)  # rank 0's values must win
+    model = Nasty()
+    optimizer = nasty.adamw(nasty.groups(model))
+    plan = Plan.stage(stage)
+    return model, parallelize(model, optimizer, plan, precision=precision, **options)
+
+
+def train(
+    stage: int,
+    precision: MixedPrecision,
+    micro_batches: int = 1,
+    postpone: bool = False,
+    clip: float | None = 0.5,
+    steps: range = range(STEPS),
+    leave_out: int | None = None,
+    plant: str | None = None,
+    **options: Any,
+) -> Run:
+    """Steps of the nasty model.
+
+    `plant`: at step 4 an inf appears on the last rank only, in "loss" or "gradient".
+    `leave_out`: this step is not made; the loss scale is halved instead.
+    """
+    precision = copy.deepcopy(precision)
+    model, net = build(stage, precision, **options)
+    run = Run()
+    for step in steps:
+        if step == leave_out:
+            assert precision.scaler is not None
+            precision.scaler.scale /= 2
+            precision.scaler.good_steps = 0
+            continue
+        planted = plant if step == 4 and rank() == world_size() - 1 else None
+        one_step(model, net, run, step, micro_batches, postpone, clip, planted)
+    run.weights, run.masters = net.state_dict(), masters(net)
+    run.skipped = net.precision.skipped_steps
+    return run
+
+
+def one_step(
+    model: Nasty,
+    net: DataParallel,
+    run: Run,
+    step: int,
+    micro_batches: int = 1,
+    postpone: bool = False,
+    clip: float | None = 0.5,
+    planted: str | None = None,
+) -> None:
+    model.step = step
+    data = batches(nasty.STEPS, micro_batches, rows=2)
+    assert isinstance(net.precision, MixedPrecision)
+    run.scales.append(net.precision.loss_scale)
+    for micro in range(micro_batches):
+        x, y = data[step * micro_batches + micro]
+        waits = postpone and micro < micro_batches - 1
+        with net.no_sync() if waits else nullcontext():
+            loss = net(own(x, 2), own(y, 2))
+            scaled = loss.float() / micro_batches
+            if planted == "gradient":
+                scaled.register_hook(lambda grad: grad * torch.inf)
+            net.backward(scaled * torch.inf if planted == "loss" else scaled)
+        run.losses.append(loss.detach())
+    if clip is not None:
+        norm = net.clip_grad_norm(clip)
+        run.norms.append(norm if norm.isfinite() else torch.tensor(-1.0))
+    run.updated.append(net.step())
+
+
+PRECISIONS = {
+    "bf16": MixedPrecision(BF16),
+    "bf16, reduced in fp32": MixedPrecision(BF16, reduce=FP32),
+    "fp16": MixedPrecision(FP16, loss_scale=DynamicLossScale(14, 5, 1)),
+    "fp32, reduced in fp16": MixedPrecision(FP32, reduce=FP16),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_plans_are_equal(pool: Pool, name: str) -> None:
+    precision = PRECISIONS[name]
+    reference = pool.run(train, 0, precision)
+    assert max(reference[0].norms) > 0.5  # clipping took part
+    for stage, bucket_size in ((0, 40), (1, 1000), (2, 40), (3, 10**9)):
+        got = pool.run(train, stage, precision, bucket_size=bucket_size)
+        assert all(map(Run.same, got, reference)), f"stage {stage}, {bucket_size}"
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16, reduced in fp32", "fp16"])
+def test_accumulation(pool: Pool, name: str) -> None:
+    precision = PRECISIONS[name]
+    every = pool.run(train, 0, precision, micro_batches=3)
+    for stage in (1, 2, 3):
+        got = pool.run(train, stage, precision, micro_batches=3)
+        assert all(map(Run.same, got, every)), f"stage {stage}"
+    boundary = pool.run(train, 0, precision, micro_batches=3, postpone=True)
+    got = pool.run(train, 1, precision, micro_batches=3, postpone=True)
+    assert all(map(Run.same, got, boundary))
+
+
+def by_hand(dtype: torch.dtype, scale: float) -> Run:
+    """The same without minizero: every rank in one process, one after the other.
+
+    Each parameter has an fp32 master; each rank's 16-bit gradients are summed in
+    fp32 in rank order, rounded, divided by N, and unscaled in fp32.
+    """
+    n = world_size()
+    torch.manual_seed(0)
+    model = Nasty()
+    model16 = copy.deepcopy(model).to(dtype)
+    trained = [(p, q) for p, q in zip(model.parameters(), model16.parameters())]
+    trained = [(p, q) for p, q in trained if p.requires_grad]
+    optimizer = nasty.adamw(nasty.groups(model))
+    run = Run()
+    for step, (x, y) in enumerate(batches(nasty.STEPS, 1, rows=2)[:STEPS]):
+        model16.step = step
+        grads = []
+        for r in range(n):
+            loss = model16(x[2 * r : 2 * r + 2], y[2 * r : 2 * r + 2])
+            (loss.float() * scale).backward()
+            zeros = [torch.zeros_like(q) for _, q in trained]
+            grads.append(
+                [z if q.grad is None else q.grad for z, (_, q) in zip(zeros, trained)]
+            )
+            model16.zero_grad()
+            if r == rank():
+                run.losses.append(loss.detach())
+        for (p, _), *ranks in zip(trained, *grads):
+            total = ranks[0].float()
+            for grad in ranks[1:]:
+                total += grad
+            p.grad = (total.to(dtype) / n).float() / scale
+        optimizer.step()
+        with torch.no_grad():
+            for p, q in trained:
+                q.copy_(p)
+    run.weights = {k: v.detach() for k, v in model16.state_dict().items()}
+    return run
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, 1.0), (FP16, 1024.0)])
+def test_as_a_loop_by_hand(pool: Pool, dtype: torch.dtype, scale: float) -> None:
+    """An independent loop with fp32 masters gives the same bits."""
+    precision = MixedPrecision(dtype, loss_scale=LossScale(scale))
+    expected = pool.run(by_hand, dtype, scale)
+    got = pool.run(train, 3, precision, clip=None)
+    assert got[0].skipped == 0
+    for ours, theirs in zip(got, expected, strict=True):
+        assert [*map(float, ours.losses)] == [*map(float, theirs.losses)]
+    for name, weight in got[0].weights.items():
+        if weight.dtype == dtype:  # the module's buffer stays in fp32
+            assert torch.equal(weight, expected[0].weights[name]), name
+
+
+def by_fsdp2() -> Run:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = Nasty()
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    mesh = init_device_mesh("cpu", (world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    net = fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = nasty.adamw(nasty.groups(model))
+    run = Run()
+    for step, (x, y) in enumerate(batches(nasty.STEPS, 1, rows=2)[:STEPS]):
+        model.step = step
+        loss = net(own(x, 2), own(y, 2))
+        loss.backward()
+        run.losses.append(loss.detach())
+        for p in model.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def test_as_fsdp2(two: Pool) -> None:
+    """PyTorch's own way, with the same dtypes: bit for bit on two ranks."""
+    got = two.run(train, 3, MixedPrecision(BF16, reduce=FP32), clip=None)
+    for ours, theirs in zip(got, two.run(by_fsdp2), strict=True):
+        assert [*map(float, ours.losses)] == [*map(float, theirs.losses)]
+
+
+def test_a_power_of_two_changes_nothing_in_bf16(two: Pool) -> None:
+    """bf16 has fp32's exponents, so it needs no scale, and a scale does no harm."""
+    plain = two.run(train, 2, MixedPrecision(BF16))[0]
+    scaled = two.run(train, 2, MixedPrecision(BF16, loss_scale=LossScale(4096)))[0]
+    plain.scales = scaled.scales = []
+    assert scaled.same(plain)
+
+
+# -- overflow ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("plant", ["loss", "gradient"])
+def test_an_overflow_on_one_rank(pool: Pool, stage: int, plant: str) -> None:
+    """All ranks skip, the scale halves, and it is as if the batch had not been."""
+    precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(10, 100, 1))
+    runs = pool.run(train, stage, precision, plant=plant, clip=0.5)
+    without = pool.run(train, stage, precision, leave_out=4)
+    for run, reference in zip(runs, without, strict=True):
+        assert run.updated == [step != 4 for step in range(STEPS)]
+        assert run.skipped == 1
+        assert run.scales == [1024.0] * 5 + [512.0] * (STEPS - 5)
+        assert run.norms[4] == -1
+        for values in (run.losses, run.norms, run.scales, run.updated):
+            del values[4]
+        assert run.same(reference)
+
+
+def test_an_overflow_in_one_micro_batch(two: Pool) -> None:
+    precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(10, 100, 2))
+    runs = [
+        two.run(train, stage, precision, plant="loss", micro_batches=2)[0]
+        for stage in range(4)
+    ]
+    assert all(run.same(runs[0]) for run in runs)
+    assert runs[0].skipped == 1
+    assert runs[0].scales == [1024.0] * STEPS  # the first of two lives
+
+
+def skip_once(precision: MixedPrecision) -> dict[str, Any]:
+    """State before and after a step that is skipped."""
+    precision = copy.deepcopy(precision)
+    model, net = build(1, precision)
+    one_step(model, net, Run(), 0)
+
+    def state() -> dict[str, Any]:
+        saved: dict[str, Any] = copy.deepcopy(net.optimizer.state_dict())
+        return saved | {"masters": [m.clone() for m in masters(net)]}
+
+    before = state()
+    with comm.ledger() as calls:
+        one_step(model, net, Run(), 1, planted="loss")
+    after = state()
+    grads = [grad.abs().max().item() for f in net._trainable() for grad in [f.grad]]
+    return {
+        "before": before,
+        "after": after,
+        "step calls": [(c.op, c.unit, c.elements) for c in calls if c.phase == "step"],
+        "gradients": max(grads),
+        "precision": precision.state_dict(),
+    }
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        MixedPrecision(FP16, loss_scale=LossScale(8)),
+        PRECISIONS["fp16"],
+        MixedPrecision(BF16, loss_scale=LossScale()),
+    ],
+    ids=["static", "dynamic", "bf16 that looks"],
+)
+def test_a_skipped_step_touches_nothing(two: Pool, precision: MixedPrecision) -> None:
+    for seen in two.run(skip_once, precision):
+        before, after = seen["before"], seen["after"]
+        assert before["param_groups"] == after["param_groups"]
+        assert all(map(torch.equal, before["masters"], after["masters"]))
+        for index, state in before["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, after["state"][index][key])
+        assert seen["gradients"] == 0
+        assert seen["precision"]["skipped_steps"] == 1
+        # nothing is gathered, as nothing has changed
+        norm, flag = seen["step calls"]
+        assert norm[1] == "gradient norm" and flag == ("all_reduce", "overflow", 1)
+
+
+def exhausted() -> str:
+    scale = DynamicLossScale(1, hysteresis=1)
+    model, net = build(2, MixedPrecision(FP16, loss_scale=scale))
+    with pytest.raises(OverflowError) as error:
+        for _ in range(3):
+            one_step(model, net, Run(), 0, planted="loss")
+    assert net.precision.skipped_steps == 2
+    return str(error.value)
+
+
+def test_a_scale_at_its_minimum(two: Pool) -> None:
+    message = two.run(exhausted)[0]
+    assert "at a loss scale of 1, the minimum" in message
+
+
+def test_loss_scale_has_deepspeeds_rules() -> None:
+    """Against what DeepSpeed 0.19.8's class did (deepspeed_loss_scale.json)."""
+    path = Path(__file__).with_name("deepspeed_loss_scale.json")
+    for case in json.loads(path.read_text()):
+        scale = DynamicLossScale(**case["options"])
+        for overflow, expected in zip(case["overflows"], case["scales"], strict=True):
+            if expected is None:
+                with pytest.raises(OverflowError):
+                    scale.update(bool(int(overflow)))
+            else:
+                scale.update(bool(int(overflow)))
+                assert scale.scale == expected, case
+
+
+# -- save and load -------------------------------------------------------------
+
+
+def interrupted(folder: Path, stage: int, resume: bool) -> Run:
+    """Steps 0 to 5, a file a rank, and in another life steps 6 to 11."""
+    precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(17, 3))
+    model, net = build(stage, precision, seed=99 if resume else 0)
+    path, run = folder / f"{stage}-{rank()}.pt", Run()
+    if not resume:
+        for step in range(6):
+            one_step(model, net, run, step)
+        saved = {
+            "masters": [m for g in net.optimizer.param_groups for m in g["params"]],
+            "frozen": net.state_dict(),
+            "optimizer": net.optimizer.state_dict(),
+            "precision": json.dumps(precision.state_dict()),
+        }
+        torch.save(saved, path)
+        return run
+    saved = torch.load(path)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    names = [n for n, p in model.named_parameters() if not p.requires_grad]
+    with zero.GatheredParameters(frozen, modifier_rank=0):
+        if rank() == 0:
+            for name, p in zip(names, frozen, strict=True):
+                p.data.copy_(saved["frozen"][name])
+    model.statistics.copy_(saved["frozen"]["statistics"])
+    current = [m for g in net.optimizer.param_groups for m in g["params"]]
+    for master, values in zip(current, saved["masters"], strict=True):
+        master.copy_(values)
+    net.optimizer.load_state_dict(saved["optimizer"])
+    precision.load_state_dict(json.loads(saved["precision"]))
+    for unit in net.units:
+        for flat in unit.trainable:
+            precision.written(net._masters[flat], net.owned(flat))
+        net.publish(unit)
+    for step in range(6, STEPS):
+        one_step(model, net, run, step)
+    run.weights, run.masters = net.state_dict(), masters(net)
+    run.skipped = precision.skipped_steps
+    return run
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_survives_save_and_load(two: Pool, tmp_path: Path, stage: int) -> None:
+    precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(17, 3))
+    whole = two.run(train, stage, precision)
+    assert len(set(whole[0].scales)) > 2 and whole[0].skipped > 1  # it moved
+    two.run(interrupted, tmp_path, stage, False)
+    resumed = two.run(interrupted, tmp_path, stage, True)
+    for run, reference in zip(resumed, whole, strict=True):
+        assert run.skipped == reference.skipped
+        for name in ("losses", "norms", "scales", "updated"):
+            del getattr(reference, name)[:6]
+        assert run.same(reference)
