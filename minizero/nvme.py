@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -79,15 +79,26 @@ class NVMe(Shelf):
         self._lent[flat] = [self._stand_in(m, device) for m in masters]
         return self._lent[flat]
 
-    def resting(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
-    ) -> list[Tensor]:
-        """The owned rows; masters in files are brought up to date here."""
+    def refresh(
+        self,
+        flat: Flat,
+        masters: list[Tensor],
+        rows: list[Tensor],
+        read: Callable[[list[Tensor], list[Tensor]], None],
+    ) -> None:
         for apart, row in zip(self._apart[flat], rows, strict=True):
             if apart is not None:
-                values = flat.full.new_empty(flat.size)
-                self.lower(apart, self.lift(row, values))
-        return rows
+                near = [self._values(t, flat) for t in (apart, row)]
+                read(near[:1], near[1:])
+                self.lower(apart, near[0])
+
+    def _values(self, shard: Tensor, flat: Flat) -> Tensor:
+        """A whole shard, on the device."""
+        device = flat.full.device
+        if shard not in self._files:
+            return shard.to(device)
+        room = torch.empty(shard.numel(), dtype=shard.dtype, device=device)
+        return self.lift(shard, room)
 
     def update(self, net: Verbs) -> None:
         """Update piece by piece: read(i+1), step(i), write(i-1)."""

@@ -205,6 +205,16 @@ class Home:
         """The masters as they are between updates, beside the owned rows."""
         return masters
 
+    def refresh(
+        self,
+        flat: Flat,
+        masters: list[Tensor],
+        rows: list[Tensor],
+        read: Callable[[list[Tensor], list[Tensor]], None],
+    ) -> None:
+        """Let `read`, a precision's, take over what is in the owned rows."""
+        read(self.resting(flat, masters, rows), rows)
+
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """The owned gradients, brought to where the masters are."""
         return owned

@@ -28,6 +28,7 @@ from .seams import host_empty
 from .staging import Pool
 
 CPU = torch.device("cpu")
+LINE = 64
 
 
 class Shelf(Offload):
@@ -46,9 +47,12 @@ class Shelf(Offload):
         queue_depth: int = 8,
     ) -> None:
         super().__init__(plan)
-        if buffer_size < 1:
+        if buffer_size < LINE or buffer_size % LINE:
+            # the optimizer's vector instructions round the elements at an
+            # end that is no whole vector in another way
             raise ValueError(
-                f"buffer_size must be at least 1 element, not {buffer_size!r}"
+                f"buffer_size must be a multiple of {LINE} elements, not "
+                f"{buffer_size!r}"
             )
         self.at = "device" if plan.optimizer.on == "device" else "cpu"
         self.buffer_size = buffer_size
@@ -212,4 +216,4 @@ class Shelf(Offload):
             self.pool.give(reading.buffer)
 
 # %% auto #0
-__all__ = ['CPU', 'Shelf']
+__all__ = ['CPU', 'LINE', 'Shelf']
