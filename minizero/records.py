@@ -23,6 +23,7 @@ from minizero.files import (
     explained,
     view,
 )
+
 from .scratch import RunFolder
 
 MAGIC = b"minizero shard 1\n"

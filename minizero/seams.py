@@ -143,7 +143,8 @@ class Home:
                 raise ValueError(
                     f"the plan places {category} on {placement.on!r}, but "
                     f"{type(self).__name__} serves {', '.join(self.places)} "
-                    "only; pass home=minizero.Offload(plan) for 'cpu'"
+                    "only; pass home=minizero.Offload(plan) for 'cpu', "
+                    "minizero.NVMe(plan) for 'nvme'"
                 )
 
     def rest(self, row: Tensor, category: str) -> Tensor:

@@ -100,7 +100,8 @@ class Part:
 
     `whole`: [size], the shard; with a `file` it only stands for the shard.
     `at`: where the optimizer works, "device" or "cpu", and `device` as torch
-    says it; `here` are the elements there, in `dtype`. `wanted`: whether the update reads them.
+    says it; `here` are the elements there, in `dtype`. `wanted`: whether the
+    update reads them.
     `section`: their room in a pool buffer, where they need one.
     """
 
