@@ -96,7 +96,7 @@ class Offload(Home):
     bytes that went through them.
     """
 
-    places = ("device", "cpu")
+    places: tuple[str, ...] = ("device", "cpu")
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
