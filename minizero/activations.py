@@ -32,6 +32,7 @@ __all__ = ['MODES', 'Keep', 'keep_matmuls', 'Checkpointing', 'checkpoint_units']
 
 # %% ../notebooks/09_activations.ipynb #act-selective
 MODES = ("none", "selective", "full")
+
 _KEPT = (
     "mm",
     "addmm",
@@ -40,6 +41,7 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+
 Keep = Callable[..., bool]
 
 

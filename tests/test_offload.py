@@ -521,7 +521,8 @@ def written_to(plan: Plan, kind: type[Offload], bf16: bool) -> float:
             with zero.GatheredParameters(model[0].weight, modifier_rank=0):
                 with torch.no_grad():
                     model[0].weight.fill_(3.0)
-    return float(net.state_dict()["0.weight"].sum()) if rank() == 0 else 48.0
+    weights = net.state_dict()
+    return float(weights["0.weight"].sum()) if rank() == 0 else 48.0
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -1,0 +1,134 @@
+"""8-bit products: torch's own as the reference, and what they save."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minizero import parallelize
+from minizero.float8 import E4M3, E5M2, Float8Linear, product, quantise, use_float8
+from minizero.lab.gpt import GPT, GPTConfig
+from minizero.launch import Pool, rank
+from minizero.memory import Plan
+from minizero.precision import MixedPrecision
+from minizero.tracker import Tracker
+
+CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(E4M3, 3), (E5M2, 2)])
+def test_quantise(dtype: torch.dtype, digits: int) -> None:
+    """The largest number is exact; what is not tiny is off by half a step at most."""
+    torch.manual_seed(0)
+    for size in (1e-30, 1.0, 1e30):
+        x = torch.randn(1000) * size
+        values, scale = quantise(x, dtype)
+        back = values.float() * scale
+        largest = x.abs().argmax()
+        assert values.dtype == dtype and scale.dtype == torch.float32
+        assert back[largest].item() == pytest.approx(x[largest].item(), rel=1e-6)
+        big = x.abs() > x.abs().max() / 32
+        assert ((back - x) / x)[big].abs().max() <= 2.0 ** -(digits + 1) * 1.0001
+
+
+def test_quantise_at_the_edges() -> None:
+    values, _ = quantise(torch.zeros(4), E4M3)
+    assert values.float().eq(0).all()
+    values, scale = quantise(torch.tensor([1.0, torch.inf]), E4M3)
+    assert not (values.float() * scale).isfinite().all()  # an overflow shows
+
+
+@pytest.mark.parametrize("left", [E4M3, E5M2])
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
+def test_product_is_torchs(left: torch.dtype, out: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = quantise(torch.randn(48, 64), left), quantise(torch.randn(32, 64), E4M3)
+    expected = torch._scaled_mm(
+        a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=out
+    )
+    got = product(a, (b[0].t(), b[1]), out)
+    # fp32 sums in another order: one rounding apart at most
+    torch.testing.assert_close(got, expected, rtol=torch.finfo(out).eps, atol=1e-5)
+
+
+def test_gradients_are_near_those_of_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32)
+    model = nn.Sequential(copy.deepcopy(plain))
+    assert use_float8(model) == ["0"]
+    eight = model[0]
+    assert isinstance(eight, Float8Linear)
+    x = torch.randn(4, 12, 64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    (plain(x).sin()).sum().backward()
+    (eight(y).sin()).sum().backward()
+    for ours, theirs in (
+        (y.grad, x.grad),
+        (eight.weight.grad, plain.weight.grad),
+        (eight.bias.grad, plain.bias.grad),
+    ):
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_use_float8_keeps_the_parameters() -> None:
+    model = GPT(CONFIG)
+    before = dict(model.named_parameters())
+    names = use_float8(model)
+    assert len(names) == 4 * CONFIG.layers and "head" not in names  # tied
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert use_float8(GPT(CONFIG), lambda name, _: name.endswith("up")) == [
+        "blocks.0.mlp.up",
+        "blocks.1.mlp.up",
+    ]
+    with pytest.raises(ValueError, match="'0' maps 10 features to 32"):
+        use_float8(nn.Sequential(nn.Linear(10, 32)))
+
+
+def train(stage: int, eight: bool, steps: int = 8) -> tuple[list[Tensor], int]:
+    """Losses, and the bytes that the first forward saved."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    if eight:
+        use_float8(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    net = parallelize(model, optimizer, Plan.stage(stage), precision=MixedPrecision())
+    generator = torch.Generator().manual_seed(rank())
+    losses, saved = [], []
+    x = torch.randint(64, (2, 16), generator=generator)
+    for _ in range(steps):
+        with Tracker() as tracker:
+            before = tracker.live["activations"]
+            loss = net(x, x)
+            saved.append(tracker.live["activations"] - before)
+        net.backward(loss)
+        net.step()
+        losses.append(loss.detach())
+    return losses, saved[0]
+
+
+def test_training_and_what_is_saved(two: Pool) -> None:
+    reference = two.run(train, 0, True)
+    for stage in (1, 2, 3):
+        for got, expected in zip(two.run(train, stage, True), reference, strict=True):
+            assert [*map(float, got[0])] == [*map(float, expected[0])]
+    for (eight, less), (plain, more) in zip(
+        reference, two.run(train, 0, False), strict=True
+    ):
+        assert eight[-1].item() == pytest.approx(plain[-1].item(), rel=0.02)
+        assert eight[-1] < 0.85 * eight[0]
+        # a byte less for qkv, up and down; the attention keeps its output anyway,
+        # so the 8-bit copy that `out` makes of it comes on top; a scale a layer
+        tokens, hidden, layers = 2 * 16, CONFIG.hidden, CONFIG.layers
+        fewer = layers * tokens * (hidden + hidden + 4 * hidden)
+        assert more - less == fewer - layers * tokens * hidden - 4 * 4 * layers
