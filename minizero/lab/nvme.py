@@ -132,9 +132,14 @@ def efficiency_figure(
         _curves(axes, what, sequence, peak, batches)
         if place == 1:
             axes.set_ylabel("efficiency, %")
-            axes.legend(title="sequences a GPU", loc="upper left")
         else:
             axes.set_yticklabels([])
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        title="sequences a GPU",
+        loc="outside upper center",
+        ncols=len(batches),
+    )
     return figure
 
 
