@@ -9,7 +9,9 @@ from . import comm, zero
 from .delayed import Delayed
 from .launch import default_ranks, init_distributed, launch
 from .memory import Placement, Plan, estimate, estimate_activations
+from .nvme import NVMe
 from .offload import Offload
+from .overlap import Overlap
 from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
@@ -17,7 +19,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Delayed",
+    "NVMe",
     "Offload",
+    "Overlap",
     "Placement",
     "Plan",
     "Tracker",

@@ -35,7 +35,8 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
     for what in ("optimizer", "param"):
         name = f"--offload-{what}"
-        train.add_argument(name, choices=("cpu",), help="where it rests")
+        train.add_argument(name, choices=("cpu", "nvme"), help="where it rests")
+    train.add_argument("--nvme", help="folder for files (default: MINIZERO_NVME, /tmp)")
     train.add_argument(
         "--overlap", action="store_true", help="communicate while computing"
     )

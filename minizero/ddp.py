@@ -441,11 +441,9 @@ class DataParallel(Step):
         Call it on every rank after loading or changing weights, if the
         precision keeps master copies: the next update would undo the change.
         """
-        self.home.flush(self)
         for flat in self._trainable():
-            rows = self.owned(flat)
-            masters = self.home.resting(flat, self._masters[flat], rows)
-            self.precision.read(masters, rows)
+            masters, rows = self._masters[flat], self.owned(flat)
+            self.home.refresh(flat, masters, rows, self.precision.read)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:

@@ -64,6 +64,17 @@ class Delayed(Offload):
             ]
         return given
 
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        if self._work is not None:
+            raise RuntimeError(
+                "parameters were written to while an update was under way, "
+                "which would undo that; call net.home.flush(net) first, or "
+                "write inside zero.GatheredParameters(..., modifier_rank=0)"
+            )
+        return masters
+
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         return self._taken[flat]
 

@@ -96,7 +96,7 @@ class Offload(Home):
     bytes that went through them.
     """
 
-    places = ("device", "cpu")
+    places: tuple[str, ...] = ("device", "cpu")
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -124,7 +124,8 @@ class Offload(Home):
             yield lambda: None
             return
         marks: list[Mark] = []
-        self.up.follow()
+        # an updated shard may still be on its way out
+        self.up.follow(self._outward)
         with torch.cuda.stream(stream):
             yield lambda: marks[0].wait("device")
         marks.append(self.up.mark())

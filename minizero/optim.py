@@ -77,8 +77,27 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"pieces; {advice}"
             )
 
+
+def state_layout(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
+) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states with one value for each element.
+
+    Those that the optimizer makes, in its first step, for a parameter of the
+    dtype and on the device of `like`; found by a step on a small one.
+    """
+    p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
+    p.grad = torch.ones_like(p)
+    twin = _twin(optimizer, group, [p])
+    twin.step()
+    return {
+        key: value.dtype
+        for key, value in twin.state[p].items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+
 # %% auto #0
-__all__ = ['check_elementwise', 'groups_of', 'take_state']
+__all__ = ['check_elementwise', 'state_layout', 'groups_of', 'take_state']
 
 # %% ../notebooks/03_data_parallel.ipynb #optim-groups
 def groups_of(

@@ -143,7 +143,8 @@ class Home:
                 raise ValueError(
                     f"the plan places {category} on {placement.on!r}, but "
                     f"{type(self).__name__} serves {', '.join(self.places)} "
-                    "only; pass home=minizero.Offload(plan) for 'cpu'"
+                    "only; pass home=minizero.Offload(plan) for 'cpu', "
+                    "minizero.NVMe(plan) for 'nvme'"
                 )
 
     def rest(self, row: Tensor, category: str) -> Tensor:
@@ -204,6 +205,16 @@ class Home:
     ) -> list[Tensor]:
         """The masters as they are between updates, beside the owned rows."""
         return masters
+
+    def refresh(
+        self,
+        flat: Flat,
+        masters: list[Tensor],
+        rows: list[Tensor],
+        read: Callable[[list[Tensor], list[Tensor]], None],
+    ) -> None:
+        """Let `read`, a precision's, take over what is in the owned rows."""
+        read(self.resting(flat, masters, rows), rows)
 
     def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """The owned gradients, brought to where the masters are."""

@@ -46,6 +46,11 @@ def GatheredParameters(
             f"not {modifier_rank!r}"
         )
     flats = owners(params)
+    if modifier_rank is not None:
+        # an update that arrived later would undo the change
+        for net in nets_of(params):
+            net.home.flush(net)
+            net.schedule.drain(net)
     for flat in flats:
         if not flat.whole:
             flat.gather().wait()

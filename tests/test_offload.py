@@ -22,10 +22,11 @@ from minizero.flat import Flat
 from minizero.lab.gpt import GPT, GPTConfig
 from minizero.lab.offload import crossing, rounds, rounds_figure
 from minizero.lab.toygpu import ToyGPU
-from minizero.launch import Pool, RankError, world_size
+from minizero.launch import Pool, RankError, rank, world_size
 from minizero.memory import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory import Placement, Plan
 from minizero.offload import Landing
+from minizero.overlap import Overlap
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.seams import Home, host_empty
 
@@ -127,11 +128,28 @@ def test_mixed_precision(two: Pool, which: str) -> None:
     def run(plan: Plan, away: bool) -> Run:
         precision = MixedPrecision(**copy.deepcopy(PRECISIONS[which]))
         home = Offload(plan) if away else None
-        return train(plan, home=home, precision=precision, steps=6, micro_batches=2)
+        done = train(plan, home=home, precision=precision, steps=6, micro_batches=2)
+        done.norms.nan_to_num_(nan=-1.0)  # of skipped steps; a NaN equals nothing
+        return done
 
     reference = two.run(run, Plan.stage(1), False)
     for plan in PLANS:
         assert same(two.run(run, plan, True), reference), name(plan)
+
+
+def test_with_overlap(two: Pool) -> None:
+    """Gathers that are launched ahead read shards that have come home."""
+
+    def run(plan: Plan, kind: type[Offload]) -> Run:
+        return train(plan, home=kind(plan), schedule=Overlap(), steps=5)
+
+    at_once = two.run(train, 1, steps=5)
+    late_by_one = two.run(train, 1, make_optimizer=late, steps=5)
+    for plan in THREE:
+        assert same(two.run(run, plan, Offload), at_once), name(plan)
+    for plan in (Plan.stage(2, "cpu"), FULL):
+        got = two.run(run, plan, Delayed)
+        assert torch.equal(got[0].losses, late_by_one[0].losses), name(plan)
 
 
 def stepped(plan: Plan, home: Home) -> dict[str, Tensor]:
@@ -361,8 +379,9 @@ def late(params: Any) -> torch.optim.Optimizer:
     return Late(params, lr=1e-2)
 
 
-def delayed(plan: Plan, **options: Any) -> Run:
-    return train(plan, home=Delayed(plan), **options)
+def delayed(plan: Plan, bf16: bool = False, **options: Any) -> Run:
+    precision = MixedPrecision() if bf16 else None
+    return train(plan, home=Delayed(plan), precision=precision, **options)
 
 
 DELAYED = [Plan.stage(1, "cpu"), Plan.stage(2, "cpu"), FULL]
@@ -452,6 +471,15 @@ def by_hand() -> Run:
     return Run(torch.stack(losses), torch.stack(norms), net.state_dict())
 
 
+def test_delay_in_mixed_precision(two: Pool) -> None:
+    """The factor of clipping is that of the gradients' step, not the next."""
+    late_in_bf16 = partial(train, make_optimizer=late, precision=MixedPrecision())
+    reference = two.run(late_in_bf16, 1, steps=6)
+    for plan in DELAYED:
+        got = two.run(delayed, plan, bf16=True, steps=6)
+        assert torch.equal(got[0].losses, reference[0].losses), name(plan)
+
+
 class Failing(torch.optim.SGD):
     """Fails in its second update."""
 
@@ -475,6 +503,46 @@ def test_an_error_in_the_thread_is_raised_by_the_next_step() -> None:
     net.backward(net(torch.ones(3)).sum())
     with pytest.raises(RuntimeError, match="the second update fails"):
         net.step()
+
+
+def written_to(plan: Plan, kind: type[Offload], bf16: bool) -> float:
+    """A weight that is set by hand after a step, two idle steps later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    precision = MixedPrecision() if bf16 else None
+    home = kind(plan)
+    net = parallelize(model, optimizer, plan, home=home, precision=precision)
+    for step in range(3):
+        net.backward(net(torch.ones(4)).sum())
+        net.step()
+        if step == 0:
+            optimizer.param_groups[0]["lr"] = 0.0
+            with zero.GatheredParameters(model[0].weight, modifier_rank=0):
+                with torch.no_grad():
+                    model[0].weight.fill_(3.0)
+    weights = net.state_dict()
+    return float(weights["0.weight"].sum()) if rank() == 0 else 48.0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", [Offload, Delayed])
+def test_what_is_written_by_hand_stays(two: Pool, kind: type, bf16: bool) -> None:
+    for plan in (FULL, Plan.stage(3, "cpu"), Plan.stage(2, "cpu")):
+        assert two.run(written_to, plan, kind, bf16) == [48.0] * 2
+
+
+def test_writing_under_a_delayed_update_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    plan = Plan.stage(2, "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    net = parallelize(model, optimizer, plan, home=Delayed(plan))
+    net.backward(net(torch.ones(3)).sum())
+    net.step()
+    with pytest.raises(RuntimeError, match="while an update was under way"):
+        net.refresh()
+    net.home.flush(net)
+    net.refresh()
 
 
 def test_delayed_bytes(two: Pool) -> None:

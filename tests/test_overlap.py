@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from nasty import Nasty, Run, adamw, batches, groups, own, same, train
+from nasty import Run, same, train
+from test_zero3 import HOW, Odd
 from torch import Tensor, nn
 
 from minizero import comm, parallelize, zero
+from minizero.ddp import DataParallel
 from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import Pool, rank, world_size
+from minizero.lab.lanes import lanes
+from minizero.lab.steps import Step, fit_contention, fit_link, layers_of, timed_step
+from minizero.launch import Pool, rank
 from minizero.ledger import Call
 from minizero.memory import Plan
 from minizero.overlap import Overlap, exposed
 from minizero.seams import Schedule
+from minizero.timeline import Buffer, Layer, Machine, Timeline, simulate
 from minizero.tracker import Tracker
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)
@@ -25,21 +31,25 @@ HUGE = 10**9
 Settings = dict[str, int]
 
 
+class Pools(dict[int, Pool]):
+    """A pool for each number of ranks, started when it is first needed."""
+
+    def __missing__(self, ranks: int) -> Pool:
+        self[ranks] = Pool(ranks)
+        return self[ranks]
+
+
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    pools = {n: Pool(n) for n in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
+def pools() -> Iterator[Pools]:
+    started = Pools()
+    yield started
+    for pool in started.values():
         pool.close()
 
 
 @pytest.fixture(scope="module")
-def two(pools: dict[int, Pool]) -> Pool:
+def two(pools: Pools) -> Pool:
     return pools[2]
-
-
-def overlapped(stage: int, settings: Settings, **options: Any) -> Run:
-    return train(stage, schedule=Overlap(**settings), **options)
 
 
 def settings(prefetch: int = HUGE, live: int = HUGE, persist: int = 0) -> Settings:
@@ -50,25 +60,538 @@ def settings(prefetch: int = HUGE, live: int = HUGE, persist: int = 0) -> Settin
     }
 
 
+def overlapped(stage: int, chosen: Settings, **options: Any) -> Run:
+    return train(stage, schedule=Overlap(**chosen), **options)
+
+
 # The nasty model's units: the root has 336 elements, a block 680 and some padding.
 CASES = [
     (0, 40, settings()),
     (1, 1000, settings()),
     (2, 40, settings()),
     (3, HUGE, {}),
-    (3, 40, settings()),
-    (3, HUGE, settings(prefetch=700)),
     (3, 300, settings(prefetch=1500, live=1900)),
+    (3, HUGE, settings(prefetch=700)),
     (3, HUGE, settings(persist=400)),
     (3, HUGE, settings(prefetch=0, live=1900, persist=HUGE)),
 ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_no_bit_changes(pools: dict[int, Pool], ranks: int) -> None:
+def test_no_bit_changes(pools: Pools, ranks: int) -> None:
     """Bucket, prefetch, live and persistence settings; every plan; 1 to 4 ranks."""
     pool = pools[ranks]
     reference = pool.run(train, 0)
-    for stage, bucket_size, chosen in CASES if ranks in (2, 3) else CASES[::2]:
+    for stage, bucket_size, chosen in CASES if ranks == 2 else CASES[ranks % 2 :: 3]:
         got = pool.run(overlapped, stage, chosen, bucket_size=bucket_size)
         assert same(got, reference), f"stage {stage}, {bucket_size}, {chosen}"
+
+
+def test_no_bit_changes_with_accumulation(two: Pool) -> None:
+    every = two.run(train, 0, micro_batches=2)
+    for stage, chosen in ((1, {}), (2, {}), (3, settings(persist=400))):
+        assert same(two.run(overlapped, stage, chosen, micro_batches=2), every)
+    boundary = two.run(train, 1, micro_batches=2, postpone=True)
+    got = two.run(overlapped, 1, {}, micro_batches=2, postpone=True)
+    assert same(got, boundary)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def build(
+    stage: int = 3,
+    chosen: Settings | None = None,
+    config: GPTConfig = CONFIG,
+    **options: Any,
+) -> DataParallel:
+    torch.manual_seed(0)
+    model = GPT(config)
+    schedule = Schedule() if chosen is None else Overlap(**chosen)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = Plan.stage(stage)
+    return parallelize(model, optimizer, plan, schedule=schedule, **options)
+
+
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(rank())
+    return torch.randint(50, (1, 16), generator=generator)
+
+
+def step(net: DataParallel) -> None:
+    net.backward(net(tokens(), tokens()))
+    net.step()
+
+
+def second_step(
+    stage: int, chosen: Settings | None, bucket_size: int = HUGE
+) -> list[Call]:
+    net = build(stage, chosen, bucket_size=bucket_size)
+    step(net)
+    with comm.ledger() as calls:
+        step(net)
+        if stage == 3:
+            net.state_dict()  # waits for what the step has refreshed
+    return [c for c in calls if c.phase]
+
+
+def ahead(calls: list[Call]) -> int:
+    """How many calls were launched between the launch and the wait of another."""
+    return sum(
+        any(a.launched < b.launched < a.waited for a in calls if a is not b)
+        for b in calls
+    )
+
+
+def test_gathers_are_launched_before_others_are_waited_for(two: Pool) -> None:
+    for calls in two.run(second_step, 3, settings()):
+        assert all(c.launched < c.waited < c.finished for c in calls)
+        # all but the root's and the first block's of each pass
+        assert ahead(calls) >= 2 * CONFIG.layers
+        assert exposed(calls) == sum(c.finished - c.waited for c in calls)
+    for calls in two.run(second_step, 3, None):
+        assert ahead(calls) == 0
+
+
+def reductions(stage: int, chosen: Settings | None) -> list[bool]:
+    """Whether each unit's reduction was still under way when the next was complete."""
+    net = build(stage, chosen)
+    with Tracker() as tracker, comm.ledger() as calls:
+        step(net)
+    complete = [s.time for s in tracker.samples if s.event == "reduce"]
+    reduced = [c for c in calls if c.phase == "backward" and "reduce" in c.op]
+    return [
+        c.launched < then < c.waited
+        for c, then in zip(reduced, complete[1:], strict=False)
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reductions_are_under_way_until_the_next(two: Pool, stage: int) -> None:
+    assert two.run(reductions, stage, settings()) == [[True] * CONFIG.layers] * 2
+    assert two.run(reductions, stage, None) == [[False] * CONFIG.layers] * 2
+
+
+def published() -> list[Call]:
+    net = build(1, settings())
+    with comm.ledger() as calls:
+        step(net)
+    return calls.select("all_gather")
+
+
+def test_updated_rows_are_sent_together(two: Pool) -> None:
+    """ZeRO-1: every unit's all-gather is launched before the first is waited for."""
+    for calls in two.run(published):
+        assert max(c.launched for c in calls) < min(c.waited for c in calls)
+
+
+def sizes() -> list[tuple[str, int]]:
+    """Name and padded elements of each unit."""
+    return [(u.name, sum(f.padded for f in u.flats)) for u in build().units]
+
+
+@pytest.mark.parametrize("bucket_size", [1000, HUGE])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_calls_follow_the_bucket_size(two: Pool, stage: int, bucket_size: int) -> None:
+    """Each unit is cut into ceil((padded/N) / (bucket//N)) reductions."""
+    width = bucket_size // 2
+    expected = sum(-(-(padded // 2) // width) for _, padded in two.run(sizes)[0])
+    for calls in two.run(second_step, stage, settings(), bucket_size):
+        reductions = [c for c in calls if "reduce" in c.op]
+        assert len(reductions) == expected
+        assert max(c.elements for c in reductions) <= bucket_size
+
+
+def test_what_is_kept_is_gathered_once(two: Pool) -> None:
+    """After the update; what is not kept is gathered twice."""
+    units = dict(two.run(sizes)[0])
+    smallest = min(units, key=lambda name: units[name])
+    chosen = settings(persist=units[smallest] + 1)
+    for calls in two.run(second_step, 3, chosen):
+        gathers = [(c.unit, c.phase) for c in calls if c.op == "all_gather"]
+        expected = [(smallest, "step")]
+        for name in units.keys() - {smallest}:
+            expected += [(name, "forward"), (name, "backward")]
+        assert sorted(gathers) == sorted(expected)
+
+
+def watch(chosen: Settings) -> tuple[int, int, int]:
+    """Peak of gathered elements, gradients' peak, and what three units have."""
+    gc.collect()
+    net = build(3, chosen)
+    step(net)
+    shards = sum(f.size for u in net.units for f in u.flats)
+    with Tracker() as tracker:
+        step(net)
+        step(net)
+    peaks = {name: nbytes // 4 for name, nbytes in tracker.peaks.items()}
+    whole = peaks["parameters"] - shards
+    largest = sorted(sum(f.padded for f in u.flats) for u in net.units)[-2:]
+    root = sum(f.padded for f in net.units[0].flats)
+    return whole, peaks["gradients"] - shards, root + sum(largest)
+
+
+def test_live_parameters_never_exceed_the_limit(two: Pool) -> None:
+    (_, root), (_, block), *_ = two.run(sizes)[0]
+    peaks = {}
+    for blocks in (1, 2, 3, 4):
+        limit = root + blocks * block + 7
+        for persist in (0, HUGE):
+            for whole, *_ in two.run(watch, settings(live=limit, persist=persist)):
+                assert whole <= limit
+                peaks[blocks, persist] = whole
+    # the limit is used: what fits is gathered ahead
+    assert [peaks[n, 0] for n in (1, 2, 3)] == [root + n * block for n in (1, 2, 3)]
+
+
+def test_prefetch_counts_elements_ahead(two: Pool) -> None:
+    (_, root), (_, block), *_ = two.run(sizes)[0]
+    for prefetch, most in ((0, 1), (block - 1, 1), (block, 2), (3 * block - 1, 3)):
+        for whole, *_ in two.run(watch, settings(prefetch=prefetch)):
+            assert whole == root + most * block
+
+
+def test_gradients_under_way_are_bounded(two: Pool) -> None:
+    """One unit's are reduced, one's are formed, and the root's wait for the end."""
+    for _, gradients, bound in two.run(watch, settings()):
+        assert gradients <= bound
+
+
+def too_small(limit: int) -> str:
+    net = build(3, settings(live=limit))
+    with pytest.raises(ValueError) as error:
+        step(net)
+    return str(error.value)
+
+
+def test_units_that_do_not_fit_are_told(two: Pool) -> None:
+    (_, root), (_, block), *_ = two.run(sizes)[0]
+    message = two.run(too_small, root + block - 1)[0]
+    assert f"set it to {root + block:,} or more" in message
+    assert "'blocks.0'" in message and "'root'" in message
+    with pytest.raises(ValueError, match="make smaller units"):
+        build(3, settings(live=100))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("prefetch_bucket_size", -1),
+        ("max_live_parameters", 0),
+        ("param_persistence_threshold", 1.5),
+        ("prefetch_bucket_size", True),
+    ],
+)
+def test_bad_settings_are_told(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} counts elements.*not {value!r}"):
+        Overlap(**{name: value})
+
+
+def test_one_overlap_serves_one_net() -> None:
+    schedule = Overlap()
+    for expected in ("", "another net"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        if not expected:
+            parallelize(model, sgd(model), schedule=schedule)
+            continue
+        with pytest.raises(ValueError, match=expected):
+            parallelize(model, sgd(model), schedule=schedule)
+
+
+class Turning(nn.Module):
+    """Four blocks in an order that is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = torch.tanh(self.blocks[index](x))
+        return x.sum()
+
+
+ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1], [3, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def turning(stage: int, chosen: Settings | None) -> tuple[dict[str, Tensor], list[int]]:
+    """Weights, and how often each step gathered."""
+    torch.manual_seed(0)
+    model = Turning()
+    schedule = Schedule() if chosen is None else Overlap(**chosen)
+    net = parallelize(model, sgd(model), Plan.stage(stage), schedule=schedule)
+    gathers = []
+    for model.order in ORDERS:
+        with comm.ledger() as calls:
+            net.backward(net(torch.ones(2, 6) * (1 + rank())))
+            net.step()
+        gathers.append(len(calls.select("all_gather")))
+    return net.state_dict(), gathers
+
+
+def test_an_order_that_changes_costs_calls_only(two: Pool) -> None:
+    reference, _ = two.run(turning, 0, None)[0]
+    weights, gathers = two.run(turning, 3, settings())[0]
+    assert all(torch.equal(reference[k], weights[k]) for k in reference)
+    # the root of this model has no parameters
+    needed = [2 * len(order) for order in ORDERS]
+    wasted = [got - need for got, need in zip(gathers, needed, strict=True)]
+    assert wasted[:2] == [0, 0] and wasted[3] == wasted[5] == 0
+    assert wasted[2] > 0 and two.run(turning, 3, None)[0][1] == needed
+
+
+def evaluate(chosen: Settings) -> bool:
+    """Training, evaluation, export and surgery take turns."""
+    nets = [build(0), build(3, chosen)]
+    same = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        outputs = []
+        for net in nets:
+            step(net)
+            weight = net.model.blocks[1].norm1.weight
+            with zero.GatheredParameters(weight, modifier_rank=1):
+                with torch.no_grad():
+                    weight.mul_(2 if rank() == 1 else 5)
+            with mode():
+                outputs.append(net(tokens()).clone())
+            outputs.append(
+                torch.cat(
+                    [v.flatten() for v in net.state_dict().values()] or [torch.zeros(1)]
+                )
+            )
+        same += [torch.equal(outputs[i], outputs[i + 2]) for i in (0, 1)]
+    return all(same)
+
+
+@pytest.mark.parametrize("persist", [0, HUGE])
+def test_evaluation_export_and_surgery(two: Pool, persist: int) -> None:
+    assert two.run(evaluate, settings(persist=persist)) == [True, True]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("on purpose")
+
+
+def failing(stage: int, chosen: Settings | None) -> dict[str, Tensor]:
+    """A forward and a backward fail on every rank, in the middle."""
+    net = build(stage, chosen)
+    step(net)
+    block = net.model.blocks[2]
+    for where in ("forward", "backward"):
+
+        def hook(_: nn.Module, args: Any, where: str = where) -> Any:
+            if where == "forward":
+                raise RuntimeError("on purpose")
+            return (Fails.apply(args[0]),)
+
+        handle = block.register_forward_pre_hook(hook)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            net.backward(net(tokens(), tokens()))
+        handle.remove()
+        net.zero_grad()
+    step(net)
+    step(net)
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_healthy_steps_after_failed_ones(two: Pool, stage: int) -> None:
+    expected = two.run(failing, 0, None)[0]
+    got = two.run(failing, stage, settings())[0]
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def odd(how: str, stage: int, chosen: Settings | None) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model = Odd(how)
+    schedule = Schedule() if chosen is None else Overlap(**chosen)
+    net = parallelize(model, sgd(model), Plan.stage(stage), schedule=schedule)
+    generator = torch.Generator().manual_seed(rank())
+    for _ in range(3):
+        net.backward(net(torch.randn(4, 6, generator=generator)))
+        net.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_odd_forwards(two: Pool, how: str) -> None:
+    reference = two.run(odd, how, 0, None)[0]
+    for chosen in (settings(live=130), settings(persist=43)):
+        got = two.run(odd, how, 3, chosen)[0]
+        assert all(torch.equal(reference[name], got[name]) for name in reference)
+
+
+def count_gathers(checkpoint: bool, chosen: Settings | None) -> int:
+    net = build(3, chosen, replace(CONFIG, checkpoint=checkpoint))
+    step(net)
+    with comm.ledger() as calls:
+        step(net)
+    return len(calls.select("all_gather"))
+
+
+def test_checkpointing_gathers_no_more_often(two: Pool) -> None:
+    for checkpoint in (False, True):
+        expected = 2 * (CONFIG.layers + 1)
+        assert two.run(count_gathers, checkpoint, settings()) == [expected] * 2
+
+
+# the simulator
+
+
+def units_of(net: DataParallel) -> list[Layer]:
+    return [
+        Layer(u.name, [Buffer(f.padded) for f in u.flats], 0.003, 0.006, 0.001)
+        for u in net.units
+    ]
+
+
+SIMULATED = [
+    (stage, chosen, bucket)
+    for stage in (0, 1, 2, 3)
+    for chosen, bucket in (
+        (None, HUGE),
+        (settings(), 1000),
+        (settings(prefetch=8000, persist=3000), HUGE),
+    )
+]
+
+
+def real_and_simulated() -> list[tuple[int, int, int, int]]:
+    results = []
+    for stage, chosen, bucket in SIMULATED:
+        net = build(stage, chosen, bucket_size=bucket)
+        step(net)
+        gc.collect()
+        with Tracker() as tracker, comm.ledger() as calls:
+            step(net)
+        shards = sum(f.size for u in net.units for f in u.flats) if stage == 3 else 0
+        whole = tracker.peaks["parameters"] // 4 - shards if stage == 3 else 0
+        machine = Machine(2, 1e-4, 1e9)
+        schedule = Schedule() if chosen is None else Overlap(**chosen)
+        line = simulate(units_of(net), machine, Plan.stage(stage), schedule, bucket)
+        results.append((len(calls), line.calls, whole, line.most_live))
+        del net
+    return results
+
+
+def test_the_simulator_makes_the_calls_that_ranks_make(two: Pool) -> None:
+    """As many calls, and as many elements whole at once, in every setting."""
+    for case, result in zip(SIMULATED, two.run(real_and_simulated)[0], strict=True):
+        calls, simulated, whole, most_live = result
+        assert (calls, whole) == (simulated, most_live), case
+
+
+def line(schedule: Any, stage: int = 3, **machine: float) -> Timeline:
+    """Root and 5 blocks; a block moves in 2 s, is computed in 3 s and 6 s."""
+    block = [Buffer(2_000_000, itemsize=2)]
+    layers = [Layer("root", [Buffer(0, itemsize=2)], 0, 0)]
+    layers += [Layer(f"{i}", block[:], 3, 6) for i in range(5)]
+    for layer in layers[1:]:
+        layer.flats = [Buffer(2_000_000, itemsize=2)]
+    facts: dict[str, Any] = {"latency": 0.0, "bandwidth": 1e6} | machine
+    return simulate(layers, Machine(2, **facts), Plan.stage(stage), schedule)
+
+
+def test_simulated_times_are_those_worked_out_by_hand() -> None:
+    at_once = line(Schedule())
+    # 5 blocks: gather and compute; gather, compute and reduce
+    assert at_once.duration == pytest.approx(5 * (2 + 3) + 5 * (2 + 6 + 2))
+    assert at_once.exposed == pytest.approx(30)
+    early = line(Overlap(param_persistence_threshold=0))
+    # the first gather of each pass has nothing to hide behind, nor has the last
+    # reduction; the last gather of forward was used first in backward, and is gone
+    assert early.duration == pytest.approx(45 + 2 + 2 + 2)
+    assert early.exposed == pytest.approx(6)
+    assert line(Schedule(), latency=1.0).duration == pytest.approx(75 + 15)
+    assert line(Schedule(), stage=2).duration == pytest.approx(45 + 10 + 10)
+    slow = line(Overlap(param_persistence_threshold=0), contention=0.5)
+    # 24 s of transfers beside computation, each second of which costs half a one
+    assert slow.duration == pytest.approx(51 + 12)
+    bound = line(Overlap(param_persistence_threshold=0), bandwidth=1e5)
+    assert bound.duration == pytest.approx(15 * 20 + 3 + 6, rel=0.03)
+
+
+def test_a_machine_must_make_sense() -> None:
+    good = {"ranks": 2, "latency": 0.0, "bandwidth": 1.0}
+    for bad in (
+        {"ranks": 0},
+        {"bandwidth": 0.0},
+        {"adding": -1.0},
+        {"contention": 1.0},
+        {"latency": -1.0},
+    ):
+        with pytest.raises(ValueError, match=r"not .*|below 0"):
+            Machine(**(good | bad))
+
+
+def invented(machine: Machine, sizes: list[int]) -> Step:
+    """A step in which each call takes exactly what `machine` says."""
+    calls, now = [], 1.0
+    for phase, ops in (
+        ("forward", ["all_gather"]),
+        ("backward", ["all_gather", "reduce_scatter"]),
+    ):
+        for number, size in enumerate(sizes):
+            for op in ops:
+                nbytes = 4 * size
+                waited = now + machine.handling + nbytes / machine.copying
+                end = waited + machine.latency + nbytes / machine.bandwidth
+                if op == "reduce_scatter":
+                    end += nbytes / machine.adding
+                call = Call(
+                    op, 2 * size, size, nbytes, "float32", phase, f"{number}", now
+                )
+                call.waited, call.finished = waited, end
+                calls.append(call)
+                now = end + (0.25 if op == "all_gather" else 0.0)
+        if phase == "forward":
+            middle = now
+    return Step(1.0, middle, now, now + 0.5, calls)
+
+
+def test_the_fit_finds_what_was_put_in() -> None:
+    machine = Machine(2, 0.001, 1e6, handling=0.002, copying=1e7, adding=1e7)
+    step = invented(machine, [100, 2000, 3000])
+    found = fit_link([[step] * 3], 2)
+    for name, value in vars(machine).items():
+        assert getattr(found, name) == pytest.approx(value), name
+    contended = fit_contention(machine, lambda m: 1 + m.contention, 1.3)
+    assert contended.contention == pytest.approx(0.3)
+
+
+def measured(steps: int) -> tuple[list[Step], list[Layer]]:
+    net = build(3)
+    found = [timed_step(net, tokens(), tokens()) for _ in range(steps)]
+    return found, layers_of(net, found)
+
+
+def test_a_measured_step_is_computing_and_waiting(two: Pool) -> None:
+    """The lane of a rank has no hole, and the units' times are no more than it."""
+    found, layers = two.run(measured, 3)[0]
+    for step in found:
+        lane = [i for i in step.intervals() if i.lane == "compute"]
+        assert sum(i.end - i.begin for i in lane) == pytest.approx(step.duration)
+        waits = sum(i.end - i.begin for i in lane if i.what == "wait")
+        assert waits == pytest.approx(step.exposed)
+    assert [layer.name for layer in layers] == [name for name, _ in two.run(sizes)[0]]
+    assert all(layer.forward >= 0 and layer.backward > 0 for layer in layers)
+    spent = sum(layer.forward + layer.backward for layer in layers)
+    assert spent < max(step.duration for step in found)
+
+
+def test_lanes_draws_steps_below_each_other() -> None:
+    figure = lanes(
+        {"at once": line(Schedule()).intervals, "early": line(Overlap()).intervals}
+    )
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert labels == ["at once", "early"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        lanes({})

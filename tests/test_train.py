@@ -82,6 +82,7 @@ def test_other_stages_learn_the_same(
         "--stage 1 --precision fp16 --steps 7",
         "--stage 2 --precision bf16 --offload-optimizer cpu",
         "--offload-optimizer cpu --offload-param cpu --overlap --checkpointing full",
+        "--offload-optimizer nvme --offload-param nvme --nvme files --overlap",
     ],
 )
 def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
@@ -90,6 +91,8 @@ def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
         "train", "--ranks", "2", *SMALL, *options.split(), "--out", ".", cwd=tmp_path
     )
     assert out.count("yes") == 4 and "NO" not in out
+    files = tmp_path / "files"
+    assert not files.exists() or not list(files.iterdir())
     skipped = report(tmp_path)["skipped_steps"]
     assert isinstance(skipped, int) and (skipped > 0) == ("fp16" in options)
 

@@ -54,9 +54,7 @@ class Bar:
 LANES = ("in", "update", "out")
 
 
-def rounds(
-    units: Mapping[str, Sequence[float]], pipelined: bool = True
-) -> list[Bar]:
+def rounds(units: Mapping[str, Sequence[float]], pipelined: bool = True) -> list[Bar]:
     """When each unit comes in, is updated and goes out.
 
     units: seconds of the three, by unit. Pipelined, in(i+1), update(i) and out(i-1)
@@ -96,7 +94,7 @@ def rounds_figure(runs: Mapping[str, Sequence[Bar]]) -> Figure:
             axes.barh(
                 y, width, 0.8, start, color=face, edgecolor="#FFFFFF", linewidth=0.8
             )
-            if width > last / 30:
+            if width > last / 50:
                 axes.text(
                     start + width / 2,
                     y,
@@ -138,7 +136,7 @@ def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
             _total(axes, left, y, sign)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(plans)), list(plans))
-    axes.set(ylim=(len(plans) - 0.5, -0.7), xlim=(-1.15 * longest, 1.15 * longest))
+    axes.set(ylim=(len(plans) - 0.5, -0.7), xlim=(-1.3 * longest, 1.3 * longest))
     axes.set_xticks([])
     axes.tick_params(left=False)
     for side in ("bottom", "left"):

@@ -354,6 +354,8 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
     named = [
         (i, f"{s.event} {s.unit}".strip()) for i, s in enumerate(samples) if s.event
     ]
+    if not named:
+        return
     inch = len(samples) / 5.6
     ends = [x for x, _ in named[1:]] + [len(samples)]
     crowded = any(

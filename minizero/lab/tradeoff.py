@@ -131,7 +131,12 @@ def tradeoff(points: Mapping[str, Point]) -> Figure:
     left.set_ylim(0)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=3, handletextpad=0.2, borderpad=0
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=3,
+        handletextpad=0.2,
+        borderpad=0,
     )
     return figure
 
@@ -188,11 +193,11 @@ def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
     face = CATEGORY_COLOURS["activations"]
     for y, lines in enumerate(blocks.values()):
         left = 0
-        for (module, op), nbytes in lines.items():
+        for (module, _), nbytes in lines.items():
             axes.barh(
                 y, nbytes, 0.66, left, color=face, edgecolor="#FFFFFF", linewidth=1
             )
-            _name(axes, left + nbytes / 2, y, module or op, nbytes / longest, face)
+            _name(axes, left + nbytes / 2, y, module, nbytes / longest, face)
             left += nbytes
         axes.annotate(
             amount(left),
@@ -212,16 +217,17 @@ def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
 
 def _name(axes: Axes, x: float, y: float, text: str, share: float, face: str) -> None:
     """Write into a segment what it is, upright where it is narrow."""
-    short = text.removeprefix("attention.").removeprefix("mlp.")
+    short = {"": "input"}.get(text, text.split(".")[-1])
+    if share * 5.2 < len(short) / 12 and len(short) > 5:
+        short = short[:4] + "."
     fits = share * 5.2 > len(short) / 12
-    if fits or len(short) < 6:
-        axes.text(
-            x,
-            y,
-            short,
-            ha="center",
-            va="center",
-            fontsize=8 if fits else 7.5,
-            rotation=0 if fits else 90,
-            color=ink(face),
-        )
+    axes.text(
+        x,
+        y,
+        short,
+        ha="center",
+        va="center",
+        fontsize=8 if fits else 7.5,
+        rotation=0 if fits else 90,
+        color=ink(face),
+    )

@@ -20,6 +20,7 @@ from minizero.ddp import DataParallel
 from minizero.launch import device, rank, world_size
 from minizero.ledger import Ledger
 from minizero.memory import Plan, estimate
+from minizero.nvme import NVMe
 from minizero.offload import Offload
 from minizero.overlap import Overlap
 from minizero.precision import MixedPrecision
@@ -41,7 +42,8 @@ class Job:
     batch: sequences in the global batch, over all ranks.
     clip: largest global norm of the gradient.
     precision: "fp32", "bf16" or "fp16"; the last two with fp32 master weights.
-    offload_optimizer, offload_param: "cpu", or None for the device.
+    offload_optimizer, offload_param: "cpu" or "nvme", or None for the device.
+    nvme: folder for what is on "nvme".
     overlap: communicate while computing. checkpointing: "none", "selective", "full".
     """
 
@@ -56,6 +58,7 @@ class Job:
     precision: str = "fp32"
     offload_optimizer: str | None = None
     offload_param: str | None = None
+    nvme: str | None = None
     overlap: bool = False
     checkpointing: str = "none"
     seed: int = 0
@@ -124,7 +127,8 @@ def build(job: Job) -> tuple[DataParallel, int]:
     config, plan = job.config(), job.plan()
     torch.manual_seed(job.seed)
     sharded = {"zero_optimization": {"stage": job.stage}}
-    home = Offload(plan)
+    on_disk = "nvme" in (job.offload_optimizer, job.offload_param)
+    home = NVMe(plan, job.nvme) if on_disk else Offload(plan)
     with torch.device(device()), zero.Init(config=sharded, home=home):
         model = GPT(config)
     groups = decay_groups(model, job.weight_decay)
@@ -157,6 +161,8 @@ def train(job: Job) -> Report:
                 losses.append(step(len(losses)))
             live = {c: tracker.live[c] for c in STATE}
             live |= {on_host(c): tracker.host[c] for c in STATE}
+            if isinstance(net.home, NVMe):
+                live |= {in_files(c): getattr(net.home.on_disk, c) for c in STATE}
         losses += [step(i) for i in range(len(losses), job.steps)]
     bar.close()
     mean = torch.stack(losses).float().to(device())
@@ -176,6 +182,8 @@ def train(job: Job) -> Report:
         **volume(net, n_params, calls, job.steps),
     )
     weights = net.state_dict()
+    if isinstance(net.home, NVMe):
+        net.home.close()
     if rank() == 0:
         write(job, report, weights)
     return report
@@ -267,13 +275,19 @@ def on_host(category: str) -> str:
     return f"{category}, host"
 
 
+def in_files(category: str) -> str:
+    """How a report calls what rests on disk."""
+    return f"{category}, disk"
+
+
 def expected(net: DataParallel, n_params: int, job: Job) -> dict[str, Any]:
     """Bytes between steps by the formula, and what it leaves out."""
 
     def placed(n: float) -> dict[str, float]:
         guess = estimate(n, world_size(), job.plan(), job.precision)
         device = {c: getattr(guess, c) for c in STATE}
-        return device | {on_host(c): getattr(guess.host, c) for c in STATE}
+        host = {on_host(c): getattr(guess.host, c) for c in STATE}
+        return device | host | {in_files(c): getattr(guess.disk, c) for c in STATE}
 
     formula = placed(n_params)
     flats = [flat for unit in net.units for flat in unit.trainable]

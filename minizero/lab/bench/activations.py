@@ -1,0 +1,65 @@
+"""A step with activations kept, computed again, and sent to the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from minizero.activations import Checkpointing, checkpoint_units
+from minizero.lab.activations import step_flops
+from minizero.lab.gpt import GPT, GPTConfig
+from minizero.launch import device
+from minizero.stores import Offloaded
+
+from .runner import Comparison, interleaved
+
+CONFIG = GPTConfig(layers=6, hidden=128, heads=4, sequence=128)
+BATCH = 4
+CASES: dict[str, Callable[[], Checkpointing]] = {
+    "none": lambda: Checkpointing("none"),
+    "selective": lambda: Checkpointing("selective"),
+    "full": lambda: Checkpointing("full"),
+    "full, offloaded": lambda: Checkpointing("full", Offloaded()),
+    "none, offloaded": lambda: Checkpointing("none", Offloaded()),
+}
+
+
+def compare(repeats: int) -> list[Comparison]:
+    """Seconds of a forward and backward of each choice, against keeping everything.
+
+    The bound of full checkpointing is loose: its operations grow by 1.22.
+    """
+    x = torch.randint(CONFIG.vocabulary, (BATCH, CONFIG.sequence), device=device())
+    steps = {name: _step(how(), x) for name, how in CASES.items()}
+    seconds = interleaved(steps, repeats)
+    grown = step_flops(CONFIG, BATCH, "full") / step_flops(CONFIG, BATCH)
+    return [
+        Comparison(
+            f"step, activations {name}",
+            "s",
+            name,
+            "none",
+            seconds[name],
+            seconds["none"],
+            at_most=1.5 * grown if name == "full" else None,
+        )
+        for name in CASES
+        if name != "none"
+    ]
+
+
+def _step(how: Checkpointing, x: torch.Tensor) -> Callable[[], float]:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).to(device())
+    checkpoint_units(model, how)
+
+    def step() -> float:
+        start = time.perf_counter()
+        model(x, x).backward()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    return step

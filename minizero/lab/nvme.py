@@ -1,0 +1,188 @@
+"""Figures and small measurements for the chapter on files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minizero.files import AsyncFiles, aligned_buffer
+from minizero.nvme import efficiency, intensity
+from minizero.scratch import RunFolder
+from minizero.staging import Span
+
+from .plots import DASHES, STYLE, WIDTH
+from .style import CATEGORY_COLOURS, GREY, LINES
+
+LANES = {
+    "read": CATEGORY_COLOURS["gradients"],
+    "step": CATEGORY_COLOURS["optimizer"],
+    "write": CATEGORY_COLOURS["parameters"],
+}
+
+
+def throughput(
+    folder: RunFolder, nbytes: int, block_size: int, queue_depth: int
+) -> tuple[float, float]:
+    """Bytes a second of one write and of one read of a file: (write, read)."""
+    disk = AsyncFiles(block_size, queue_depth, folder.disk.direct)
+    path, buffer = folder.path / "throughput", aligned_buffer(nbytes)
+    buffer.random_()
+    path.touch()
+    rates = []
+    for transfer in (disk.write, disk.write, disk.read):
+        start = time.perf_counter()
+        transfer(path, 0, buffer).wait()
+        rates.append(nbytes / (time.perf_counter() - start))
+    disk.close()
+    path.unlink()
+    return rates[1], rates[2]  # the first write made the file longer
+
+
+@rc_context(STYLE)
+def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
+    """Throughput by the number of requests in flight.
+
+    rates: by queue depth, bytes a second written and read.
+    """
+    figure = Figure(figsize=(WIDTH, 2.6))
+    axes = figure.add_subplot()
+    for i, name in enumerate(("write", "read")):
+        values = [pair[i] / 1e9 for pair in rates.values()]
+        axes.plot(
+            range(len(rates)),
+            values,
+            color=LINES[2 * i],
+            linestyle=DASHES[i],
+            marker="o",
+            label=name,
+        )
+    axes.set_xticks(range(len(rates)), [str(depth) for depth in rates])
+    axes.set(xlabel="requests in flight", ylabel="GB/s")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower right")
+    return figure
+
+
+@rc_context(STYLE)
+def lanes_figure(timelines: Mapping[str, Sequence[Span]]) -> Figure:
+    """Three lanes for each run, in milliseconds; pieces as bars."""
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.1 * len(timelines)))
+    ends = {
+        name: 1e3 * (max(s.finished for s in spans) - min(s.started for s in spans))
+        for name, spans in timelines.items()
+    }
+    for place, (name, spans) in enumerate(timelines.items(), 1):
+        axes = figure.add_subplot(len(timelines), 1, place)
+        zero = min(s.started for s in spans)
+        for span in spans:
+            axes.barh(
+                list(LANES).index(span.lane),
+                1e3 * (span.finished - span.started),
+                0.8,
+                1e3 * (span.started - zero),
+                color=LANES[span.lane],
+                edgecolor="#FFFFFF",
+                linewidth=0.8,
+            )
+        axes.set_title(f"{name}: {ends[name]:.0f} ms", loc="left", color=GREY)
+        axes.set_yticks(range(len(LANES)), list(LANES))
+        axes.set(xlim=(0, max(ends.values())), ylim=(2.6, -0.6))
+        axes.tick_params(left=False)
+        if place < len(timelines):
+            axes.tick_params(labelbottom=False)
+    axes.set_xlabel("milliseconds")
+    return figure
+
+
+def _curves(
+    axes: Axes, what: str, sequence: int, peak: float, batches: Sequence[int]
+) -> None:
+    """Efficiency against bandwidth, a curve a micro-batch."""
+    bandwidths = [10 ** (8 + i / 20) for i in range(101)]
+    for i, batch in enumerate(batches):
+        ait = intensity(what, sequence, batch)
+        axes.plot(
+            [b / 1e9 for b in bandwidths],
+            [100 * efficiency(ait, b, peak) for b in bandwidths],
+            color=LINES[i % len(LINES)],
+            linestyle=DASHES[i % len(DASHES)],
+            label=f"{batch}",
+        )
+    axes.set_xscale("log")
+    axes.set(ylim=(0, 100), xlim=(0.1, 1e4))
+    axes.set_title(what, fontsize=9.5, color=GREY)
+    axes.set_xlabel("GB/s")
+
+
+@rc_context(STYLE)
+def efficiency_figure(
+    peak: float, sequence: int = 1024, batches: Sequence[int] = (1, 4, 16, 64)
+) -> Figure:
+    """Efficiency against the bandwidth a GPU has to where the state rests.
+
+    peak: operations a second. batches: sequences a GPU, a curve each.
+    """
+    figure = Figure(figsize=(WIDTH, 2.9))
+    for place, what in enumerate(("parameters", "optimizer"), 1):
+        axes = figure.add_subplot(1, 2, place)
+        _curves(axes, what, sequence, peak, batches)
+        if place == 1:
+            axes.set_ylabel("efficiency, %")
+        else:
+            axes.set_yticklabels([])
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        title="sequences a GPU",
+        loc="outside upper center",
+        ncols=len(batches),
+    )
+    return figure
+
+
+@rc_context(STYLE)
+def point_figure(
+    peak: float,
+    bandwidth: float,
+    predicted: Mapping[int, tuple[float, float]],
+    measured: Mapping[int, float],
+) -> Figure:
+    """Measured efficiency by tokens a step, on the curve of the formula.
+
+    predicted: by tokens a step (operations a byte, efficiency). bandwidth, peak: of
+    the curve, bytes and operations a second. measured: efficiency by tokens.
+    """
+    figure = Figure(figsize=(WIDTH, 2.9))
+    axes = figure.add_subplot()
+    aits = [ait for ait, _ in predicted.values()]
+    low, high = min(aits) / 4, max(aits) * 4
+    line = [low * (high / low) ** (i / 100) for i in range(101)]
+    axes.plot(
+        line,
+        [100 * efficiency(ait, bandwidth, peak) for ait in line],
+        color=LINES[0],
+        label="formula",
+    )
+    axes.plot(
+        aits,
+        [100 * value for value in measured.values()],
+        "o",
+        color=LINES[2],
+        label="measured",
+    )
+    for tokens, ait in zip(measured, aits, strict=True):
+        axes.annotate(
+            f"{tokens:,} tokens",
+            (ait, 100 * measured[tokens]),
+            xytext=(6, -12),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=GREY,
+        )
+    axes.set_xscale("log")
+    axes.set(ylim=(0, 105), xlabel="operations a byte", ylabel="efficiency, %")
+    axes.legend(loc="upper left")
+    return figure
