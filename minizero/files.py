@@ -102,7 +102,7 @@ class Transfer:
         self._left, self._lock, self._failed = blocks, threading.Lock(), False
 
     def wait(self) -> None:
-        """Block until every request is done; raise DiskFault if one failed."""
+        """Block until all requests are done; raises DiskFault."""
         wait(self._futures)
         for future in self._futures:
             error = future.exception()

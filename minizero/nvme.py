@@ -286,8 +286,8 @@ def intensity(
         )
     if not known[what] > 0:
         raise ValueError(
-            f"sequence, micro_batch and, for activations, hidden and interval "
-            f"must be above 0, not {sequence!r}, {micro_batch!r}, "
+            f"sequence, micro_batch and, for activations, hidden and "
+            f"interval must be above 0, not {sequence!r}, {micro_batch!r}, "
             f"{hidden!r} and {interval!r}"
         )
     return known[what]

@@ -52,7 +52,8 @@ class Pool:
             self.drain()
             self._free.clear()  # first, so that old and new never coexist
             self.size = aligned(size)
-            self._free = [aligned_buffer(self.size) for _ in range(self.count)]
+            every = range(self.count)
+            self._free = [aligned_buffer(self.size) for _ in every]
 
     def take(self) -> Tensor:
         """A buffer; waits for the oldest write if none is free."""

@@ -33,6 +33,14 @@ from minizero.files import (
     view,
 )
 from minizero.lab.gpt import GPT, GPTConfig, count_parameters
+from minizero.lab.nvme import (
+    LANES,
+    depth_figure,
+    efficiency_figure,
+    lanes_figure,
+    point_figure,
+    throughput,
+)
 from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool as Ranks
 from minizero.launch import RankError, world_size
@@ -41,7 +49,7 @@ from minizero.nvme import NVMe, efficiency, intensity
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.records import ShardFile, record_bytes
 from minizero.scratch import RunFolder, sweep
-from minizero.staging import Piece, Pool
+from minizero.staging import Piece, Pool, Span
 
 STATE = ("parameters", "gradients", "optimizer")
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
@@ -385,9 +393,7 @@ def test_the_next_piece_is_read_and_the_last_written_meanwhile(
     home.close()
 
 
-def test_shards_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the step before; a gather finds its read launched."""
     home = NVMe(ALL, tmp_path, buffer_size=1 << 20)
     net = build(home)
@@ -746,3 +752,27 @@ def test_record_bytes() -> None:
     assert record_bytes(1, torch.float32) == 2 * ALIGN
     assert record_bytes(1024, torch.float32) == 2 * ALIGN
     assert record_bytes(1025, torch.float32) == 3 * ALIGN
+
+
+# --- the laboratory -------------------------------------------------------------
+
+
+def test_figures(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, AsyncFiles())
+    rates = {depth: throughput(folder, 1 << 16, ALIGN, depth) for depth in (1, 2)}
+    folder.close()
+    assert all(rate > 0 for pair in rates.values() for rate in pair)
+    axes = depth_figure(rates).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["write", "read"]
+    spans = [Span(lane, "root", i, i + 1.0) for i, lane in enumerate(LANES)]
+    lanes = lanes_figure({"one": spans, "two": spans})
+    assert [len(a.patches) for a in lanes.axes] == [3, 3]
+    assert lanes.axes[0].get_title(loc="left") == "one: 3000 ms"
+    curves = efficiency_figure(70e12).axes
+    assert [len(a.lines) for a in curves] == [4, 4]
+    # half of the time is computing where ait x bandwidth is the peak
+    x, y = curves[0].lines[0].get_data()
+    half = min(range(len(y)), key=lambda i: abs(y[i] - 50))
+    assert x[half] == pytest.approx(70e12 / 1024 / 1e9, rel=0.1)
+    point = point_figure(1.0, 1.0, {8: (1.0, 0.5)}, {8: 0.25}).axes[0]
+    assert list(point.lines[1].get_data()[1]) == [25]
