@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 
@@ -38,9 +39,9 @@ class Order:
         self._place = 0
 
     @property
-    def coming(self) -> list[Unit]:
+    def coming(self) -> Iterator[Unit]:
         """The units that are expected from here on, next one first."""
-        return self.expected[self._place :]
+        return islice(self.expected, self._place, None)
 
     def note(self, unit: Unit) -> list[Unit]:
         """Record that `unit` is needed now; returns the units left out.
@@ -49,11 +50,12 @@ class Order:
         is not expected any more leaves the place where it is.
         """
         self.seen.append(unit)
-        coming = self.coming
-        if unit not in coming:
+        try:
+            found = self.expected.index(unit, self._place)
+        except ValueError:
             return []
-        skipped = coming[: coming.index(unit)]
-        self._place += len(skipped) + 1
+        skipped = self.expected[self._place : found]
+        self._place = found + 1
         return [left for left in skipped if left not in self.coming]
 
 # %% ../notebooks/08_overlap.ipynb #overlap-late
@@ -144,9 +146,9 @@ class Overlap(Late):
         self.param_persistence_threshold = int(param_persistence_threshold)
         self._elements: dict[Unit, int] = {}
         # units that are whole or about to be, in the order of their launch
-        self._live: list[Unit] = []
+        self._live: dict[Unit, None] = {}
         self._in_use: set[Unit] = set()
-        self._ahead: list[Unit] = []  # launched, and not yet needed
+        self._ahead: dict[Unit, None] = {}  # launched, and not yet needed
         self._order = Order([])
         self._forward: list[Unit] = []
         self._left: list[Unit] = []  # as this step's forward left them
@@ -207,8 +209,7 @@ class Overlap(Late):
             for skipped in self._order.note(unit):
                 if skipped in self._ahead:
                     self._free(net, skipped)
-        if unit in self._ahead:
-            self._ahead.remove(unit)
+        self._ahead.pop(unit, None)
         if unit not in self._live:
             self._make_room(net, unit)
         self._in_use.add(unit)
@@ -229,16 +230,14 @@ class Overlap(Late):
             self._free(net, unit)
 
     def _launch(self, net: Verbs, unit: Unit) -> list[Work]:
-        if unit not in self._live:
-            self._live.append(unit)
+        self._live[unit] = None
         with comm.phase(unit=unit.name):
             return list(net.gather(unit))
 
     def _free(self, net: Verbs, unit: Unit) -> None:
         """Free a unit; one that is still on its way is waited for."""
-        for units in (self._live, self._ahead):
-            if unit in units:
-                units.remove(unit)
+        self._live.pop(unit, None)
+        self._ahead.pop(unit, None)
         net.release(unit)
 
     def _gather_ahead(self, net: Verbs) -> None:
@@ -255,7 +254,7 @@ class Overlap(Late):
             if live > self.max_live_parameters:
                 break
             tracker.mark("prefetch", unit.name)
-            self._ahead.append(unit)
+            self._ahead[unit] = None
             self._launch(net, unit)
 
     def _make_room(self, net: Verbs, unit: Unit) -> None:

@@ -191,6 +191,7 @@ class _Net:
         self.units, self.plan, self.bucket_size = layers, plan, bucket_size
         self._rank = rank
         self._whole: dict[Buffer, _Work] = {}
+        self._live = 0
 
     def _launch(
         self, op: str, unit: Layer, flat: Buffer, elements: int
@@ -205,15 +206,16 @@ class _Net:
             if flat not in self._whole:
                 work = self._launch("all_gather", unit, flat, flat.padded)
                 self._whole[flat] = work
-                live = sum(f.padded for f in self._whole)
+                self._live += flat.padded
                 line = self._rank.line
-                line.most_live = max(line.most_live, live)
+                line.most_live = max(line.most_live, self._live)
             yield self._whole[flat]
 
     def release(self, unit: Layer) -> None:
         for flat in unit.flats:
             work = self._whole.pop(flat, None)
             if work is not None:
+                self._live -= flat.padded
                 work.wait()
 
     def reduce(self, unit: Layer) -> Iterator[_Work]:
