@@ -37,7 +37,7 @@ test: $(READY)
 train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
 
-bench: $(READY)
+bench: $(VENV)/peers
 	@$(BIN)/python -m minizero bench $(ARGS)
 
 lab: $(READY)
@@ -57,6 +57,11 @@ picture: $(READY)
 
 clean:
 	rm -rf $(VENV) _build minizero.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/peers: requirements-bench.txt $(READY)
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --requirement requirements-bench.txt || \
+	  echo 'DeepSpeed could not be installed; the comparisons with it are left out'
+	@touch $@
 
 $(READY): requirements.txt pyproject.toml
 	@if ! { $(BIN)/python -c '$(SUITABLE)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
