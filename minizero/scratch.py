@@ -18,7 +18,8 @@ from pathlib import Path
 from .files import AsyncFiles, DiskFault, direct_io
 from .launch import rank
 
-_PREFIX = "minizero-"
+# not what `launch` calls its own things in the same folder
+_PREFIX = "minizero-nvme-"
 
 
 class RunFolder:

@@ -646,6 +646,15 @@ def test_after_a_kill_the_next_run_sweeps(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_only_run_folders_are_swept(tmp_path: Path) -> None:
+    """The folder may be /tmp, where `launch` has things of its own."""
+    others = [tmp_path / "minizero-0123abcd", tmp_path / "file"]
+    others[0].mkdir()
+    others[1].touch()
+    RunFolder(tmp_path, AsyncFiles()).close()
+    assert set(tmp_path.iterdir()) == set(others)
+
+
 def test_a_folder_goes_with_its_process(tmp_path: Path) -> None:
     """Without close(), and a forked child does not take it along."""
     code = f"""
