@@ -13,8 +13,13 @@ from minizero.timeline import Interval
 from .plots import STYLE, WIDTH
 from .style import GREY, OP_COLOURS
 
-PHASE_COLOURS = {"forward": "#2AAB7F", "backward": "#A46694", "update": "#E6EE7F"}
-"""Computation by phase; `launch`, the time to start a call, counts to none."""
+PHASE_COLOURS = {
+    "forward": "#2AAB7F",
+    "backward": "#A46694",
+    "update": "#E6EE7F",
+    "launch": GREY,
+}
+"""What a rank does; a measured step has its launches inside the phases."""
 
 
 @rc_context(STYLE)
