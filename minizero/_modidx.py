@@ -602,6 +602,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'minizero.zero3._Verbs.place': ('zero3.html#_verbs.place', 'minizero/zero3.py'),
                                 'minizero.zero3._Verbs.release': ('zero3.html#_verbs.release', 'minizero/zero3.py'),
                                 'minizero.zero3._Verbs.send': ('zero3.html#_verbs.send', 'minizero/zero3.py'),
+                                'minizero.zero3._is_integer': ('zero3.html#_is_integer', 'minizero/zero3.py'),
                                 'minizero.zero3._needs_grad': ('zero3.html#_needs_grad', 'minizero/zero3.py'),
                                 'minizero.zero3._version': ('zero3.html#_version', 'minizero/zero3.py'),
                                 'minizero.zero3.is_sharded': ('zero3.html#is_sharded', 'minizero/zero3.py'),

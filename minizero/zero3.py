@@ -48,7 +48,9 @@ class ShardedFlat(Flat):
         self._cut()
 
     def _cut(self) -> None:
-        self.nan = self.full.new_full((), torch.nan)
+        # what an absent element reads as; integers have no NaN
+        self._nothing = 0 if _is_integer(self.full) else torch.nan
+        self.nan = self.full.new_full((), self._nothing)
         # made now: a view cannot be cut from an empty storage
         self.views = [slot.view(self.full) for slot in self.slots]
         self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
@@ -120,7 +122,7 @@ class ShardedFlat(Flat):
             self.full.untyped_storage().resize_(0)
 
     def _hide(self) -> None:
-        self.nan.fill_(torch.nan)
+        self.nan.fill_(self._nothing)
         self._point(self.absent)
         self._versions = {s: _version(s.parameter) for s in self.slots}
 
@@ -131,6 +133,10 @@ class ShardedFlat(Flat):
                 slot.parameter.data = tensor
 
 # %% ../notebooks/07_zero3.ipynb #zero3-owners
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex())
+
+
 def _version(p: Tensor) -> int:
     """How often a tensor was written to, as far as autograd keeps count."""
     return 0 if p.is_inference() else p._version

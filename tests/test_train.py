@@ -90,7 +90,7 @@ def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
     out = run(
         "train", "--ranks", "2", *SMALL, *options.split(), "--out", ".", cwd=tmp_path
     )
-    assert out.count("yes") == 4 and "NO" not in out
+    assert out.count("yes") >= 4 and "NO" not in out
     files = tmp_path / "files"
     assert not files.exists() or not list(files.iterdir())
     skipped = report(tmp_path)["skipped_steps"]
