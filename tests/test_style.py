@@ -98,5 +98,6 @@ def test_top_level_is_as_documented(root: Path) -> None:
         "notebooks",
         "pyproject.toml",
         "requirements.txt",
+        "requirements-bench.txt",
         "tests",
     }
