@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from minizero.launch import Pool
 
 # A shell starts a command in the background with interrupts ignored, and what a test
 # starts would inherit that; some tests are about interrupts.
@@ -43,3 +45,15 @@ def tool() -> Run:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,18 +56,6 @@ def quick_collections() -> None:
     """What is there now need not be looked at again and again."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def tokens(seed: int = 1, rows: int = BATCH, config: GPTConfig = CONFIG) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,12 +16,6 @@ from minizero.tracker import Tracker
 
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 STATE = ("parameters", "gradients", "optimizer")
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
-        yield pool
 
 
 def measure(stage: int, steps: int = 2) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import nasty
@@ -14,18 +13,6 @@ from torch import Tensor, nn
 from minizero import parallelize
 from minizero.launch import Pool, rank, world_size
 from minizero.memory import Plan
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def test_plans_and_bucket_sizes_are_equal(pool: Pool) -> None:

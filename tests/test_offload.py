@@ -55,18 +55,6 @@ def name(plan: Plan) -> str:
     return f"zero{stage} {'+'.join(host)}"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
-
-
 def offloaded(plan: Plan, **options: Any) -> Run:
     return train(plan, home=Offload(plan), **options)
 

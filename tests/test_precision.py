@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,18 +26,6 @@ from minizero.tracker import Tracker
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 8
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def masters(net: DataParallel) -> list[Tensor]:
