@@ -129,6 +129,10 @@ INNER = {
     "fp16.fp16_master_weights_and_grads": Refused(False, _MASTERS),
     "bf16.bf16_master_weights_and_grads": Refused(False, _MASTERS),
     "bf16.bf16_optimizer_states": Refused(False, _MASTERS),
+    "data_types.keep_in_fp32_modules": Refused(
+        "auto",
+        "buffers stay as they come, unless buffer_dtype casts them all",
+    ),
     "aio.use_gds": Refused(False, "files are read into host memory"),
     "aio.thread_count": Refused(1, "use intra_op_parallelism"),
     "checkpoint.use_node_local_storage": Refused(

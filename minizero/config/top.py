@@ -140,6 +140,11 @@ class Config:
     dataloader_drop_last: bool = key(
         False, "Drop the last, smaller batch.", "the engine's data loader"
     )
+    disable_python_gc: bool = key(
+        False,
+        "Collect no reference cycles while training.",
+        ignored="call gc.disable() in the script",
+    )
     vocabulary_size: int | None = key(
         None,
         "Warn if it is no multiple of 8.",

@@ -148,6 +148,16 @@ class ZeroOptimization:
         "Train on when a parameter took no part in a loss.",
         ignored="unused parameters always join with zeros",
     )
+    compute_grad_norm: bool = key(
+        True,
+        "Compute the norm of all gradients at each step.",
+        ignored="it is computed to clip, and where you ask for it",
+    )
+    parameter_alignment: bool = key(
+        False,
+        "Let each parameter start at a multiple of 16 bytes.",
+        ignored="the parameters of a buffer stand one after the other",
+    )
     load_from_fp32_weights: bool = key(
         True,
         "Resume from fp32 master weights, not from 16-bit parameters.",
