@@ -16,7 +16,7 @@ class OffloadParam:
     device: str = key(
         "none",
         "Rest on the device, in host memory, or in files.",
-        "`Plan.stage(offload_param=)`",
+        "`offload_param` of `Plan.stage`",
         one_of=PLACES,
     )
     nvme_path: str | None = key(
@@ -61,7 +61,7 @@ class OffloadOptimizer:
     device: str = key(
         "none",
         "Rest on the device, in host memory, or in files.",
-        "`Plan.stage(offload_optimizer=)`",
+        "`offload_optimizer` of `Plan.stage`",
         one_of=PLACES,
     )
     nvme_path: str | None = key(

@@ -42,7 +42,7 @@ class Config:
         "the engine",
         unit="samples",
         least=1,
-        unset="the product of the next two and the ranks",
+        unset="from the next two",
     )
     train_micro_batch_size_per_gpu: int = key(
         None,
@@ -62,9 +62,8 @@ class Config:
     )
     gradient_clipping: float = key(
         1.0,
-        "Largest norm of all gradients together; 0 does not clip.",
+        "Largest L2 norm of all gradients together; 0 does not clip.",
         "`clip_grad_norm`",
-        unit="L2 norm",
         least=0,
     )
     optimizer: Optimizer | None = key(
@@ -86,8 +85,8 @@ class Config:
     )
     communication_data_type: str | None = key(
         None,
-        "In which gradients are sent; minizero adds them up in it as well.",
-        "`MixedPrecision(reduce=)`",
+        "In which gradients are added up and sent.",
+        "`reduce` of `MixedPrecision`",
         one_of=_NAMES,
         unset="the parameters'",
     )

@@ -14,7 +14,7 @@ class FP16:
     """fp16 parameters and gradients, with a loss scale."""
 
     enabled: bool = key(
-        False, "Compute in fp16.", "`MixedPrecision(parameters=)`"
+        False, "Compute in fp16.", "`parameters` of `MixedPrecision`"
     )
     loss_scale: float = key(
         0.0,
@@ -25,33 +25,33 @@ class FP16:
     initial_scale_power: int = key(
         16,
         "The adapted scale starts at 2 to this power.",
-        "`DynamicLossScale(initial_scale_power=)`",
+        "`initial_scale_power` of `DynamicLossScale`",
         least=0,
         most=127,
     )
     loss_scale_window: int = key(
         1000,
         "Double the scale after so many steps without an overflow.",
-        "`DynamicLossScale(loss_scale_window=)`",
+        "`loss_scale_window` of `DynamicLossScale`",
         unit="steps",
         least=1,
     )
     hysteresis: int = key(
         2,
         "Halve the scale at this overflow, not before.",
-        "`DynamicLossScale(hysteresis=)`",
+        "`hysteresis` of `DynamicLossScale`",
         unit="overflows",
         least=1,
     )
     consecutive_hysteresis: bool = key(
         False,
         "Count overflows anew after each step without one.",
-        "`DynamicLossScale(consecutive_hysteresis=)`",
+        "`consecutive_hysteresis` of `DynamicLossScale`",
     )
     min_loss_scale: int = key(
         1,
         "The adapted scale is never smaller.",
-        "`DynamicLossScale(min_loss_scale=)`",
+        "`min_loss_scale` of `DynamicLossScale`",
         least=1,
     )
     auto_cast: bool = key(
@@ -67,7 +67,7 @@ class BF16:
     """bf16 parameters and gradients, without a loss scale."""
 
     enabled: bool = key(
-        False, "Compute in bf16.", "`MixedPrecision(parameters=)`"
+        False, "Compute in bf16.", "`parameters` of `MixedPrecision`"
     )
     check_grad_overflow: bool = key(
         True,
@@ -89,7 +89,7 @@ class DataTypes:
     grad_accum_dtype: str | None = key(
         None,
         "In which gradients are added up over micro-batches.",
-        "`MixedPrecision(reduce=)`",
+        "`reduce` of `MixedPrecision`",
         one_of=_NAMES,
         unset="the parameters'",
     )
@@ -103,7 +103,7 @@ class DataTypes:
     buffer_dtype: str | None = key(
         None,
         "Of the model's floating-point buffers.",
-        "`MixedPrecision(buffers=)`",
+        "`buffers` of `MixedPrecision`",
         one_of=_NAMES,
         unset="as they come",
     )
@@ -116,7 +116,7 @@ class ActivationCheckpointing:
     cpu_checkpointing: bool = key(
         False,
         "Keep it in host memory until backward.",
-        "`Checkpointing(store=Offloaded())`",
+        "`Offloaded`, as `store` of `Checkpointing`",
     )
     partition_activations: bool = key(
         False,

@@ -41,28 +41,28 @@ class ZeroOptimization:
     reduce_bucket_size: int = key(
         500_000_000,
         "Most gradients in one reduction.",
-        "`parallelize(bucket_size=)`",
+        "`bucket_size` of `parallelize`",
         unit="elements",
         least=1,
     )
     stage3_prefetch_bucket_size: int = key(
         50_000_000,
         "Most parameters gathered ahead of their use.",
-        "`Overlap(prefetch_bucket_size=)`",
+        "`Overlap`, without `stage3_`",
         unit="elements",
         least=0,
     )
     stage3_param_persistence_threshold: int = key(
         100_000,
         "Smaller units stay whole (in DeepSpeed: smaller parameters).",
-        "`Overlap(param_persistence_threshold=)`",
+        "`Overlap`, without `stage3_`",
         unit="elements",
         least=0,
     )
     stage3_max_live_parameters: int = key(
         1_000_000_000,
         "Most parameters whole at once.",
-        "`Overlap(max_live_parameters=)`",
+        "`Overlap`, without `stage3_`",
         unit="elements",
         least=1,
     )
@@ -90,7 +90,7 @@ class ZeroOptimization:
         0,
         "Gather modules of many small parts as one.",
         ignored="a unit is always gathered as one",
-        unit="elements a module",
+        unit="elements",
         least=0,
     )
     stage3_use_all_reduce_for_fetch_params: bool = key(

@@ -23,7 +23,7 @@ END = "<!-- made from the schema: end -->"
 
 def tables() -> str:
     """All keys: one heading and one table for each section."""
-    return "\n\n".join([*_sections(Config, "The top"), _refused()])
+    return "\n\n".join([*_sections(Config, "The top"), *_refused()])
 
 
 def _sections(section: type, title: str, path: str = "") -> Iterator[str]:
@@ -41,21 +41,18 @@ def _sections(section: type, title: str, path: str = "") -> Iterator[str]:
             yield from _sections(kind, whose, f"{where}.")
 
 
-COLUMNS = ("key", "type", "default", "unit", "what it does", "in minizero")
+COLUMNS = ("key", "default", "what it does")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     about = entry.about
-    status = f"done: {about.maps}"
+    status = f"*Done:* {about.maps}."
     if about.ignored:
-        status = f"no effect: {about.ignored}"
+        status = f"*No effect:* {about.ignored}."
     return (
-        f"`{entry.name}`",
-        _kind(entry),
+        f"`{entry.name}`<br>{_kind(entry)}",
         _default(entry),
-        about.unit,
-        about.does,
-        status,
+        f"{about.does}<br>{status}",
     )
 
 
@@ -67,7 +64,8 @@ def _kind(entry: Entry) -> str:
         return "true or false"
     if kind is str:
         return " ".join(f"`{name}`" for name in about.one_of) or "string"
-    names = {int: "whole number", float: "number"}
+    unit = f" of {about.unit}" if about.unit else ""
+    names = {int: f"whole number{unit}", float: "number"}
     name = names.get(kind, "number, or one for each group")
     if get_origin(kind) is tuple:
         name = f"{len(get_args(kind))} numbers"
@@ -92,18 +90,22 @@ def _value(value: Any) -> str:
     return f"`{shown(value)}`"
 
 
-def _refused() -> str:
-    rows = []
+def _refused() -> Iterator[str]:
+    yield (
+        "### Refused\n\nDeepSpeed has these keys and minizero has not. One "
+        "that asks for nothing is accepted."
+    )
+    rows: dict[str, list[tuple[str, ...]]] = {}
     for where, refused in REFUSED.items():
         off = "not enabled" if refused.off is ON else _value(refused.off)
         if refused.off in ({}, None):
             off = "left out"
-        rows.append((f"`{where}`", off, refused.instead))
-    head = ("key", "accepted if", "what to use instead")
-    return (
-        "### Refused\n\nDeepSpeed has these keys and minizero has not. One "
-        f"that asks for nothing is accepted.\n\n{_table(head, rows)}"
-    )
+        place, _, name = where.rpartition(".")
+        row = (f"`{name}`", off, refused.instead)
+        rows.setdefault(place, []).append(row)
+    for place, found in rows.items():
+        at = f"in `{place}`" if place else "at the top"
+        yield _table((f"key {at}", "accepted if", "what to use"), found)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
