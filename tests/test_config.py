@@ -139,6 +139,7 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
             "train_micro_batch_size_per_gpu": 4,
             "plan": Plan.stage(3, "cpu", "cpu"),
             "dtypes": ("float16", "float16", None),
+            "files": None,
             "zero_optimization.stage3_prefetch_bucket_size": 500_000_000,
             "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
         },
@@ -201,6 +202,25 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
         {
             "plan": Plan.stage(3, "nvme", "nvme"),
             "zero_optimization.offload_param.nvme_path": "disk",
+            "files": {
+                "folder": "disk",
+                "buffer_count": 5,
+                "buffer_size": 100_000_000,
+                "block_size": 1_048_576,
+                "queue_depth": 8,
+            },
+        },
+    ),
+    (
+        zero(1, offload_optimizer={"device": "nvme", "nvme_path": "disk"})
+        | {"aio": {"queue_depth": 32}},
+        {
+            "files": {
+                "folder": "disk",
+                "buffer_count": 4,
+                "block_size": 1_048_576,
+                "queue_depth": 32,
+            }
         },
     ),
     # dtypes
@@ -658,6 +678,14 @@ BAD: list[tuple[Any, str]] = [
         zero(1, offload_optimizer={"device": "nvme", "nvme_path": ""}),
         'zero_optimization.offload_optimizer.device is "nvme", but there is no '
         "nvme_path beside it; give the folder to put files in",
+    ),
+    (
+        zero(
+            offload_param={"device": "nvme", "nvme_path": "a"},
+            offload_optimizer={"device": "nvme", "nvme_path": "b"},
+        ),
+        'zero_optimization has the nvme_path "b" and "a" in offload_optimizer and '
+        "offload_param, but all files are in one folder; give both the same",
     ),
     (
         top(

@@ -26,14 +26,8 @@ def shown(value: Any) -> str:
 
 def errors(config: Config) -> Iterator[str]:
     """A sentence for each contradiction."""
-    zero, fp16 = config.zero_optimization, config.fp16
-    for name in ("offload_optimizer", "offload_param"):
-        block = getattr(zero, name)
-        if block.device == "nvme" and not block.nvme_path:
-            yield (
-                f'zero_optimization.{name}.device is "nvme", but there is '
-                "no nvme_path beside it; give the folder to put files in"
-            )
+    yield from _path_errors(config)
+    fp16 = config.fp16
     first = 2**fp16.initial_scale_power
     if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > first:
         yield (
@@ -44,6 +38,26 @@ def errors(config: Config) -> Iterator[str]:
         yield "fp16 and bf16 are both enabled; disable one of them"
     else:
         yield from _dtype_errors(config)
+
+
+def _path_errors(config: Config) -> Iterator[str]:
+    paths = {}
+    for name in ("offload_optimizer", "offload_param"):
+        block = getattr(config.zero_optimization, name)
+        if block.device == "nvme" and not block.nvme_path:
+            yield (
+                f'zero_optimization.{name}.device is "nvme", but there is '
+                "no nvme_path beside it; give the folder to put files in"
+            )
+        elif block.device == "nvme":
+            paths[name] = shown(block.nvme_path)
+    if len(set(paths.values())) > 1:
+        given = " and ".join(paths.values())
+        yield (
+            f"zero_optimization has the nvme_path {given} in "
+            f"{' and '.join(paths)}, but all files are in one folder; give "
+            "both the same"
+        )
 
 
 def _dtype_errors(config: Config) -> Iterator[str]:

@@ -22,20 +22,20 @@ class OffloadParam:
     nvme_path: str | None = key(
         None,
         "The folder of the files; needed with `nvme`.",
-        "path of the NVMe home",
+        "`folder` of `NVMe`",
         unset="none",
     )
     buffer_count: int = key(
         5,
         "Host buffers that files are read into and written from.",
-        "buffer count of the NVMe home",
+        "`buffer_count` of `NVMe`, the larger one of both blocks",
         unit="buffers",
         least=1,
     )
     buffer_size: int = key(
         100_000_000,
         "Size of each of these buffers.",
-        "buffer size of the NVMe home",
+        "`buffer_size` of `NVMe`",
         unit="elements",
         least=1,
     )
@@ -67,13 +67,13 @@ class OffloadOptimizer:
     nvme_path: str | None = key(
         None,
         "The folder of the files; needed with `nvme`.",
-        "path of the NVMe home",
+        "`folder` of `NVMe`",
         unset="none",
     )
     buffer_count: int = key(
         4,
         "Host buffers that files are read into and written from.",
-        "buffer count of the NVMe home",
+        "`buffer_count` of `NVMe`, the larger one of both blocks",
         unit="buffers",
         least=1,
     )
@@ -115,14 +115,14 @@ class Aio:
     block_size: int = key(
         1_048_576,
         "Size of one request.",
-        "block size of the NVMe home",
+        "`block_size` of `NVMe`",
         unit="bytes",
         least=1,
     )
     queue_depth: int = key(
         8,
         "Most requests in flight.",
-        "queue depth of the NVMe home",
+        "`queue_depth` of `NVMe`",
         unit="requests",
         least=1,
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..memory import Plan
-from .offload import Aio
+from .offload import Aio, OffloadOptimizer, OffloadParam
 from .optimizer import Optimizer
 from .scheduler import Scheduler
 from .schema import key, torch_name
@@ -93,7 +93,7 @@ class Config:
     zero_optimization: ZeroOptimization = key(
         ZeroOptimization(), "What is sharded, and where.", "`parallelize`"
     )
-    aio: Aio = key(Aio(), "Reading and writing files.", "the NVMe home")
+    aio: Aio = key(Aio(), "Reading and writing files.", "`NVMe`")
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing(),
         "What checkpointed modules keep, and where.",
@@ -173,6 +173,26 @@ class Config:
             offload_optimizer=None if optimizer == "none" else optimizer,
             offload_param=None if param == "none" else param,
         )
+
+    @property
+    def files(self) -> dict[str, Any] | None:
+        """The options of the NVMe home; None if nothing goes to files."""
+        zero, plan = self.zero_optimization, self.plan
+        blocks: list[OffloadParam | OffloadOptimizer] = []
+        options: dict[str, Any] = {}
+        if plan.optimizer.on == "nvme":
+            blocks.append(zero.offload_optimizer)
+        if plan.parameters.on == "nvme":
+            blocks.append(zero.offload_param)
+            options["buffer_size"] = zero.offload_param.buffer_size
+        if not blocks:
+            return None
+        return options | {
+            "folder": blocks[0].nvme_path,
+            "buffer_count": max(block.buffer_count for block in blocks),
+            "block_size": self.aio.block_size,
+            "queue_depth": self.aio.queue_depth,
+        }
 
     @property
     def dtypes(self) -> Dtypes:

@@ -25,12 +25,12 @@ class ZeroOptimization:
     offload_optimizer: OffloadOptimizer = key(
         OffloadOptimizer(),
         "Optimizer state off the device (stages 1 to 3).",
-        "`Plan`, `Offload`, the NVMe home",
+        "`Plan`, `Offload`, `NVMe`",
     )
     offload_param: OffloadParam = key(
         OffloadParam(),
         "Parameters off the device (stage 3).",
-        "`Plan`, `Offload`, the NVMe home",
+        "`Plan`, `Offload`, `NVMe`",
     )
     overlap_comm: bool | None = key(
         None,
