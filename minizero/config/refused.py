@@ -1,0 +1,162 @@
+"""DeepSpeed's keys that minizero does not do, and what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+ON = {"enabled": True}
+
+
+class Refused(NamedTuple):
+    """`off`: the value that asks for nothing, and so is accepted. `ON` is for
+    sections, which are off while their `enabled` is not true."""
+
+    off: Any
+    instead: str
+
+    def asks(self, value: Any) -> bool:
+        """Whether `value` asks for what is refused."""
+        if self.off is ON and isinstance(value, dict):
+            return value.get("enabled", False) is not False
+        return value is not None and value != self.off
+
+
+_MIXED = "use fp16 or bf16"
+_FP32 = 'use "communication_data_type": "fp32", whose sums do not overflow'
+_LOG = "log losses and engine.get_lr() where you want them"
+_DATA = "choose the batches in the data loader"
+_BYTES = "nothing is quantized on its way; use bf16, half of fp32"
+_MASTERS = "master weights are fp32, as exact resuming needs"
+_COMPILE = "call torch.compile on the model's blocks"
+_PARALLEL = "minizero is data-parallel; remove it"
+
+SECTIONS = {
+    "amp": Refused(ON, _MIXED),
+    "torch_autocast": Refused(ON, _MIXED),
+    "bfloat16": Refused(ON, 'write "bf16"'),
+    "autotuning": Refused(ON, "use `python -m minizero plan`"),
+    "elasticity": Refused(
+        ON, "every checkpoint resumes on any number of ranks; remove it"
+    ),
+    "flops_profiler": Refused(
+        ON, "use wall_clock_breakdown; the engine reports FLOPs as well"
+    ),
+    "comms_logger": Refused(ON, "use `minizero.comm.ledger()`"),
+    "tensorboard": Refused(ON, _LOG),
+    "wandb": Refused(ON, _LOG),
+    "csv_monitor": Refused(ON, _LOG),
+    "comet": Refused(ON, _LOG),
+    "data_efficiency": Refused(ON, _DATA),
+    "curriculum_learning": Refused(ON, _DATA),
+    "quantize_training": Refused(ON, "quantize the model itself"),
+    "compression_training": Refused({}, "compress the model itself"),
+    "weight_quantization": Refused({}, "quantize the model itself"),
+    "eigenvalue": Refused(ON, "it serves quantize_training; remove it"),
+    "progressive_layer_drop": Refused(ON, "drop layers in the model itself"),
+    "sparse_attention": Refused({}, "use an attention that is sparse"),
+    "pipeline": Refused({}, _PARALLEL),
+    "tensor_parallel": Refused({}, _PARALLEL),
+    "expert_parallel": Refused(ON, _PARALLEL),
+    "hybrid_engine": Refused(ON, "generate with engine.module"),
+    "compile": Refused({}, _COMPILE),
+    "nebula": Refused(ON, "checkpoints are saved asynchronously already"),
+    "datastates_ckpt": Refused(
+        {}, "checkpoints are saved asynchronously already"
+    ),
+    "timers": Refused({}, "use wall_clock_breakdown"),
+}
+
+TOP = {
+    "managed_gradient_accumulation": Refused(
+        True,
+        "the engine counts micro-batches; use gradient_accumulation_steps",
+    ),
+    "prescale_gradients": Refused(False, _FP32),
+    "gradient_predivide_factor": Refused(1.0, _FP32),
+    "gradient_allreduce_op": Refused(
+        "mean", "multiply the loss by the number of ranks"
+    ),
+    "sparse_gradients": Refused(
+        False, "gradients are dense; make embeddings with sparse=False"
+    ),
+    "disable_allgather": Refused(
+        False, "updated parameters are always gathered; remove it"
+    ),
+    "graph_harvesting": Refused(False, _COMPILE),
+    "sequence_parallel_size": Refused(1, _PARALLEL),
+    "seq_parallel_communication_data_type": Refused("fp32", _PARALLEL),
+    "use_data_before_expert_parallelism": Refused(False, _PARALLEL),
+}
+
+_PLACE = 'use "{}": {{"device": "cpu"}}'
+
+ZERO = {
+    "cpu_offload": Refused(False, _PLACE.format("offload_optimizer")),
+    "cpu_offload_param": Refused(False, _PLACE.format("offload_param")),
+    "cpu_offload_use_pin_memory": Refused(
+        False, "host memory is page-locked wherever there is a GPU"
+    ),
+    "stage3_gather_fp16_weights_on_model_save": Refused(
+        False, 'write "stage3_gather_16bit_weights_on_model_save"'
+    ),
+    "legacy_stage1": Refused(False, "there is one stage 1; remove it"),
+    "zero_hpz_partition_size": Refused(
+        1, "parameters are sharded over all ranks; leave it at 1"
+    ),
+    "mics_shard_size": Refused(
+        -1, "parameters are sharded over all ranks; leave it at -1"
+    ),
+    "mics_hierarchical_params_gather": Refused(
+        False, "parameters are gathered over all ranks at once"
+    ),
+    "zero_quantized_weights": Refused(False, _BYTES),
+    "zero_quantized_nontrainable_weights": Refused(False, _BYTES),
+    "zero_quantized_gradients": Refused(False, _BYTES),
+    "zeropp_loco_param": Refused(None, _BYTES),
+    "zenflow": Refused(None, 'use "offload_optimizer"'),
+    "save_muon_momentum_buffer_in_memory": Refused(
+        False, "Muon needs the shapes of parameters; use AdamW"
+    ),
+    "offload_optimizer.ratio": Refused(
+        1.0, "all of the optimizer state is offloaded; leave it at 1"
+    ),
+    "offload_optimizer.super_offload": Refused(
+        False, "use offload_optimizer as it is"
+    ),
+}
+
+INNER = {
+    "fp16.fp16_master_weights_and_grads": Refused(False, _MASTERS),
+    "bf16.bf16_master_weights_and_grads": Refused(False, _MASTERS),
+    "bf16.bf16_optimizer_states": Refused(False, _MASTERS),
+    "data_types.keep_in_fp32_modules": Refused(
+        "auto",
+        "buffers stay as they come, unless buffer_dtype casts them all",
+    ),
+    "aio.use_gds": Refused(False, "files are read into host memory"),
+    "aio.thread_count": Refused(1, "use intra_op_parallelism"),
+    "checkpoint.use_node_local_storage": Refused(
+        False, "save to a folder that all ranks see"
+    ),
+    "checkpoint.parallel_write": Refused(
+        {}, "each rank writes its own file; remove it"
+    ),
+    "checkpoint.writer": Refused({}, "checkpoints are saved asynchronously"),
+    "optimizer.params.max_grad_norm": Refused(0, 'use "gradient_clipping"'),
+    "optimizer.params.bias_correction": Refused(
+        True, "make the optimizer yourself and pass it to initialize"
+    ),
+    "optimizer.params.amsgrad": Refused(
+        False, "make the optimizer yourself and pass it to initialize"
+    ),
+    "optimizer.params.set_grad_none": Refused(
+        True, "gradients are views of a buffer; remove it"
+    ),
+}
+
+REFUSED: dict[str, Refused] = {
+    **TOP,
+    **SECTIONS,
+    **{f"zero_optimization.{name}": what for name, what in ZERO.items()},
+    **INNER,
+}

@@ -1,0 +1,112 @@
+"""Where a config comes from: a dict, a file, or JSON text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """What is wrong with a config: `problems` has a sentence for each."""
+
+    def __init__(self, problems: list[str], source: str = "") -> None:
+        self.problems = problems
+        if len(problems) == 1:
+            text = f"{source}: {problems[0]}" if source else problems[0]
+        else:
+            count = f"{len(problems)} problems in {source or 'the config'}:"
+            text = "\n- ".join([count, *problems])
+        super().__init__(text)
+
+
+def load(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+) -> tuple[Mapping[str, Any], str]:
+    """The object as given, and the name of the file it came from, or ""."""
+    if isinstance(source, Mapping):
+        return source, ""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            [
+                "a config is a dict, the path of a JSON file or JSON text, "
+                f"not {source!r}"
+            ]
+        )
+    text = os.fspath(source)
+    if text.lstrip()[:1] in ("{", "["):
+        return _parsed(text, ""), ""
+    return _parsed(_contents(Path(text)), text), text
+
+
+def _contents(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([_missing(path)]) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            [f"{path} is a folder; give the JSON file in it"]
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [f"it is not UTF-8 text: byte {error.start} is {error.reason}"],
+            str(path),
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            [f"the config file cannot be read: {error.strerror}"], str(path)
+        ) from None
+
+
+def _missing(path: Path) -> str:
+    sentence = f"there is no config file {path}"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{sentence}, and no folder {folder}"
+    names = sorted(p.name for p in folder.glob("*.json"))
+    close = get_close_matches(path.name, names, n=1)
+    if close:
+        return f"{sentence}; did you mean {folder / close[0]}?"
+    return f"{sentence} (looked in {folder.absolute()})"
+
+
+def _parsed(text: str, name: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant
+        )
+    except json.JSONDecodeError as error:
+        line = "".join(text.splitlines()[error.lineno - 1 : error.lineno])
+        raise ConfigError(
+            [
+                f"{name or 'the config'} is not JSON: line {error.lineno}, "
+                f"column {error.colno}: {error.msg} in {line.strip()!r} "
+                "(comments and trailing commas, which DeepSpeed reads, are "
+                "not JSON)"
+            ]
+        ) from None
+    except ValueError as error:
+        raise ConfigError([str(error)], name) from None
+    if not isinstance(found, dict):
+        kind = "a list" if isinstance(found, list) else json.dumps(found)
+        raise ConfigError(
+            [f"a config is an object in braces, not {kind}"], name
+        )
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without this, the last of two equal keys would win in silence."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f'"{key}" is there {count} times; keep one')
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON; give a finite one")
