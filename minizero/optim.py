@@ -22,6 +22,8 @@ def _twin(
 ) -> torch.optim.Optimizer:
     """The same optimizer with one group's options, over other parameters."""
     twin = copy.copy(optimizer)
+    # a scheduler has put its own `step` there, which steps the original
+    vars(twin).pop("step", None)
     # a small learning rate, or none in a warm-up, would hide any difference
     rate = {"lr": 0.1} if "lr" in group else {}
     twin.param_groups = [{**group, **rate, "params": params}]
