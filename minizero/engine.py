@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import checkpointing
 from .config import Config, read
 from .data import Loader
 from .facade import EngineOptimizer
@@ -325,6 +326,8 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
+    if not checkpointing.is_configured():
+        checkpointing.use(settings.activation_checkpointing)
     engine = Engine(settings, model, made, scheduler, loader)
     return engine, engine.optimizer, loader, scheduler
 
