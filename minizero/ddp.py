@@ -160,16 +160,18 @@ class Backward(Verbs):
         with comm.phase("forward"):
             return self.model(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of `loss`, averaged over ranks (not inside `no_sync`).
 
         Divide the loss by the number of micro-batches yourself, if you want
-        their mean: gradients of several calls add up until `step`.
+        their mean: gradients of several calls add up until `step`. With
+        `retain_graph` another backward can go through the same forward.
         """
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                self.precision.scaled(loss).backward()
+                start = self.precision.scaled(loss)
+                start.backward(retain_graph=retain_graph)
                 self._end_backward()
         finally:
             self._in_backward = False
@@ -281,15 +283,21 @@ class Step(Backward):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
+        norm = self.grad_norm()
+        flats = self._trainable()
+        grads = [grad for flat in flats for grad in self.owned_grads(flat)]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.precision.clip(grads, factor)
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The norm that `clip_grad_norm` returns; nothing is clipped."""
         with comm.phase("step"):
             self._finish_gradients()
-            flats = self._trainable()
-            grads = [self.owned_grads(flat) for flat in flats]
-            norms = self._row_norms(grads)
-            norm = self.precision.unscaled(norms.square().sum().sqrt())
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            self.precision.clip([g for rows in grads for g in rows], factor)
-        return norm
+            norms = self._row_norms(
+                [self.owned_grads(flat) for flat in self._trainable()]
+            )
+            return self.precision.unscaled(norms.square().sum().sqrt())
 
     def _row_norms(self, grads: list[list[Tensor]]) -> Tensor:
         """Norm of every row of every flat buffer, fp32, [ranks, flats]."""
