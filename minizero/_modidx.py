@@ -78,6 +78,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'minizero.ddp.Step._finish_gradients': ('data_parallel.html#step._finish_gradients', 'minizero/ddp.py'),
                               'minizero.ddp.Step._row_norms': ('data_parallel.html#step._row_norms', 'minizero/ddp.py'),
                               'minizero.ddp.Step.clip_grad_norm': ('data_parallel.html#step.clip_grad_norm', 'minizero/ddp.py'),
+                              'minizero.ddp.Step.grad_norm': ('data_parallel.html#step.grad_norm', 'minizero/ddp.py'),
                               'minizero.ddp.Step.join': ('data_parallel.html#step.join', 'minizero/ddp.py'),
                               'minizero.ddp.Step.step': ('data_parallel.html#step.step', 'minizero/ddp.py'),
                               'minizero.ddp.Step.zero_grad': ('data_parallel.html#step.zero_grad', 'minizero/ddp.py'),
