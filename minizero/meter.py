@@ -1,4 +1,4 @@
-"""How long the phases of a step take, and what that is in samples and FLOPs."""
+"""How long the phases of a step take; samples and FLOPs a second."""
 
 from __future__ import annotations
 
