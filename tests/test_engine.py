@@ -993,7 +993,7 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
         engine.save_checkpoint(folder, "not-the-latest", save_latest=False)
         other, stream = dropping(PLANS["3"])
         other.load_checkpoint(folder, load_module_only=True)
-        assert other.global_steps == 0 and not other.optimizer.state
+        assert other.global_steps == 0 and not any(other.optimizer.state.values())
         got = other.module_state_dict()
         assert all(torch.equal(v, weights[k]) for k, v in got.items())
         assert other.training_dataloader.state_dict()["seen"] == 0
