@@ -60,13 +60,14 @@ class Resume(Loop):
         if it cannot be written: then on all ranks, and the checkpoints that
         there were are as before.
         """
-        accumulated = self.micro_steps % self.gradient_accumulation_steps()
-        if self.net.has_gradients or accumulated and self._boundary is None:
+        self._mend()
+        if self.net.has_gradients:
+            micro_batches = self.gradient_accumulation_steps()
             raise RuntimeError(
                 "a checkpoint holds no gradients, and this step has some "
-                f"already (micro-batch {accumulated + 1} of "
-                f"{self.gradient_accumulation_steps()}); save after the "
-                "step() at the boundary, or call zero_grad()"
+                f"(it is at micro-batch {self.micro_steps % micro_batches + 1}"
+                f" of {micro_batches}); save after the step() at the "
+                "boundary, or give them up by zero_grad()"
             )
         scheduler, loader = self.lr_scheduler, self.training_dataloader
         engine = {
