@@ -14,7 +14,7 @@ from .agree import agreeing, broadcast_bytes
 from .checkpoint import finish, load, save
 from .config import Config
 from .data import Loader
-from .index import LATEST, checkpoints
+from .folder import exists
 from .launch import rank
 from .loop import Loop
 
@@ -180,11 +180,9 @@ class Resume(Loop):
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether rank 0 finds no checkpoint, and none named, in a folder."""
-    found = b"no"
-    if rank() == 0 and ((folder / LATEST).exists() or checkpoints(folder)):
-        found = b"yes"
-    return broadcast_bytes(found) == b"no"
+    """Whether rank 0 finds that nothing was ever saved in a folder."""
+    found = rank() == 0 and exists(folder)
+    return broadcast_bytes(b"1" if found else b"0") == b"0"
 
 
 def _write(path: Path, weights: dict[str, Tensor]) -> None:
