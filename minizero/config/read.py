@@ -155,9 +155,14 @@ def _meant(known: Mapping[str, Entry], name: str, path: str) -> str:
     if places:
         names = " or ".join(place or "the top" for place in sorted(places))
         return f"it belongs in {names}"
-    refused = [key for where in REFUSED if (key := _in(here, where))]
-    lower = {key.lower(): key for key in (*known, *refused)}
-    close = get_close_matches(name.lower(), lower, n=1)
+    lower = {key.lower(): key for key in known}
+    close = get_close_matches(name.lower(), lower, n=1) or [
+        key for key in lower if key.startswith(name.lower())
+    ]
+    if not close:
+        refused = [key for where in REFUSED if (key := _in(here, where))]
+        lower = {key.lower(): key for key in refused}
+        close = get_close_matches(name.lower(), lower, n=1, cutoff=0.8)
     if close:
         return f'did you mean "{lower[close[0]]}"?'
     if len(known) > 10:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from .schema import Entry, Key
+from .schema import Entry, Key, entries
 
 
 class Misfit(ValueError):
@@ -101,11 +102,14 @@ def hint(entry: Entry, value: Any) -> str:
     """What may have gone wrong."""
     if value is None and not entry.required:
         return "; leave it out for the default"
+    if entry.section and isinstance(value, (bool, str)):
+        return _wrapped(entry.section, value)
     if not isinstance(value, str):
         return ""
     if entry.about.advice:
         advice = entry.about.advice
-        return f"; {advice.get(value.lower(), advice[''])}"
+        meant = advice.get(value.lower(), advice.get(""))
+        return f"; {meant}" if meant else ""
     try:
         if entry.kind in (int, float):
             fit(entry.kind, entry.about, float(value))
@@ -114,3 +118,11 @@ def hint(entry: Entry, value: Any) -> str:
     except ValueError:
         return ""
     return "; write it without quotes"
+
+
+def _wrapped(section: type, value: bool | str) -> str:
+    """What `"fp16": true` and `"offload_param": "cpu"` stand for."""
+    for name, kind in (("enabled", bool), ("device", str), ("type", str)):
+        if name in entries(section) and isinstance(value, kind):
+            return f'; write {{"{name}": {json.dumps(value)}}}'
+    return ""
