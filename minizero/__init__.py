@@ -3,7 +3,8 @@
 Names under `minizero.` are the public surface; each is told of in its chapter.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import comm, zero
 from .delayed import Delayed
@@ -15,26 +16,54 @@ from .overlap import Overlap
 from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
+if TYPE_CHECKING:
+    from .engine import Engine, add_config_arguments, initialize
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Delayed",
+    "Engine",
     "NVMe",
     "Offload",
     "Overlap",
     "Placement",
     "Plan",
     "Tracker",
+    "add_config_arguments",
     "comm",
     "default_ranks",
     "estimate",
     "estimate_activations",
     "init_distributed",
+    "initialize",
     "launch",
     "parallelize",
     "see_memory_usage",
     "zero",
 ]
+
+
+# Where the engine's names are; imported when one is asked for, since reading
+# configs and files costs time that a program without them should not pay.
+_LATER = {
+    "Engine": "engine",
+    "add_config_arguments": "engine",
+    "initialize": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name of a module that is imported on first use."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'minizero' has no attribute {name!r}")
+    found = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,21 @@ from .launch import rank, world_size
 from .memory import Plan
 from .optim import check_elementwise, groups_of, take_state
 from .seams import Home, Precision, Schedule
+
+
+@dataclass
+class Owned:
+    """One owned row between updates: what it is made of, where that rests.
+
+    `index`: the row's number. `row`: the parameters. `master`: what the
+    optimizer updates, `row` itself if no precision keeps a copy. `state`:
+    the optimizer's, by reference. `Home.fetch` reads the tensors.
+    """
+
+    index: int
+    row: Tensor
+    master: Tensor
+    state: dict[str, Any]
 
 
 class Verbs:
@@ -76,6 +92,21 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
+    def owned_states(self, flat: Flat) -> list[Owned]:
+        """The owned rows with their masters and optimizer states.
+
+        Call `home.flush` first: an update may be under way.
+        """
+        rows = self.owned(flat)
+        numbers = range(len(rows)) if len(rows) > 1 else [rank()]
+        if not flat.trainable:
+            pairs = zip(numbers, rows, strict=True)
+            return [Owned(i, row, row, {}) for i, row in pairs]
+        masters = self._masters[flat]
+        resting = self.home.resting(flat, masters, rows)
+        states = [self.optimizer.state[master] for master in masters]
+        return list(map(Owned, numbers, rows, resting, states))
+
     def update(self, units: list[Unit]) -> None:
         """Let the optimizer update the owned rows of these units."""
         flats = [flat for unit in units for flat in unit.trainable]
@@ -110,7 +141,7 @@ class Verbs:
         return [flat for unit in self.units for flat in unit.trainable]
 
 # %% auto #0
-__all__ = ['Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
+__all__ = ['Owned', 'Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-backward-class
 class Backward(Verbs):
@@ -128,16 +159,18 @@ class Backward(Verbs):
         with comm.phase("forward"):
             return self.model(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of `loss`, averaged over ranks (not inside `no_sync`).
 
         Divide the loss by the number of micro-batches yourself, if you want
-        their mean: gradients of several calls add up until `step`.
+        their mean: gradients of several calls add up until `step`. With
+        `retain_graph` another backward can go through the same forward.
         """
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                self.precision.scaled(loss).backward()
+                start = self.precision.scaled(loss)
+                start.backward(retain_graph=retain_graph)
                 self._end_backward()
         finally:
             self._in_backward = False
@@ -249,15 +282,21 @@ class Step(Backward):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
+        norm = self.grad_norm()
+        flats = self._trainable()
+        grads = [grad for flat in flats for grad in self.owned_grads(flat)]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.precision.clip(grads, factor)
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The norm that `clip_grad_norm` returns; nothing is clipped."""
         with comm.phase("step"):
             self._finish_gradients()
-            flats = self._trainable()
-            grads = [self.owned_grads(flat) for flat in flats]
-            norms = self._row_norms(grads)
-            norm = self.precision.unscaled(norms.square().sum().sqrt())
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            self.precision.clip([g for rows in grads for g in rows], factor)
-        return norm
+            norms = self._row_norms(
+                [self.owned_grads(flat) for flat in self._trainable()]
+            )
+            return self.precision.unscaled(norms.square().sum().sqrt())
 
     def _row_norms(self, grads: list[list[Tensor]]) -> Tensor:
         """Norm of every row of every flat buffer, fp32, [ranks, flats]."""

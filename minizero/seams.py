@@ -173,6 +173,12 @@ class Home:
         """Write a row back to where its shard rests."""
         shard.copy_(row)
 
+    def fetch(
+        self, shard: Tensor, a: int = 0, b: int | None = None
+    ) -> Tensor:
+        """Elements a to b of what rests, in host memory; only to be read."""
+        return shard.detach()[a:b].cpu()
+
     @contextmanager
     def aside(self) -> Iterator[Callable[[], None]]:
         """Launch a lift and its all-gather beside the computation.

@@ -1,0 +1,90 @@
+"""The optimizer that a script holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ddp import DataParallel
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer whose parameters are now rows of buffers.
+
+    Its `param_groups`, `defaults` and `state` are that optimizer's own
+    objects, so learning-rate schedulers of torch take it, and an option that
+    is changed in a group holds from the next update on. `state` has what
+    this rank owns, for 1-D rows of buffers.
+
+    `norm`: of all gradients at the last update, before clipping; None if it
+    was not computed. `overflow`: whether the last update was left out, since
+    gradients were not finite.
+    """
+
+    def __init__(
+        self, net: DataParallel, clipping: float, with_norm: bool
+    ) -> None:
+        # not `super`: everything that it would make is the inner one's
+        self.net, self.inner = net, net.optimizer
+        self.clipping, self.with_norm = clipping, with_norm
+        self.norm: Tensor | None = None
+        self.overflow = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # on the way out of a pickle
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 without a scale."""
+        return getattr(self.net.precision, "loss_scale", 1.0)
+
+    cur_scale = loss_scale
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and update, without counting: `engine.step` calls this."""
+        if closure is not None:
+            raise ValueError(
+                "a closure would need its own forward and backward; call "
+                "engine.backward(loss), then engine.step()"
+            )
+        self.norm = None
+        if self.clipping:
+            self.norm = self.net.clip_grad_norm(self.clipping)
+        elif self.with_norm:
+            self.norm = self.net.grad_norm()
+        self.overflow = not self.net.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; they stay where they are allocated."""
+        self.net.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not here: the buffers have been made."""
+        raise RuntimeError(
+            "parameters are in flat buffers already, by groups; give all "
+            "groups to minizero.initialize, and freeze by requires_grad "
+            "before it"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not here: states are shards, which may rest elsewhere."""
+        raise RuntimeError(
+            "optimizer states are sharded; load them with "
+            "engine.load_checkpoint(folder)"
+        )

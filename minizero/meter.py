@@ -1,0 +1,139 @@
+"""How long the phases of a step take, and what that is in samples and FLOPs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass
+class Throughput:
+    """What some steps took.
+
+    `seconds`: from the end of the step before the first of them to the end
+        of the last, data loading and all else included.
+    `samples`: of all ranks.
+    `milliseconds`: of forward, backward and step on this rank, summed over
+        micro-batches and averaged over steps; empty unless they were timed.
+    `flops`: model FLOPs of this rank; 0 unless they were counted.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks; 0.0 before the end of the second step."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOPs of this rank, 10^12 a second."""
+        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.seconds:
+            parts.append(f"samples/s={self.samples_per_second:.4g}")
+        parts += [
+            f"{name}={self.milliseconds[name]:.1f}ms"
+            for name in PHASES
+            if name in self.milliseconds
+        ]
+        if self.tflops:
+            parts.append(f"model TFLOPS={self.tflops:.3g}")
+        return ", ".join(parts)
+
+
+class Meter:
+    """Times steps; with `detailed` their phases too, and counts FLOPs.
+
+    Without `detailed` it reads the clock once a step, and no more.
+    """
+
+    def __init__(self, detailed: bool = False) -> None:
+        self.detailed = detailed
+        self.forward_flops: int | None = None  # of one micro-batch
+        self.last = Throughput()  # the last step
+        self.recent = Throughput()  # since the last `reset`
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._ended: float | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase of this step."""
+        if not self.detailed:
+            yield
+            return
+        begun = self._now()
+        try:
+            if name == "forward" and self.forward_flops is None:
+                with self._counting():
+                    yield
+            else:
+                yield
+        finally:
+            self._phases[name] += self._now() - begun
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the operations of one forward: its products of matrices."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.forward_flops = counter.get_total_flops()
+
+    def _now(self) -> float:
+        if self.detailed and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def end_step(self, samples: int, micro_batches: int) -> None:
+        """A step of so many samples on all ranks has ended.
+
+        Model FLOPs count a backward as two forwards, and recomputation not
+        at all (Chowdhery et al. 2022, app. B).
+        """
+        now, before = self._now(), self._ended
+        self._ended = now
+        phases = {k: 1e3 * v for k, v in self._phases.items() if v}
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        if before is None:  # the first: it made what later steps find
+            self.last = Throughput(1, milliseconds=phases)
+            return
+        flops = 3 * (self.forward_flops or 0) * micro_batches
+        self.last = Throughput(1, now - before, samples, phases, flops)
+        self.recent = _joined(self.recent, self.last)
+
+    def reset(self) -> None:
+        """Begin a new average."""
+        self.recent = Throughput()
+
+
+def _joined(a: Throughput, b: Throughput) -> Throughput:
+    steps = a.steps + b.steps
+    mean = {
+        name: (
+            a.steps * a.milliseconds.get(name, 0.0)
+            + b.steps * b.milliseconds.get(name, 0.0)
+        )
+        / steps
+        for name in {**a.milliseconds, **b.milliseconds}
+    }
+    return Throughput(
+        steps,
+        a.seconds + b.seconds,
+        a.samples + b.samples,
+        mean,
+        a.flops + b.flops,
+    )
