@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -19,7 +21,7 @@ def config_map(config: Config) -> Figure:
     axes = figure.add_subplot()
     arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2}
     for y, (keys, made, what) in enumerate(rows):
-        code = {"family": "monospace", "fontsize": 8.5, "va": "center"}
+        code: Any = {"family": "monospace", "fontsize": 8.5, "va": "center"}
         axes.text(0.0, y, keys, ha="left", **code)
         axes.annotate(
             "", (0.475, y), (0.405, y), arrowprops=arrow, annotation_clip=False
