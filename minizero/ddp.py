@@ -149,6 +149,7 @@ class Backward(Verbs):
 
     model: nn.Module
     syncing: bool
+    has_gradients: bool  # since a backward began, until `zero_grad`
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
     _unsynced: bool
@@ -176,7 +177,7 @@ class Backward(Verbs):
             self._in_backward = False
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self._in_backward = self.has_gradients = True
         self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
@@ -343,7 +344,7 @@ class Step(Backward):
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
-        self._unsynced = False
+        self._unsynced = self.has_gradients = False
         self.precision.forget()
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-class
@@ -398,7 +399,7 @@ class DataParallel(Step):
         self.schedule = schedule or Schedule()
         self.home = home or Home()
         self.syncing = True
-        self._in_backward = self._unsynced = False
+        self._in_backward = self._unsynced = self.has_gradients = False
         self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {
