@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib import rc_context
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 
 from minizero.config import Config
 
+from .lanes import PHASE_COLOURS
 from .plots import STYLE, WIDTH
 from .style import GREY
 
@@ -92,3 +94,27 @@ def decisions(config: Config) -> list[tuple[str, str, str]]:
             or "those given to initialize",
         ),
     ]
+
+
+@rc_context(STYLE)
+def phase_bars(runs: Mapping[str, Mapping[str, float]]) -> Figure:
+    """A bar a run: the milliseconds of forward, backward and step, stacked."""
+    if not runs:
+        raise ValueError("There is nothing to draw; give the phases of a run.")
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.42 * len(runs)))
+    axes = figure.add_subplot()
+    colours = PHASE_COLOURS | {"step": PHASE_COLOURS["update"]}
+    labels: set[str] = set()
+    for y, phases in enumerate(runs.values()):
+        start = 0.0
+        for name, length in phases.items():
+            label = "" if name in labels else name
+            axes.barh(y, length, 0.62, start, color=colours[name], label=label)
+            labels.add(name)
+            start += length
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.tick_params(left=False)
+    axes.set_xlabel("milliseconds a step")
+    axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
