@@ -17,6 +17,7 @@ from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
 if TYPE_CHECKING:
+    from . import checkpointing
     from .engine import Engine, add_config_arguments, initialize
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Tracker",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "default_ranks",
     "estimate",
@@ -43,21 +45,22 @@ __all__ = [
     "zero",
 ]
 
-
-# Where the engine's names are; imported when one is asked for, since reading
-# configs and files costs time that a program without them should not pay.
+# Names and the modules they are in, modules under themselves. They are
+# imported when one is asked for: reading configs and files costs time that a
+# program without them should not pay.
 _LATER = {
     "Engine": "engine",
     "add_config_arguments": "engine",
+    "checkpointing": "checkpointing",
     "initialize": "engine",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """A public name of a module that is imported on first use."""
     if name not in _LATER:
         raise AttributeError(f"module 'minizero' has no attribute {name!r}")
-    found = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    module = import_module(f".{_LATER[name]}", __name__)
+    found = module if name == _LATER[name] else getattr(module, name)
     globals()[name] = found
     return found
 

@@ -24,6 +24,7 @@ from minizero.wiring import (
     wrap,
 )
 
+from . import checkpointing
 from .config import Config, read
 from .data import Loader
 from .facade import EngineOptimizer
@@ -332,6 +333,8 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
+    if not checkpointing.is_configured():
+        checkpointing.use(settings.activation_checkpointing)
     engine = Engine(settings, model, made, scheduler, loader)
     return engine, engine.optimizer, loader, scheduler
 

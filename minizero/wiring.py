@@ -18,6 +18,7 @@ from .nvme import NVMe
 from .offload import Offload
 from .overlap import Overlap
 from .precision import DynamicLossScale, LossScale, MixedPrecision
+from .schedules import SCHEDULES
 from .seams import Home, Schedule
 from .zero3 import owners, parallelize
 
@@ -124,12 +125,9 @@ def make_scheduler(
     if given is None and config.scheduler is None:
         return None
     if given is None:
-        from minizero import schedules
-
         chosen = config.scheduler
         assert chosen is not None
-        kind = getattr(schedules, chosen.type)
-        return kind(optimizer, **vars(chosen.params))
+        return SCHEDULES[chosen.type](optimizer, **vars(chosen.params))
     # objects of torch's schedulers are not callable
     made = given(optimizer) if callable(given) else given
     if not callable(getattr(made, "step", None)):

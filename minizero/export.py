@@ -1,0 +1,1 @@
+"""One whole state dict from a sharded checkpoint, and files for others."""
