@@ -17,7 +17,7 @@ from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
 if TYPE_CHECKING:
-    from . import checkpointing
+    from . import checkpoint, checkpointing, utils
     from .engine import Engine, add_config_arguments, initialize
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "Tracker",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "default_ranks",
@@ -42,6 +43,7 @@ __all__ = [
     "launch",
     "parallelize",
     "see_memory_usage",
+    "utils",
     "zero",
 ]
 
@@ -51,8 +53,10 @@ __all__ = [
 _LATER = {
     "Engine": "engine",
     "add_config_arguments": "engine",
+    "checkpoint": "checkpoint",
     "checkpointing": "checkpointing",
     "initialize": "engine",
+    "utils": "utils",
 }
 
 

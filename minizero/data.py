@@ -55,9 +55,9 @@ __all__ = ['ShardSampler', 'Loader']
 class Loader:
     """Batches of one rank, [batch_size, ...], in the order of the sampler.
 
-    It is its own iterator: `iter` begins the epoch anew, or goes on where
-    `load_state_dict` has put it. The permutation is the same in each epoch
-    unless `data_sampler.set_epoch` says otherwise, as with DeepSpeed.
+    `iter` begins the epoch anew; after `load_state_dict`, what is read next
+    goes on where that says. The permutation is the same in each epoch unless
+    `data_sampler.set_epoch` says otherwise, as with DeepSpeed.
 
     `data`: a map-style dataset (`len` and `[index]`). `drop_last`: whether
     the last batch is left out if it is smaller. `workers`: processes that
@@ -83,9 +83,8 @@ class Loader:
         self.collate_fn, self.drop_last = collate_fn, drop_last
         self.workers = workers
         self.data_sampler = ShardSampler(data)
-        self._batches: Iterator[Any] | None = None
-        self._seen = 0  # samples of all ranks, in this epoch
-        self._moved = False  # by `load_state_dict`; not yet read on
+        self.seen: int | None = None  # by the iterator that was read last
+        self.resumed = False  # whether `seen` is loaded, and not yet read on
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -94,33 +93,13 @@ class Loader:
             return each // self.batch_size
         return -(-each // self.batch_size)
 
-    def __iter__(self) -> Loader:
-        if not self._moved:
-            self._seen = 0
-        self._batches = None
-        return self
+    def __iter__(self) -> Epoch:
+        return Epoch(self)
 
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._open()
-        self._moved = False
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._seen, self._batches = 0, iter(())
-            raise
-        step = self.batch_size * world_size()
-        self._seen = min(self._seen + step, len(self.dataset))
-        return batch
-
-    def _open(self) -> Iterator[Any]:
-        """The batches from here to the end of the epoch."""
+    def open(self, seen: int, generator: torch.Generator | None) -> Any:
+        """The batches from a place on; `generator`: seeds the workers."""
         sampler = copy.copy(self.data_sampler)
-        sampler.start = self._seen
-        # An iterator draws one number. One that goes on in mid-epoch may not:
-        # the run that it continues drew it before its random state was saved.
-        resumed = self._moved and self._seen > 0
-        generator = torch.Generator() if resumed else None
+        sampler.start = seen
         loader = DataLoader(
             self.dataset,
             self.batch_size,
@@ -133,17 +112,20 @@ class Loader:
         )
         return iter(loader)
 
-    def state_dict(self) -> dict[str, int]:
-        """The place, which is the same on every rank; JSON can hold it."""
+    def state_dict(self) -> dict[str, Any]:
+        """The place, which is the same on every rank; JSON can hold it.
+
+        `seen`: samples of all ranks in this epoch; None between epochs.
+        """
         return {
             "samples": len(self.dataset),
             "seed": self.data_sampler.seed,
             "epoch": self.data_sampler.epoch,
-            "seen": self._seen,
+            "seen": self.seen,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at that place, with the next batch or the next `iter`.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at that place, with the next batch that is read.
 
         Raises ValueError if the data has another length.
         """
@@ -155,5 +137,38 @@ class Loader:
             )
         self.data_sampler.seed = state["seed"]
         self.data_sampler.epoch = state["epoch"]
-        self._seen, self._batches = state["seen"], None
-        self._moved = True
+        self.seen = state["seen"]
+        self.resumed = self.seen is not None
+
+
+class Epoch(Iterator[Any]):
+    """An iterator over a loader, from the start or from a loaded place."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._batches: Iterator[Any] | None = None
+        if not loader.resumed:
+            self._open(0, None)
+
+    def _open(self, seen: int, generator: torch.Generator | None) -> None:
+        self._seen = self.loader.seen = seen
+        self._batches = self.loader.open(seen, generator)
+
+    def __next__(self) -> Any:
+        loader = self.loader
+        if loader.resumed:
+            loader.resumed = False
+            # An iterator draws a seed. This one may not: the run that it
+            # continues drew it before its random state was saved.
+            self._open(loader.seen or 0, torch.Generator())
+        elif self._batches is None:
+            self._open(0, None)
+        assert self._batches is not None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            loader.seen = None
+            raise
+        self._seen += loader.batch_size * world_size()
+        loader.seen = min(self._seen, len(loader.dataset))
+        return batch

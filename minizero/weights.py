@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,12 +51,9 @@ class Weights(Settings):
         unit by unit, and {} on other ranks; all ranks must call it. Else, on
         every rank, the model's own tensors.
         """
-        self._gathering = True
-        try:
+        with self.gathering():
             sharded = self.config.plan.parameters.sharded
             whole = (self.net if sharded else self.module).state_dict()
-        finally:
-            self._gathering = False
         frozen = {
             name
             for name, p in self.module.named_parameters(
@@ -64,6 +62,15 @@ class Weights(Settings):
             if exclude_frozen_parameters and not p.requires_grad
         }
         return {k: v for k, v in whole.items() if k not in frozen}
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """What is inside knows that parameters may be absent."""
+        self._gathering = True
+        try:
+            yield
+        finally:
+            self._gathering = False
 
     def load_state_dict(
         self,
