@@ -49,7 +49,7 @@ class ShardSampler(Sampler[int]):
         return iter(left[rank() : missing : world_size()])
 
 # %% auto #0
-__all__ = ['ShardSampler', 'Loader']
+__all__ = ['ShardSampler', 'Loader', 'Epoch']
 
 # %% ../notebooks/13_engine.ipynb #data-loader
 class Loader:
