@@ -19,6 +19,7 @@ from .zero3 import parallelize
 if TYPE_CHECKING:
     from . import checkpoint, checkpointing, utils
     from .engine import Engine, add_config_arguments, initialize
+    from .export import consolidate
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "consolidate",
     "default_ranks",
     "estimate",
     "estimate_activations",
@@ -55,6 +57,7 @@ _LATER = {
     "add_config_arguments": "engine",
     "checkpoint": "checkpoint",
     "checkpointing": "checkpointing",
+    "consolidate": "export",
     "initialize": "engine",
     "utils": "utils",
 }

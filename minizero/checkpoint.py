@@ -28,15 +28,8 @@ from .content import (
     tied_names,
 )
 from .ddp import DataParallel
-from .index import (
-    INDEX,
-    Index,
-    SavedFlat,
-    checkpoints,
-    is_tag,
-    parse_index,
-    read_index,
-)
+from .folder import checkpoints, is_tag, read_index
+from .index import INDEX, Index, SavedFlat, parse_index
 from .launch import rank, world_size
 from .loading import Fit, Loaded
 from .plain import dtype_name, encode

@@ -54,8 +54,21 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 without a scale."""
+        """What the next loss is multiplied with; 1.0 without a scale.
+
+        It can be set, on every rank alike, where there is a scale.
+        """
         return getattr(self.net.precision, "loss_scale", 1.0)
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        scaler = getattr(self.net.precision, "scaler", None)
+        if scaler is None or not 0 < scale < float("inf"):
+            raise ValueError(
+                f"the loss scale cannot be {scale!r}; it is above 0 and "
+                "finite, and there is one with fp16 only"
+            )
+        scaler.scale = float(scale)
 
     cur_scale = loss_scale
 

@@ -1,14 +1,11 @@
-"""The index of a checkpoint, and the folder that checkpoints are in."""
+"""The index of a checkpoint: what is in its files, and how to be sure."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,10 +16,10 @@ from .tensorfile import CheckpointError, explained
 
 FORMAT = "minizero checkpoint"
 VERSION = 1
-INDEX, LATEST = "index.json", "latest"
+INDEX = "index.json"
 
 # what saves leave in a folder; nothing else is ever deleted
-_OURS = re.compile(
+OURS = re.compile(
     r"rank-\d+-of-\d+-(?P<a>[0-9a-f]{8})\.(safetensors|json(\.tmp)?)"
     r"|(index\.json|latest)\.(?P<b>[0-9a-f]{8})\.tmp"
 )
@@ -107,7 +104,7 @@ class Index:
                 f"{len(self.files)} files of {self.world_size} ranks"
             )
         for file in self.files:
-            if not _OURS.fullmatch(file.name):
+            if not OURS.fullmatch(file.name):
                 raise ValueError(f"a file called {file.name!r}")
         for flat in self.flats:
             known = {flat.dtype, *flat.states.values()} <= DTYPES.keys()
@@ -150,7 +147,9 @@ def open_seal(raw: bytes, path: Path) -> dict[str, Any]:
             "file was damaged, or another one took its place"
         ) from error
     if not whole:
-        why = "has no seal" if seal is None else f"does not fit its seal {seal}"
+        why = (
+            "has no seal" if seal is None else f"does not fit its seal {seal}"
+        )
         raise CheckpointError(
             f"{path}: the text {why}; the file was changed or damaged since "
             "minizero wrote it, or another program wrote it"
@@ -196,140 +195,3 @@ def index_text(index: Index) -> bytes:
     """What `parse_index` reads."""
     head = {"format": FORMAT, "version": VERSION}
     return sealed(head | dataclasses.asdict(index))
-
-
-def read_index(folder: Path, tag: str | None) -> tuple[bytes, Path]:
-    """The bytes and the path of the index that is meant, not yet parsed.
-
-    Without a tag: the one that `latest` names or, where there is no such
-    file, the newest that is complete.
-    """
-    path = folder / (tag or _latest(folder)) / INDEX
-    try:
-        return path.read_bytes(), path
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: there is no such checkpoint; {_have(folder)}"
-        ) from None
-    except OSError as error:
-        raise explained(path, error) from error
-
-
-def _have(folder: Path) -> str:
-    tags = [name for name, _ in checkpoints(folder)]
-    if not tags:
-        return f"{folder} has none that is complete"
-    return f"{folder} has {', '.join(map(repr, tags))}, oldest first"
-
-
-def _latest(folder: Path) -> str:
-    path = folder / LATEST
-    try:
-        tag = path.read_text().strip()
-    except FileNotFoundError:
-        found = checkpoints(folder)
-        if not found:
-            raise CheckpointError(
-                f"{folder}: there is no checkpoint in this folder; give the "
-                "folder that was given to save"
-            ) from None
-        return found[-1][0]
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: it cannot be read ({error}); give a tag: {_have(folder)}"
-        ) from error
-    if not is_tag(tag) or not (folder / tag / INDEX).exists():
-        raise CheckpointError(
-            f"{path}: it names {tag!r}, which is not there; give a tag: "
-            f"{_have(folder)}"
-        )
-    return tag
-
-
-def is_tag(tag: object) -> bool:
-    """Whether it can name a folder of its own, beside `latest`."""
-    return (
-        isinstance(tag, str)
-        and re.fullmatch(r"[^/\\\0\n]{1,200}", tag) is not None
-        and tag.strip() == tag
-        and tag not in (".", "..", LATEST)
-        and not _OURS.fullmatch(tag)
-    )
-
-
-def checkpoints(folder: Path) -> list[tuple[str, Index]]:
-    """The names and indexes of the complete checkpoints, oldest first."""
-    found = []
-    for path in sorted(folder.glob(f"*/{INDEX}")):
-        with contextlib.suppress(OSError, CheckpointError):
-            found.append(
-                (path.parent.name, parse_index(path.read_bytes(), path))
-            )
-    return sorted(found, key=lambda pair: pair[1].number)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def replace_file(path: Path, data: bytes, nonce: str) -> None:
-    """Write a file in one step: others see the old one or the new one."""
-    suffix = ".tmp" if nonce in path.name else f".{nonce}.tmp"
-    temporary = path.with_name(path.name + suffix)
-    try:
-        fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.write(fd, data[done:])
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
-    except OSError as error:
-        raise explained(path, error) from error
-
-
-def retire(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, each index first.
-
-    What `latest` names stays, and so does what was given another name.
-    """
-    path = folder / LATEST
-    latest = path.read_text().strip() if path.exists() else None
-    own = [name for name, index in checkpoints(folder) if name == index.tag]
-    for name in own[:-keep]:
-        if name != latest:
-            # without its index it is none, and `sweep` takes the rest
-            os.unlink(folder / name / INDEX)
-
-
-def sweep(folder: Path, busy: Iterable[str]) -> None:
-    """Delete what no index names: what killed saves and `retire` have left.
-
-    Only files that are named as ours are, of no save in `busy`, and not
-    beside an index that cannot be read: they may still be saved by hand.
-    """
-    complete = dict(checkpoints(folder))
-    for path in [*folder.glob("*"), *folder.glob("*/*")]:
-        ours = _OURS.fullmatch(path.name)
-        if not ours or not path.is_file():
-            continue
-        home = path.parent
-        index = complete.get(home.name) if home != folder else None
-        named = index and path.name in [file.name for file in index.files]
-        unclear = index is None and (home / INDEX).exists()
-        if (
-            not named
-            and not unclear
-            and {ours["a"], ours["b"]}.isdisjoint(busy)
-        ):
-            path.unlink(missing_ok=True)
-            if home != folder and not any(home.iterdir()):
-                home.rmdir()

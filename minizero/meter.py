@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -90,9 +91,15 @@ class Meter:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """Count the operations of one forward: its products of matrices."""
-        from torch.utils.flop_counter import FlopCounterMode
+        from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-        with FlopCounterMode(display=False) as counter:
+        def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+            return sdpa_flop_count(q, k, v)
+
+        # torch knows that of GPUs only
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        more = {on_cpu: attention}
+        with FlopCounterMode(display=False, custom_mapping=more) as counter:
             yield
         self.forward_flops = counter.get_total_flops()
 

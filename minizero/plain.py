@@ -110,7 +110,8 @@ class _Encoder:
         if value.layout != torch.strided or dtype not in DTYPES:
             raise TypeError(
                 f"{path} is a {value.layout} tensor of {dtype}, which a "
-                f"checkpoint does not hold; save a dense one of {', '.join(DTYPES)}"
+                "checkpoint does not hold; save a dense one of "
+                f"{', '.join(DTYPES)}"
             )
         if value.ndim == 0 and not value.is_complex():
             return {"$scalar": [dtype, self.tree(value.item(), path)]}

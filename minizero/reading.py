@@ -1,4 +1,4 @@
-"""A checkpoint's files, verified and read: any elements, from whoever saved."""
+"""The files of a checkpoint: verified, and read from any element on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensorfile import CheckpointError, TensorFile, checksum
 
 
 class SavedRun:
-    """A checkpoint to be read: its index, and its files as they are needed."""
+    """A checkpoint to be read: its index, and files as they are needed."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self.path, self.index = path, index

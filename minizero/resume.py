@@ -17,7 +17,7 @@ from .agree import agreeing, broadcast_bytes
 from .checkpoint import finish, load, save
 from .config import Config
 from .data import Loader
-from .index import LATEST, checkpoints
+from .folder import exists
 from .launch import rank
 from .loop import Loop
 
@@ -63,13 +63,14 @@ class Resume(Loop):
         if it cannot be written: then on all ranks, and the checkpoints that
         there were are as before.
         """
-        accumulated = self.micro_steps % self.gradient_accumulation_steps()
-        if self.net.has_gradients or accumulated and self._boundary is None:
+        self._mend()
+        if self.net.has_gradients:
+            micro_batches = self.gradient_accumulation_steps()
             raise RuntimeError(
                 "a checkpoint holds no gradients, and this step has some "
-                f"already (micro-batch {accumulated + 1} of "
-                f"{self.gradient_accumulation_steps()}); save after the "
-                "step() at the boundary, or call zero_grad()"
+                f"(it is at micro-batch {self.micro_steps % micro_batches + 1}"
+                f" of {micro_batches}); save after the step() at the "
+                "boundary, or give them up by zero_grad()"
             )
         scheduler, loader = self.lr_scheduler, self.training_dataloader
         engine = {
@@ -182,11 +183,9 @@ class Resume(Loop):
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether rank 0 finds no checkpoint, and none named, in a folder."""
-    found = b"no"
-    if rank() == 0 and ((folder / LATEST).exists() or checkpoints(folder)):
-        found = b"yes"
-    return broadcast_bytes(found) == b"no"
+    """Whether rank 0 finds that nothing was ever saved in a folder."""
+    found = rank() == 0 and exists(folder)
+    return broadcast_bytes(b"1" if found else b"0") == b"0"
 
 
 def _write(path: Path, weights: dict[str, Tensor]) -> None:

@@ -12,21 +12,12 @@ import torch
 
 from . import tracker
 from .agree import agree
-from .index import (
-    INDEX,
-    LATEST,
-    Index,
-    SavedFile,
-    fsync_folder,
-    index_text,
-    replace_file,
-    retire,
-    sealed,
-    sweep,
-    unsealed,
-)
+from .folder import LATEST, fsync_folder, replace_file, retire, sweep
+from .index import INDEX, Index, SavedFile, index_text, sealed, unsealed
 from .launch import TIMEOUT, rank, world_size
 from .tensorfile import CheckpointError, Source, TensorWriter, explained
+
+LAST = 30.0  # seconds that a program that has ended waits for other ranks
 
 # the saves of this process whose files are not to be swept
 _busy: set[str] = set()
@@ -180,19 +171,23 @@ class Saving:
             name = f"{self._index.tag}\n".encode()
             replace_file(self._folder / LATEST, name, self._nonce)
 
+    def _patience(self) -> float:
+        """Seconds to wait for a marker; few if this program has ended."""
+        return TIMEOUT if threading.main_thread().is_alive() else LAST
+
     def _markers(self) -> list[dict[str, Any]]:
         """What each rank has written, when all have said so."""
-        deadline = time.monotonic() + TIMEOUT
-        markers = []
+        began, markers = time.monotonic(), []
         for r in range(world_size()):
             path = self.path / f"{file_name(r, self._nonce)}.json"
             while not path.exists():
                 if self._abandoned.is_set():
                     raise CheckpointError(f"{path}: the save was given up")
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > self._patience():
                     raise CheckpointError(
                         f"{path}: rank {r} has not finished its file within "
-                        f"{TIMEOUT:g} s; it may have ended, or "
+                        f"{waited:.0f} s; it may have ended, or "
                         f"{self._folder} is not one folder on all nodes. The "
                         "checkpoint before this one is whole"
                     )

@@ -681,6 +681,35 @@ def test_bad_data() -> None:
 # what initialize takes
 
 
+def built(inside: bool, path: Path, on: str) -> tuple[list[Any], list[Any]]:
+    """A model built in pieces: `zero.Init` takes the same file."""
+    torch.manual_seed(0)
+    path.write_text(
+        json.dumps(
+            config(
+                3,
+                zero_optimization=placed(3, param=on),
+                optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+            )
+        )
+    )
+    with minizero.zero.Init(config_dict_or_path=str(path), enabled=inside):
+        model = Nasty()
+    engine, *_ = minizero.initialize(model=model, config=path)
+    seen = [feed(engine, x, y).item() for x, y in batches(3, 1, rows=2)]
+    engine.destroy()
+    weights = engine.module_state_dict() if on == "none" else {}
+    return seen, [v.tolist() for v in weights.values()]
+
+
+@pytest.mark.parametrize("on", ["none", "cpu", "nvme"])
+def test_a_model_built_in_shards(two: Pool, tmp_path: Path, on: str) -> None:
+    def run(inside: bool) -> tuple[list[Any], list[Any]]:
+        return built(inside, tmp_path / f"{rank()}.json", on)
+
+    assert two.run(run, True) == two.run(run, False)
+
+
 def test_sources_of_the_config(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     text = json.dumps(config(1, optimizer={"type": "SGD"}))
@@ -837,6 +866,8 @@ def test_the_optimizer_says_what_it_does_not_do() -> None:
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
     assert optimizer.loss_scale == 1.0
+    with pytest.raises(ValueError, match="there is one with fp16 only"):
+        optimizer.loss_scale = 2.0
 
 
 # checkpoints
@@ -997,10 +1028,9 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
         got = other.module_state_dict()
         assert all(torch.equal(v, weights[k]) for k, v in got.items())
         assert other.training_dataloader.state_dict()["seen"] == 0
-        rates = other.get_lr()
         other.load_checkpoint(folder, load_lr_scheduler_states=False)
         assert other.global_steps == 2 and other.global_samples == 16
-        assert other.lr_scheduler.last_batch_iteration == 0, rates
+        assert other.lr_scheduler.last_batch_iteration == -1
         other.load_checkpoint(folder, "not-the-latest")
         assert other.global_steps == 3 and other.get_lr() == engine.get_lr()
         with pytest.raises(minizero.checkpoint.CheckpointError, match="'5'"):
@@ -1064,6 +1094,10 @@ def test_no_checkpoint_in_the_middle_of_a_step(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="micro-batch 2 of 4"):
         engine.save_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
+    engine.zero_grad()
+    assert engine.save_checkpoint(tmp_path, "given-up")
+    engine.load_checkpoint(tmp_path)
+    assert engine.micro_steps == 0
     go(engine, stream, 1)
     assert engine.save_checkpoint(tmp_path)
     # gradients from before a load are gone after it
@@ -1157,6 +1191,15 @@ def test_model_flops() -> None:
     assert last.tflops == last.flops / last.seconds / 1e12
     assert set(last.milliseconds) == {"forward", "backward", "step"}
     assert sum(last.milliseconds.values()) <= 1e3 * last.seconds
+
+
+def test_model_flops_of_attention() -> None:
+    """b heads of s tokens and size d: 2 b s^2 d, twice."""
+    meter = minizero.meter.Meter(detailed=True)
+    with meter.phase("forward"):
+        q = torch.randn(2, 3, 16, 8, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert meter.forward_flops == 2 * 2 * (2 * 3) * 16 * 16 * 8
 
 
 # imports, and scripts
