@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,23 @@ from .launch import rank, world_size
 from .memory import Plan
 from .optim import check_elementwise, groups_of, take_state
 from .seams import Home, Precision, Schedule
+
+
+@dataclass
+class Owned:
+    """One owned row between updates: what it is made of, where that rests.
+
+    `index`: the row's number. `row`: the parameters. `master`: what the
+    optimizer updates, `row` itself if no precision keeps a copy. `state`:
+    the optimizer's, by reference. `Home.fetch` reads the tensors. `given`:
+    what the optimizer has in its groups; a home may lend it something else.
+    """
+
+    index: int
+    row: Tensor
+    master: Tensor
+    state: dict[str, Any]
+    given: Tensor
 
 
 class Verbs:
@@ -76,6 +94,21 @@ class Verbs:
         """The owned rows of the reduced gradient."""
         return self.owned_rows(flat, flat.new_grad())
 
+    def owned_states(self, flat: Flat) -> list[Owned]:
+        """The owned rows with their masters and optimizer states.
+
+        Call `home.flush` first: an update may be under way.
+        """
+        rows = self.owned(flat)
+        numbers = range(len(rows)) if len(rows) > 1 else [rank()]
+        if not flat.trainable:
+            pairs = zip(numbers, rows, strict=True)
+            return [Owned(i, row, row, {}, row) for i, row in pairs]
+        masters = self._masters[flat]
+        resting = self.home.resting(flat, masters, rows)
+        states = [self.optimizer.state[master] for master in masters]
+        return list(map(Owned, numbers, rows, resting, states, masters))
+
     def update(self, units: list[Unit]) -> None:
         """Let the optimizer update the owned rows of these units."""
         flats = [flat for unit in units for flat in unit.trainable]
@@ -110,7 +143,7 @@ class Verbs:
         return [flat for unit in self.units for flat in unit.trainable]
 
 # %% auto #0
-__all__ = ['Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
+__all__ = ['Owned', 'Verbs', 'Backward', 'Step', 'nets_of', 'DataParallel']
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-backward-class
 class Backward(Verbs):

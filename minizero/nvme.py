@@ -79,6 +79,12 @@ class NVMe(Shelf):
         self._lent[flat] = [self._stand_in(m, device) for m in masters]
         return self._lent[flat]
 
+    def resting(
+        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+    ) -> list[Tensor]:
+        pairs = zip(self._apart[flat], rows, strict=True)
+        return [row if apart is None else apart for apart, row in pairs]
+
     def refresh(
         self,
         flat: Flat,

@@ -22,6 +22,8 @@ def _twin(
 ) -> torch.optim.Optimizer:
     """The same optimizer with one group's options, over other parameters."""
     twin = copy.copy(optimizer)
+    # a learning rate scheduler has put a `step` there that steps the original
+    twin.__dict__.pop("step", None)
     # a small learning rate, or none in a warm-up, would hide any difference
     rate = {"lr": 0.1} if "lr" in group else {}
     twin.param_groups = [{**group, **rate, "params": params}]
@@ -78,26 +80,36 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def state_layout(
+def state_made(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
-) -> dict[str, torch.dtype]:
-    """Names and dtypes of the states with one value for each element.
+) -> dict[str, Any]:
+    """What the optimizer makes, in its first step, as states: of [3].
 
-    Those that the optimizer makes, in its first step, for a parameter of the
-    dtype and on the device of `like`; found by a step on a small one.
+    For a parameter of three elements of the dtype and on the device of
+    `like`, and with one group's options.
     """
     p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
     p.grad = torch.ones_like(p)
     twin = _twin(optimizer, group, [p])
     twin.step()
+    return dict(twin.state[p])
+
+
+def state_layout(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
+) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states with one value for each element.
+
+    Those of `state_made`.
+    """
     return {
         key: value.dtype
-        for key, value in twin.state[p].items()
-        if isinstance(value, Tensor) and value.shape == p.shape
+        for key, value in state_made(optimizer, group, like).items()
+        if isinstance(value, Tensor) and value.shape == (3,)
     }
 
 # %% auto #0
-__all__ = ['check_elementwise', 'state_layout', 'groups_of', 'take_state']
+__all__ = ['check_elementwise', 'state_made', 'state_layout', 'groups_of', 'take_state']
 
 # %% ../notebooks/03_data_parallel.ipynb #optim-groups
 def groups_of(

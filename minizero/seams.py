@@ -82,6 +82,19 @@ class Precision:
     def forget(self) -> None:
         """Called when the gradients are gone."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, without tensors: JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. Raises ValueError if it belongs to another kind."""
+        if state.get("loss_scale"):
+            raise ValueError(
+                "the saved run had a loss scale and this one has none; pass "
+                "the same precision as then, such as MixedPrecision("
+                "torch.float16)"
+            )
+
 
 class Schedule:
     """When a collective is launched and when waited for: here, at once.
@@ -172,6 +185,12 @@ class Home:
     def lower(self, shard: Tensor, row: Tensor) -> None:
         """Write a row back to where its shard rests."""
         shard.copy_(row)
+
+    def fetch(
+        self, shard: Tensor, a: int = 0, b: int | None = None
+    ) -> Tensor:
+        """Elements a to b of what rests, in host memory; only to be read."""
+        return shard.detach()[a:b].cpu()
 
     @contextmanager
     def aside(self) -> Iterator[Callable[[], None]]:

@@ -178,6 +178,26 @@ class Shelf(Offload):
                 self._next[before[0], before[1]] = file.path
         return row
 
+    def fetch(
+        self, shard: Tensor, a: int = 0, b: int | None = None
+    ) -> Tensor:
+        file = self._files.get(shard)
+        if file is None:
+            return super().fetch(shard, a, b)
+        b = file.size if b is None else min(b, file.size)
+        out = host_empty((b - a,), file.dtype, "buffers")
+        with self._guard():
+            self._forget_ahead()
+            self.pool.reserve(file.stride)
+            for index, (start, stop) in enumerate(file.ranges()):
+                low, high = max(a, start), min(b, stop)
+                if low < high:
+                    buffer = self.pool.take()
+                    data = file.read(index, buffer).wait()
+                    out[low - a : high - a] = data[low - start : high - start]
+                    self.pool.give(buffer)
+        return out
+
     def _take_ahead(self, file: ShardFile, index: int) -> Reading:
         """The read of a record: launched before, or now."""
         if self._ahead:

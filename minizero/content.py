@@ -1,0 +1,151 @@
+"""What of a training run a checkpoint holds, and where each part rests."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from .ddp import DataParallel, Owned
+from .flat import Flat, Unit
+from .index import SavedFlat, SavedSlot
+from .launch import rank
+from .plain import dtype_name, encode
+from .tensorfile import Source
+
+# how an optimizer computes, which is this machine's affair; and the names of
+# parameters that it no longer has
+_NOT_SAVED = frozenset(
+    "params param_names foreach fused capturable differentiable".split()
+)
+
+
+def settle(net: DataParallel) -> None:
+    """Let everything arrive that is under way."""
+    net.home.flush(net)
+    net.schedule.drain(net)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # copies to host memory too
+
+
+def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
+    """Every buffer that has elements, with its unit and its number there."""
+    for unit in net.units:
+        for number, flat in enumerate(unit.flats):
+            if flat.numel:
+                yield unit, number, flat
+
+
+def own_row(net: DataParallel, flat: Flat) -> Owned:
+    """The row that this rank saves."""
+    rows = net.owned_states(flat)
+    return next(owned for owned in rows if owned.index == rank())
+
+
+def is_elementwise(value: Any, row: Tensor) -> TypeGuard[Tensor]:
+    """Whether an optimizer's state has a value for each element of a row."""
+    return isinstance(value, Tensor) and value.shape == row.shape
+
+
+def saved_flat(
+    net: DataParallel, unit: Unit, number: int, flat: Flat
+) -> SavedFlat:
+    """What the index says of a buffer."""
+    owned = own_row(net, flat)
+    states, scalars = {}, {}
+    for key, value in owned.state.items():
+        if is_elementwise(value, owned.row):
+            states[key] = dtype_name(value.dtype)
+        else:
+            where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
+            scalars[key], tensors = encode(value, where)
+            if tensors:
+                raise TypeError(
+                    f"{where} is a tensor of shape {tuple(value.shape)}, "
+                    f"which is neither a scalar nor of the row's shape "
+                    f"{tuple(owned.row.shape)}; it cannot be cut into shards"
+                )
+    return SavedFlat(
+        unit.name,
+        number,
+        dtype_name(owned.master.dtype),
+        flat.trainable,
+        flat.group,
+        flat.size,
+        [SavedSlot(s.name, list(s.shape), s.offset) for s in flat.slots],
+        states,
+        scalars,
+    )
+
+
+def row_sources(
+    net: DataParallel, flat: Flat, saved: SavedFlat
+) -> Iterator[Source]:
+    """The own row of a buffer: its values, and the optimizer's states."""
+    owned = own_row(net, flat)
+    tensors: dict[str | None, Tensor] = {None: owned.master}
+    tensors |= {key: owned.state[key] for key in saved.states}
+    for key, tensor in tensors.items():
+        plan = net.home.plan
+        rests = plan.parameters if tensor is owned.row else plan.optimizer
+        name, shape = saved.tensor(key), (flat.size,)
+        read = partial(net.home.fetch, tensor)
+        yield Source(name, tensor.dtype, shape, read, rests.on == "nvme")
+
+
+def tied_names(net: DataParallel) -> dict[str, str]:
+    """Further names of parameters, each with the one in the layout."""
+    first = {
+        slot.parameter: slot.name
+        for unit in net.units
+        for flat in unit.flats
+        for slot in flat.slots
+    }
+    named = net.model.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in named if first[p] != name}
+
+
+def module_state(net: DataParallel) -> dict[str, Any]:
+    """Persistent buffers, and what modules have as extra state, by name."""
+    named = net.model.named_parameters(remove_duplicate=False)
+    parameters = {name for name, _ in named}
+    state = net.model.state_dict()
+    return {k: v for k, v in state.items() if k not in parameters}
+
+
+def group_options(net: DataParallel) -> list[dict[str, Any]]:
+    """What the optimizer's groups say, but for what is the machine's."""
+    return [
+        {k: v for k, v in group.items() if k not in _NOT_SAVED}
+        for group in net.optimizer.param_groups
+    ]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this rank's generators: Python's, torch's, NumPy's."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse. A generator that is missing here or there is left."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
