@@ -856,7 +856,8 @@ def test_state_dicts_have_no_holes(two: Pool) -> None:
 
 def taken_over(stage: int, by_model: bool) -> None:
     """Loaded weights are there after the next update too."""
-    engine = start(stage, fp16={"enabled": True}, gradient_clipping=0.0)
+    half = {"enabled": True, "loss_scale": 1}
+    engine = start(stage, fp16=half, gradient_clipping=0.0)
     torch.manual_seed(5)
     new = Nasty().half().state_dict()
     if by_model:
@@ -866,6 +867,7 @@ def taken_over(stage: int, by_model: bool) -> None:
     for group in engine.optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     feed(engine, *batches(1, 1, rows=2)[0])
+    assert engine.was_step_applied()
     got = engine.module_state_dict()
     names = dict(engine.module.named_parameters())
     assert all(torch.equal(v, new[k]) for k, v in got.items() if k in names)
