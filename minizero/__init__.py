@@ -17,8 +17,9 @@ from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
 if TYPE_CHECKING:
-    from . import checkpointing, utils
+    from . import checkpoint, checkpointing, utils
     from .engine import Engine, add_config_arguments, initialize
+    from .export import consolidate
 
 __version__ = "0.1.0"
 
@@ -32,8 +33,10 @@ __all__ = [
     "Plan",
     "Tracker",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
+    "consolidate",
     "default_ranks",
     "estimate",
     "estimate_activations",
@@ -52,7 +55,9 @@ __all__ = [
 _LATER = {
     "Engine": "engine",
     "add_config_arguments": "engine",
+    "checkpoint": "checkpoint",
     "checkpointing": "checkpointing",
+    "consolidate": "export",
     "initialize": "engine",
     "utils": "utils",
 }

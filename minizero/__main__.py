@@ -47,6 +47,19 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--out", default="runs/train", help="folder for the results")
 
+    whole = commands.add_parser(
+        "consolidate",
+        help="write a sharded checkpoint as safetensors files that others read",
+        formatter_class=_Defaults,
+    )
+    whole.add_argument("folder", help="as given to save")
+    whole.add_argument("out", help="folder for model.safetensors")
+    whole.add_argument("--tag", help="which checkpoint (default: the latest)")
+    whole.add_argument("--dtype", default="fp32", choices=sorted(_DTYPES))
+    whole.add_argument(
+        "--max-shard-size", type=float, default=5e9, help="bytes of one file"
+    )
+
     bench = commands.add_parser(
         "bench", help="measure speed, as ratios", formatter_class=_Defaults
     )
@@ -54,6 +67,9 @@ def _arguments() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=5, help="turns that count")
     bench.add_argument("--out", default="runs/bench.json", help="file for the figures")
     return parser
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -103,6 +119,17 @@ def _train(options: argparse.Namespace) -> None:
         print(describe(job, report))
 
 
+def _consolidate(options: argparse.Namespace) -> None:
+    import torch
+
+    from minizero.export import export
+
+    dtype = getattr(torch, _DTYPES[options.dtype])
+    size = int(options.max_shard_size)
+    for path in export(options.folder, options.out, options.tag, dtype, size):
+        print(path)
+
+
 def _bench(options: argparse.Namespace) -> None:
     from minizero.lab.bench import runner
 
@@ -113,7 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options = _arguments().parse_args(arguments)
     try:
-        commands = {"estimate": _estimate, "train": _train, "bench": _bench}
+        commands = {
+            "estimate": _estimate,
+            "train": _train,
+            "consolidate": _consolidate,
+            "bench": _bench,
+        }
         commands[options.command](options)
     except (ValueError, OSError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)

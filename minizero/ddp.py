@@ -31,13 +31,15 @@ class Owned:
 
     `index`: the row's number. `row`: the parameters. `master`: what the
     optimizer updates, `row` itself if no precision keeps a copy. `state`:
-    the optimizer's, by reference. `Home.fetch` reads the tensors.
+    the optimizer's, by reference. `Home.fetch` reads the tensors. `given`:
+    what the optimizer has in its groups; a home may lend it something else.
     """
 
     index: int
     row: Tensor
     master: Tensor
     state: dict[str, Any]
+    given: Tensor
 
 
 class Verbs:
@@ -101,11 +103,11 @@ class Verbs:
         numbers = range(len(rows)) if len(rows) > 1 else [rank()]
         if not flat.trainable:
             pairs = zip(numbers, rows, strict=True)
-            return [Owned(i, row, row, {}) for i, row in pairs]
+            return [Owned(i, row, row, {}, row) for i, row in pairs]
         masters = self._masters[flat]
         resting = self.home.resting(flat, masters, rows)
         states = [self.optimizer.state[master] for master in masters]
-        return list(map(Owned, numbers, rows, resting, states))
+        return list(map(Owned, numbers, rows, resting, states, masters))
 
     def update(self, units: list[Unit]) -> None:
         """Let the optimizer update the owned rows of these units."""

@@ -82,6 +82,19 @@ class Precision:
     def forget(self) -> None:
         """Called when the gradients are gone."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, without tensors: JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. Raises ValueError if it belongs to another kind."""
+        if state.get("loss_scale"):
+            raise ValueError(
+                "the saved run had a loss scale and this one has none; pass "
+                "the same precision as then, such as MixedPrecision("
+                "torch.float16)"
+            )
+
 
 class Schedule:
     """When a collective is launched and when waited for: here, at once.

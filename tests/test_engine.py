@@ -681,6 +681,35 @@ def test_bad_data() -> None:
 # what initialize takes
 
 
+def built(inside: bool, path: Path, on: str) -> tuple[list[Any], list[Any]]:
+    """A model built in pieces: `zero.Init` takes the same file."""
+    torch.manual_seed(0)
+    path.write_text(
+        json.dumps(
+            config(
+                3,
+                zero_optimization=placed(3, param=on),
+                optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+            )
+        )
+    )
+    with minizero.zero.Init(config_dict_or_path=str(path), enabled=inside):
+        model = Nasty()
+    engine, *_ = minizero.initialize(model=model, config=path)
+    seen = [feed(engine, x, y).item() for x, y in batches(3, 1, rows=2)]
+    engine.destroy()
+    weights = engine.module_state_dict() if on == "none" else {}
+    return seen, [v.tolist() for v in weights.values()]
+
+
+@pytest.mark.parametrize("on", ["none", "cpu", "nvme"])
+def test_a_model_built_in_shards(two: Pool, tmp_path: Path, on: str) -> None:
+    def run(inside: bool) -> tuple[list[Any], list[Any]]:
+        return built(inside, tmp_path / f"{rank()}.json", on)
+
+    assert two.run(run, True) == two.run(run, False)
+
+
 def test_sources_of_the_config(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     text = json.dumps(config(1, optimizer={"type": "SGD"}))
@@ -837,6 +866,279 @@ def test_the_optimizer_says_what_it_does_not_do() -> None:
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
     assert optimizer.loss_scale == 1.0
+    with pytest.raises(ValueError, match="there is one with fp16 only"):
+        optimizer.loss_scale = 2.0
+
+
+# checkpoints
+
+
+class Dropping(nn.Module):
+    """Draws random numbers, so that a resumed run needs their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 24)
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.down = nn.Linear(24, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.up(x)
+        for block in self.blocks:
+            h = h + nn.functional.dropout(block(h.relu()), 0.2, self.training)
+        return nn.functional.mse_loss(self.down(h), y)
+
+
+def placed(stage: int, optimizer: str = "none", param: str = "none") -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    for name, on in (("optimizer", optimizer), ("param", param)):
+        zero[f"offload_{name}"] = {"device": on, "nvme_path": "/tmp"}
+        if on != "nvme":
+            del zero[f"offload_{name}"]["nvme_path"]
+    return zero
+
+
+PLANS = {
+    "0": placed(0),
+    "1": placed(1),
+    "2": placed(2),
+    "3": placed(3),
+    "2, states on cpu": placed(2, "cpu"),
+    "3, all on cpu": placed(3, "cpu", "cpu"),
+    "3, all on nvme": placed(3, "nvme", "nvme"),
+}
+
+
+def dropping(zero: dict[str, Any], **more: Any) -> tuple[minizero.Engine, Any]:
+    """An engine and endless batches; 10 steps are an epoch."""
+    torch.manual_seed(3 + rank())
+    x = torch.randn(80, 6, generator=torch.Generator().manual_seed(0))
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    rising = {"type": "WarmupLR", "params": {"warmup_num_steps": 12}}
+    engine, _, loader, _ = minizero.initialize(
+        model=Dropping(),
+        training_data=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)),
+        config={
+            "train_batch_size": 8,
+            "optimizer": optimizer,
+            "scheduler": rising,
+            "zero_optimization": zero,
+            **more,
+        },
+    )
+    return engine, minizero.utils.RepeatingLoader(loader)
+
+
+def go(engine: minizero.Engine, stream: Any, steps: int) -> list[tuple[Any, ...]]:
+    seen = []
+    while steps:
+        loss = engine(*next(stream))
+        engine.backward(loss)
+        engine.step()
+        if engine.micro_steps % engine.gradient_accumulation_steps() == 0:
+            steps -= 1
+            norm = engine.get_global_grad_norm()
+            seen.append((loss.item(), norm, *engine.get_lr(), engine.global_samples))
+    return seen
+
+
+def saved(
+    zero: dict[str, Any], folder: Path, training: bool = True, **more: Any
+) -> list[tuple[Any, ...]]:
+    """Steps after a save in mid-epoch; they go on into the next epoch."""
+    engine, stream = dropping(zero, **more)
+    engine.train(training)
+    go(engine, stream, 7)
+    assert engine.save_checkpoint(folder, client_state={"best": (1.5, None)})
+    rest = go(engine, stream, 8)
+    engine.destroy()
+    return rest
+
+
+def loaded(
+    zero: dict[str, Any], folder: Path, training: bool = True, **more: Any
+) -> list[tuple[Any, ...]]:
+    engine, stream = dropping(zero, **more)
+    engine.train(training)
+    go(engine, stream, 2)  # which is forgotten
+    path, client = engine.load_checkpoint(folder)
+    assert path == str(folder / "global_step7") and client == {"best": (1.5, None)}
+    rest = go(engine, stream, 8)
+    engine.destroy()
+    return rest
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_resumed_under_another_plan_it_is_the_same_run(
+    two: Pool, tmp_path: Path, name: str
+) -> None:
+    names = list(PLANS)
+    reference = two.run(saved, PLANS[name], tmp_path)
+    assert len({step[0] for step in reference[0]}) == 8
+    for further in (1, 3):
+        other = names[(names.index(name) + further) % len(names)]
+        got = two.run(loaded, PLANS[other], tmp_path)
+        assert got == reference, f"saved under {name}, loaded under {other}"
+
+
+def test_resumed_with_fp16_and_accumulation(two: Pool, tmp_path: Path) -> None:
+    more = {
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3},
+    }
+    reference = two.run(saved, PLANS["2"], tmp_path, **more)
+    assert two.run(loaded, PLANS["3, all on cpu"], tmp_path, **more) == reference
+
+
+def mean_losses(runs: list[list[tuple[Any, ...]]]) -> Tensor:
+    return torch.tensor([[step[0] for step in run] for run in runs]).mean(0)
+
+
+def test_resumed_on_another_number_of_ranks(
+    two: Pool, four: Pool, tmp_path: Path
+) -> None:
+    """The global batches are the same, cut otherwise; so is the mean loss."""
+
+    reference = four.run(saved, PLANS["3"], tmp_path, training=False)
+    got = two.run(loaded, PLANS["1"], tmp_path, training=False)
+    torch.testing.assert_close(mean_losses(got), mean_losses(reference))
+    torch.testing.assert_close(
+        torch.tensor([step[1:] for step in got[0]], dtype=torch.float64),
+        torch.tensor([step[1:] for step in reference[0]], dtype=torch.float64),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
+    def run(folder: Path) -> None:
+        engine, stream = dropping(PLANS["1"])
+        with warnings.catch_warnings(record=True) as shown:
+            assert engine.load_checkpoint(folder) == (None, None)
+        assert len(shown) == (rank() == 0)
+        go(engine, stream, 2)
+        engine.save_checkpoint(folder, tag=5, background=10**9)
+        engine.finish_checkpoint()
+        weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        go(engine, stream, 1)
+        engine.save_checkpoint(folder, "not-the-latest", save_latest=False)
+        other, stream = dropping(PLANS["3"])
+        other.load_checkpoint(folder, load_module_only=True)
+        assert other.global_steps == 0 and not any(other.optimizer.state.values())
+        got = other.module_state_dict()
+        assert all(torch.equal(v, weights[k]) for k, v in got.items())
+        assert other.training_dataloader.state_dict()["seen"] == 0
+        other.load_checkpoint(folder, load_lr_scheduler_states=False)
+        assert other.global_steps == 2 and other.global_samples == 16
+        assert other.lr_scheduler.last_batch_iteration == -1
+        other.load_checkpoint(folder, "not-the-latest")
+        assert other.global_steps == 3 and other.get_lr() == engine.get_lr()
+        with pytest.raises(minizero.checkpoint.CheckpointError, match="'5'"):
+            other.load_checkpoint(folder, "none")
+        minizero.checkpoint.save(engine.net, folder / "bare", "x", extra={"a": 1})
+        assert other.load_checkpoint(folder / "bare")[1] == {"a": 1}
+
+    two.run(run, tmp_path)
+    assert (tmp_path / "latest").read_text().strip() == "5"
+
+
+@pytest.mark.parametrize("make", ["StepLR", "OneCycleLR", "SequentialLR", "LambdaLR"])
+def test_schedulers_of_torch_are_resumed(make: str, tmp_path: Path) -> None:
+    from torch.optim import lr_scheduler as torch_schedulers
+
+    def start() -> minizero.Engine:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        if make == "StepLR":
+            schedule: Any = torch_schedulers.StepLR(inner, 2, 0.5)
+        elif make == "OneCycleLR":
+            schedule = torch_schedulers.OneCycleLR(inner, 0.1, total_steps=20)
+        elif make == "LambdaLR":
+            schedule = torch_schedulers.LambdaLR(inner, lambda step: 0.5**step)
+        else:
+            parts = [
+                torch_schedulers.LinearLR(inner, 0.1, total_iters=3),
+                torch_schedulers.MultiStepLR(inner, [2, 4]),
+            ]
+            schedule = torch_schedulers.SequentialLR(inner, parts, [3])
+        return minizero.initialize(
+            model=model,
+            optimizer=inner,
+            lr_scheduler=schedule,
+            config={"train_batch_size": 1},
+        )[0]
+
+    def rates(engine: minizero.Engine, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+            seen += engine.get_lr()
+        return seen
+
+    engine = start()
+    rates(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    expected = rates(engine, 4)
+    other = start()
+    other.load_checkpoint(tmp_path)
+    assert rates(other, 4) == expected and len(set(expected)) > 1
+
+
+def test_no_checkpoint_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    engine, stream = dropping(PLANS["0"], gradient_accumulation_steps=4)
+    engine.backward(engine(*next(stream)))
+    with pytest.raises(RuntimeError, match=r"micro-batch 1 of 4.*zero_grad"):
+        engine.save_checkpoint(tmp_path)
+    engine.step()
+    with pytest.raises(RuntimeError, match="micro-batch 2 of 4"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+    engine.zero_grad()
+    assert engine.save_checkpoint(tmp_path, "given-up")
+    engine.load_checkpoint(tmp_path)
+    assert engine.micro_steps == 0
+    go(engine, stream, 1)
+    assert engine.save_checkpoint(tmp_path)
+    # gradients from before a load are gone after it
+    engine.backward(engine(*next(stream)))
+    engine.load_checkpoint(tmp_path)
+    assert not engine.net.has_gradients and engine.micro_steps == 4
+
+
+def weight_files(folder: Path) -> dict[str, Tensor] | None:
+    torch.manual_seed(0)
+    half = {"bf16": {"enabled": True}}
+    engine = start(3, **half)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert not engine.save_16bit_model(folder)
+    assert len(shown) == (rank() == 0) and not list(folder.iterdir())
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    for stage, zero in ((3, gathers), (1, {})):
+        engine = start(stage, zero_optimization=zero, **half)
+        assert engine.save_16bit_model(folder, f"{stage}.safetensors")
+        assert engine.save_16bit_model(folder)
+    return engine.module_state_dict()
+
+
+def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    expected = two.run(weight_files, tmp_path)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "1.safetensors",
+        "3.safetensors",
+        "pytorch_model.bin",
+    ]
+    for got in (
+        torch.load(tmp_path / "pytorch_model.bin", weights_only=True),
+        load_file(tmp_path / "1.safetensors"),
+        load_file(tmp_path / "3.safetensors"),
+    ):
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[k], expected[k]) for k in got)
+    assert expected["head.weight"].dtype == torch.bfloat16
 
 
 # reports
@@ -889,6 +1191,15 @@ def test_model_flops() -> None:
     assert last.tflops == last.flops / last.seconds / 1e12
     assert set(last.milliseconds) == {"forward", "backward", "step"}
     assert sum(last.milliseconds.values()) <= 1e3 * last.seconds
+
+
+def test_model_flops_of_attention() -> None:
+    """b heads of s tokens and size d: 2 b s^2 d, twice."""
+    meter = minizero.meter.Meter(detailed=True)
+    with meter.phase("forward"):
+        q = torch.randn(2, 3, 16, 8, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert meter.forward_flops == 2 * 2 * (2 * 3) * 16 * 16 * 8
 
 
 # imports, and scripts
