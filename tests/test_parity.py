@@ -69,7 +69,7 @@ def test_training_is_compared() -> None:
         if "fp16-0" not in name:
             assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), name
     clipping = CASES["sgd-2"]["config"]["gradient_clipping"]
-    assert all(norm > clipping for norm in THEIRS["sgd-2"]["norms"][:-3])
+    assert sum(norm > clipping for norm in THEIRS["sgd-2"]["norms"]) > 15
     for stage in range(4):
         seen = THEIRS[f"fp16-{stage}"]
         assert seen["skipped"][-1] == 3
