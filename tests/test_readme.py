@@ -74,7 +74,8 @@ def exported(notebook: nbformat.NotebookNode) -> set[str]:
             r"^#\| *(default_exp|export)\b *(\S*)", cell.source, re.M
         ):
             modules.add(name if directive == "default_exp" or name else "")
-    return modules - {""}
+    # a package is named as one: `config` for config.batch
+    return {name.split(".")[0] for name in modules - {""}}
 
 
 @pytest.mark.parametrize("page", PAGES)
