@@ -426,6 +426,28 @@ def test_a_step_without_a_gradient(two: Pool) -> None:
         assert two.run(run, stage) == [(True, False, 2, 2)] * 2
 
 
+def together(stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two engines take turns, as an actor and a critic do."""
+    first, second = start(stage), start(stage)
+    losses = []
+    for i, (x, y) in enumerate(batches(4, 1, rows=2)):
+        first.module.step = second.module.step = i
+        loss, other = (e(own(x, 2), own(y, 2)) for e in (first, second))
+        first.backward(loss)
+        second.backward(2 * other)
+        first.step()
+        second.step()
+        losses.append(loss.detach())
+    return losses, first.module_state_dict()
+
+
+def test_two_engines(two: Pool) -> None:
+    expected = two.run(trained, 3, steps=4)[0]
+    losses, weights = two.run(together, 3)[0]
+    assert torch.equal(torch.stack(losses), expected.losses)
+    assert all(torch.equal(weights[k], v) for k, v in expected.weights.items())
+
+
 def refused_losses() -> list[str]:
     engine = start(2)
     x, y = batches(1, 1, rows=2)[0]
@@ -774,12 +796,19 @@ def test_warnings_are_shown_once_on_rank_0(two: Pool) -> None:
     def run() -> list[str]:
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
-            engine = start(2, zero_optimization={"offload_param": {"device": "cpu"}})
+            engine = start(
+                2,
+                zero_optimization={"offload_param": {"device": "cpu"}},
+                optimizer={"type": "SGD"},
+            )
             feed(engine, *batches(1, 1, rows=2)[0])
         return [str(w.message) for w in shown]
 
-    [first], others = two.run(run)
+    [first, second], others = two.run(run)
     assert "offload_param.device" in first and "has no effect" in first
+    assert second == (
+        'optimizer.type = "SGD" has no effect: initialize was given another optimizer'
+    )
     assert others == []
 
 
@@ -1179,11 +1208,12 @@ def test_model_flops() -> None:
             **SGD,
         },
     )
-    for _ in range(4):
+    for _ in range(6):
         loss = engine(torch.randn(3, 5)).sum()
         engine.backward(loss)
         engine.step()
     assert engine.meter.forward_flops == 2 * 3 * 5 * 7
+    assert engine.throughput().steps == 2
     last = engine.meter.last
     assert last.flops == 3 * 2 * (2 * 3 * 5 * 7)
     assert (last.samples, last.steps) == (6, 1)
