@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from minizero import checkpoint, comm
 from minizero.ddp import DataParallel
+from minizero.folder import exists
 from minizero.launch import init_distributed, rank, world_size
 from minizero.memory import Plan
 from minizero.precision import MixedPrecision
+from minizero.saving import Saving
 from minizero.zero3 import parallelize
 
 from .gpt import GPT, GPTConfig, decay_groups
@@ -107,7 +109,7 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
     schedule = torch.optim.lr_scheduler.ExponentialLR(net.optimizer, 0.99)
     first = restore(net, schedule, folder)
     note(folder, f"resume {first}" if first else "start 0")
-    saving = None
+    saving: Saving | None = None
     for step in range(first, job.steps):
         at("step", step)
         tokens = batch(step)
@@ -134,7 +136,7 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
 
 def restore(net: DataParallel, schedule: Any, folder: Path) -> int:
     """The step to begin with: the newest checkpoint's, or 0."""
-    if checkpoint.find(folder / "checkpoints") is None:
+    if not exists(folder / "checkpoints"):
         return 0
     loaded = checkpoint.load(net, folder / "checkpoints")
     schedule.load_state_dict(loaded.extra["schedule"])
@@ -144,7 +146,7 @@ def restore(net: DataParallel, schedule: Any, folder: Path) -> int:
 
 def save(
     net: DataParallel, schedule: Any, folder: Path, step: int, job: Job
-) -> checkpoint.Saving:
+) -> Saving:
     """Begin a checkpoint of all that `step` and the ones after it depend on."""
     return checkpoint.save(
         net,
