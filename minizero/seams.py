@@ -177,9 +177,9 @@ class Home:
             return shard
         return row.copy_(shard, non_blocking=True)
 
-    def lower(self, shard: Tensor, row: Tensor) -> None:
-        """Write a row back to where its shard rests."""
-        shard.copy_(row)
+    def lower(self, shard: Tensor, row: Tensor, a: int = 0) -> None:
+        """Write a row, or part of it from element a, to where it rests."""
+        shard.detach()[a : a + row.numel()].copy_(row)
 
     def fetch(
         self, shard: Tensor, a: int = 0, b: int | None = None
