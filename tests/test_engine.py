@@ -692,6 +692,8 @@ def test_resumed_on_the_same_ranks_it_is_the_same_run(
 def test_bad_data() -> None:
     with pytest.raises(ValueError, match="training data is empty"):
         Loader([], 2)
+    with pytest.raises(ValueError, match="has 2 samples, fewer than a micro"):
+        Loader(range(2), 3, drop_last=True)
     stream = (x for x in range(3))
     with pytest.raises(TypeError, match="map-style dataset.* not a generator"):
         Loader(stream, 2)
@@ -1214,6 +1216,8 @@ def test_reports(two: Pool) -> None:
     assert other == "" and len(text.splitlines()) == 2
     assert text.startswith("step=3, skipped=0, lr=[0.01, 0.003], mom=[(0.9, 0.999)")
     assert "samples/s=" in text and "forward" not in text
+    first, *_ = two.run(reported, steps_per_print=1)[0][0].splitlines()
+    assert first.endswith("loss_scale=1")  # no rate yet
     assert same([run], [reference])
     (text, run), (other, _) = two.run(reported, wall_clock_breakdown=True)
     assert other == "" and len(text.splitlines()) == 6
