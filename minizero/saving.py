@@ -227,7 +227,7 @@ class Saving:
         self._written.wait()
         try:
             self._agree()  # that all files are written
-        except CheckpointError:
+        except BaseException:  # a dead peer raises no CheckpointError
             self._abandoned.set()
             raise
         finally:
