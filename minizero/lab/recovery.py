@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from minizero import checkpoint, comm
 from minizero.ddp import DataParallel
+from minizero.folder import exists
 from minizero.launch import init_distributed, rank, world_size
 from minizero.memory import Plan
 from minizero.precision import MixedPrecision
+from minizero.saving import Saving
 from minizero.zero3 import parallelize
 
-from .gpt import GPT, GPTConfig, decay_groups
+from .gpt import GPT, Block, GPTConfig, decay_groups
 
 ROWS, VOCABULARY, SEQUENCE = 12, 19, 8  # 12 sequences divide over 1, 2, 3, 4 ranks
 
@@ -78,7 +80,9 @@ def build(job: Job) -> DataParallel:
     torch.manual_seed(0)
     model = GPT(GPTConfig(2, 16, 2, sequence=SEQUENCE, vocabulary=VOCABULARY))
     for block in model.blocks:
-        block.mlp = nn.Sequential(block.mlp, nn.Dropout(job.dropout))
+        assert isinstance(block, Block)
+        dropping = nn.Sequential(block.mlp, nn.Dropout(job.dropout))
+        block.register_module("mlp", dropping)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-2)
     precision = MixedPrecision(torch.float16) if job.fp16 else None
     plan = Plan.stage(job.stage)
@@ -107,7 +111,7 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
     schedule = torch.optim.lr_scheduler.ExponentialLR(net.optimizer, 0.99)
     first = restore(net, schedule, folder)
     note(folder, f"resume {first}" if first else "start 0")
-    saving = None
+    saving: Saving | None = None
     for step in range(first, job.steps):
         at("step", step)
         tokens = batch(step)
@@ -134,7 +138,7 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
 
 def restore(net: DataParallel, schedule: Any, folder: Path) -> int:
     """The step to begin with: the newest checkpoint's, or 0."""
-    if checkpoint.find(folder / "checkpoints") is None:
+    if not exists(folder / "checkpoints"):
         return 0
     loaded = checkpoint.load(net, folder / "checkpoints")
     schedule.load_state_dict(loaded.extra["schedule"])
@@ -142,9 +146,7 @@ def restore(net: DataParallel, schedule: Any, folder: Path) -> int:
     return step
 
 
-def save(
-    net: DataParallel, schedule: Any, folder: Path, step: int, job: Job
-) -> checkpoint.Saving:
+def save(net: DataParallel, schedule: Any, folder: Path, step: int, job: Job) -> Saving:
     """Begin a checkpoint of all that `step` and the ones after it depend on."""
     return checkpoint.save(
         net,
