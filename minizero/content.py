@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def own_row(net: DataParallel, flat: Flat) -> Owned:
     return next(owned for owned in rows if owned.index == rank())
 
 
-def is_elementwise(value: Any, row: Tensor) -> bool:
+def is_elementwise(value: Any, row: Tensor) -> TypeGuard[Tensor]:
     """Whether an optimizer's state has a value for each element of a row."""
     return isinstance(value, Tensor) and value.shape == row.shape
 

@@ -117,18 +117,19 @@ class Fit:
         flat: Flat,
         index: int,
         state: str | None,
-        like: Tensor,
+        before: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """A row, in host memory: of the values, or of a state."""
+        """A row, in host memory: of the values, or of a state.
+
+        What the checkpoint does not have is as `before`.
+        """
         with tracker.host_memory():
             room = torch.zeros(flat.size, dtype=dtype)
         tracker.label(room, "buffers", on="cpu")
-        if (
-            any(slot not in self.found for slot in flat.slots)
-            and like.numel()
-        ):
-            room.copy_(self.net.home.fetch(like))
+        partly = any(slot not in self.found for slot in flat.slots)
+        if partly and before is not None:
+            room.copy_(self.net.home.fetch(before))
         for (saved, slot), skip, a, b in self._places(flat, index):
             self.run.read(saved, state, slot.offset + skip, room[a:b])
         return room
@@ -148,36 +149,31 @@ class Fit:
         assert flat.group is not None
         group = self.net.optimizer.param_groups[flat.group]
         made = state_made(self.net.optimizer, group, owned.given)
-        state = owned.state
-        for key in [k for k in state if k not in saved[0].states]:
-            del state[key]
+        for key in owned.state.keys() - saved[0].states.keys():
+            del owned.state[key]
         for key, dtype in saved[0].states.items():
-            example = made.get(key)
-            kind = (
-                example.dtype
-                if isinstance(example, Tensor)
-                else DTYPES[dtype]
-            )
-            old = state.get(key)
-            if not is_elementwise(old, owned.row):
-                old = None
-            room = self._read(
-                flat,
-                owned.index,
-                key,
-                torch.empty(0) if old is None else old,
-                kind,
-            )
-            if old is not None and old.dtype == kind:
-                self.net.home.lower(old, room)
-            else:
-                state[key] = self._rest(room, flat.full.device)
+            like = made.get(key)
+            kind = like.dtype if isinstance(like, Tensor) else DTYPES[dtype]
+            self._load_state(flat, owned, key, kind)
         for key, tree in saved[0].scalars.items():
-            state[key] = _as(self.run.tree(tree), made.get(key))
-        for key in saved[0].scalars:
-            if isinstance(state[key], Tensor):
+            value = _as(self.run.tree(tree), made.get(key))
+            if isinstance(value, Tensor):
                 on = "cpu" if tracker.on_host(owned.given) else None
-                tracker.label(state[key], "optimizer", on)
+                tracker.label(value, "optimizer", on)
+            owned.state[key] = value
+
+    def _load_state(
+        self, flat: Flat, owned: Owned, key: str, dtype: torch.dtype
+    ) -> None:
+        """Set one state, where there is one already in its place."""
+        old = owned.state.get(key)
+        if not is_elementwise(old, owned.row) or old.dtype is not dtype:
+            old = None
+        room = self._read(flat, owned.index, key, old, dtype)
+        if old is None:
+            owned.state[key] = self._rest(room, flat.full.device)
+        else:
+            self.net.home.lower(old, room)
 
     def _rest(self, room: Tensor, device: torch.device) -> Tensor:
         home = self.net.home

@@ -147,8 +147,11 @@ class TensorWriter:
         """The next source, a chunk at a time."""
         step = CHUNK // source.dtype.itemsize
         for a in range(0, source.numel, step):
-            piece = source.read(a, min(a + step, source.numel))
-            self._put(view(piece.contiguous()))
+            self._put_tensor(source.read(a, min(a + step, source.numel)))
+
+    def _put_tensor(self, piece: Tensor) -> None:
+        piece = piece.contiguous()  # `view` does not keep it alive
+        self._put(view(piece))
 
     def _put(self, data: bytes | memoryview) -> None:
         data = memoryview(data)

@@ -1,0 +1,174 @@
+"""Runs of a small nasty model that are saved, stopped and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from nasty import HIDDEN, VOCABULARY, Block, groups
+from torch import Tensor, nn
+
+from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize
+from minizero.checkpoint import load, save
+from minizero.ddp import DataParallel
+from minizero.launch import rank, world_size
+from minizero.precision import DynamicLossScale, MixedPrecision
+
+ROWS = 12  # of a global batch: as many for each of 1, 2, 3 or 4 ranks
+Run = tuple[list[Tensor], dict[str, Tensor]]
+
+
+class Small(nn.Module):
+    """Tied, partly frozen and unused, with buffers and a block used twice."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.places = nn.Embedding(8, HIDDEN).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for index in (0, 1, 0):
+            h = self.dropout(self.blocks[index](h, gain=0.5))
+        if self.training:
+            self.calls += 1
+            self.mean.lerp_(h.detach().float().mean((0, 1)), 0.1)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+
+def precision_of(name: str) -> MixedPrecision | None:
+    if name == "fp16":  # so high a scale that steps are skipped
+        scale = DynamicLossScale(22, loss_scale_window=2, hysteresis=1)
+        return MixedPrecision(torch.float16, loss_scale=scale)
+    return MixedPrecision(torch.bfloat16) if name == "bf16" else None
+
+
+def make(
+    stage: int = 3,
+    where: str = "device",
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    dropout: float = 0.0,
+    overlap: bool = False,
+    **options: Any,
+) -> DataParallel:
+    """A net of any kind; its weights are rank 0's."""
+    on = "cpu" if where == "delayed" else where
+    plan = Plan.stage(stage)
+    if on != "device":
+        plan = Plan.stage(stage, on, on if stage == 3 else None)
+    home = {
+        "device": lambda: None,
+        "cpu": lambda: Offload(plan),
+        "delayed": lambda: Delayed(plan),
+        # a row is several records
+        "nvme": lambda: NVMe(plan, buffer_size=64),
+    }[where]()
+    torch.manual_seed(rank())
+    model = Small(dropout)
+    return parallelize(
+        model,
+        OPTIMIZERS[optimizer](groups(model)),
+        plan,
+        home=home,
+        precision=precision_of(precision),
+        schedule=Overlap() if overlap else None,
+        **options,
+    )
+
+
+def steps(net: DataParallel, first: int, last: int) -> list[Tensor]:
+    """Train on the global batches `first` to `last`; the rank's losses."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randint(VOCABULARY, (2, last, ROWS, 5), generator=generator)
+    own = slice(rank() * ROWS // world_size(), (rank() + 1) * ROWS // world_size())
+    losses = []
+    for step in range(first, last):
+        loss = net(x[step, own], y[step, own])
+        net.backward(loss)
+        net.clip_grad_norm(0.5)
+        net.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def close(net: DataParallel) -> None:
+    if isinstance(net.home, NVMe):
+        net.home.close()
+
+
+def whole(net: DataParallel) -> dict[str, Tensor]:
+    """Rank 0: all weights; every rank: its own buffers."""
+    own = {f"own {name}": b.clone() for name, b in net.model.named_buffers()}
+    return net.state_dict() | own
+
+
+def unbroken(
+    before: int, after: int, folder: Path | None = None, tag: str = "t", **kind: Any
+) -> Run:
+    """A run that is saved on its way, if there is a folder, and goes on."""
+    net = make(**kind)
+    steps(net, 0, before)
+    if folder is not None:
+        save(net, folder, tag, extra={"step": before}, own={"rank": rank()})
+    losses = steps(net, before, before + after)
+    result = losses, whole(net)
+    close(net)
+    return result
+
+
+def resumed(
+    before: int, after: int, folder: Path, tag: str = "t", spoilt: int = 1, **kind: Any
+) -> Run:
+    """Another run, `spoilt` steps old, that takes the first one's place."""
+    net = make(**kind)
+    steps(net, 5, 5 + spoilt)
+    loaded = load(net, folder, tag)
+    assert loaded.extra == {"step": before} and loaded.tag == tag
+    assert loaded.own in (None, {"rank": rank()})
+    losses = steps(net, before, before + after)
+    result = losses, whole(net)
+    close(net)
+    return result
+
+
+def equal(a: list[Run], b: list[Run]) -> bool:
+    """Bit for bit, on every rank."""
+    return all(
+        all(map(torch.equal, x[0], y[0]))
+        and x[1].keys() == y[1].keys()
+        and all(torch.equal(x[1][k], y[1][k]) for k in x[1])
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def near(a: list[Run], b: list[Run]) -> None:
+    """To rounding, on different numbers of ranks: mean losses, and weights."""
+
+    def mean(runs: list[Run]) -> Tensor:
+        return torch.stack([torch.stack(run[0]) for run in runs]).float().mean(0)
+
+    torch.testing.assert_close(mean(a), mean(b), rtol=1e-4, atol=1e-5)
+    for name, weight in a[0][1].items():
+        if "mean" not in name:  # each rank's own
+            torch.testing.assert_close(weight, b[0][1][name], rtol=1e-3, atol=1e-4)
