@@ -17,6 +17,8 @@ import datetime
 import gc
 import os
 import socket
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +107,65 @@ def _use_loopback() -> None:
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
+
+def _use_network(master: str) -> None:
+    """Lets gloo talk to other machines: over the network that leads to rank 0.
+
+    Left alone, it takes the address that the host's own name has, and that
+    is often a loopback address, which no other machine can reach.
+    """
+    with contextlib.suppress(ImportError, OSError):
+        from fcntl import ioctl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # chooses a route, and sends nothing
+            mine = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    query = name.encode().ljust(256, b"\0")
+                    found = ioctl(probe.fileno(), 0x8915, query)  # SIOCGIFADDR
+                    if found[20:24] == mine:
+                        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
 # %% ../notebooks/02_ranks.ipynb #launch-join
+def _fresh_store(timeout: float) -> Store:
+    """Where the ranks of this start leave their addresses for each other.
+
+    Torchrun has a store for that, but keeps it when it starts the ranks
+    anew: a quick rank would read the address of one that is dead (PyTorch's
+    issue 135712). So rank 0 opens one that ends with it, and torchrun's only
+    says where.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    whole = datetime.timedelta(seconds=timeout)
+    kept = dist.TCPStore(host, port, is_master=False, timeout=whole)
+    if os.environ["RANK"] == "0":
+        store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=whole
+        )
+        name = uuid.uuid4().hex
+        store.set("name", name)
+        kept.set("minizero", f"{store.port} {name}")
+        return store
+    patience = time.monotonic() + timeout
+    while time.monotonic() < patience:
+        found, name = kept.get("minizero").decode().split()
+        # nothing answers there if it is of a start that is over
+        with contextlib.suppress(OSError, dist.DistError):
+            socket.create_connection((host, int(found)), 1.0).close()
+            store = dist.TCPStore(
+                host, int(found), is_master=False, timeout=whole
+            )
+            if store.check(["name"]) and store.get("name") == name.encode():
+                return store
+        time.sleep(0.05)
+    raise RuntimeError(
+        f"rank {os.environ['RANK']} has not found rank 0 at {host} in "
+        f"{timeout:g} s; see whether rank 0 has started, and whether a "
+        "firewall is between them"
+    )
+
+
 def _join(
     backend: str, timeout: float, rendezvous: str | None = None
 ) -> None:
@@ -120,6 +180,8 @@ def _join(
         store = FileStore(rendezvous, ranks)
     elif "WORLD_SIZE" not in os.environ:
         store = HashStore()  # alone
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _fresh_store(timeout)
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local % torch.cuda.device_count())
@@ -177,6 +239,8 @@ def init_distributed(
     )
     if here == int(os.environ.get("WORLD_SIZE", "1")):
         _use_loopback()
+    else:
+        _use_network(os.environ.get("MASTER_ADDR", ""))
     _join(_choose_backend(backend, here), _check_timeout(timeout))
     atexit.register(_leave)
 
