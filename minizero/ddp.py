@@ -151,6 +151,7 @@ class Backward(Verbs):
 
     model: nn.Module
     syncing: bool
+    has_gradients: bool  # since a backward began, until `zero_grad`
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
     _unsynced: bool
@@ -161,22 +162,24 @@ class Backward(Verbs):
         with comm.phase("forward"):
             return self.model(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of `loss`, averaged over ranks (not inside `no_sync`).
 
         Divide the loss by the number of micro-batches yourself, if you want
-        their mean: gradients of several calls add up until `step`.
+        their mean: gradients of several calls add up until `step`. With
+        `retain_graph` another backward can go through the same forward.
         """
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                self.precision.scaled(loss).backward()
+                start = self.precision.scaled(loss)
+                start.backward(retain_graph=retain_graph)
                 self._end_backward()
         finally:
             self._in_backward = False
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self._in_backward = self.has_gradients = True
         self.schedule.begin_backward(self)
         # the last unit's gradients come first; the root's end last
         self._queue = list(reversed(self.units))
@@ -282,15 +285,21 @@ class Step(Backward):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
+        norm = self.grad_norm()
+        flats = self._trainable()
+        grads = [grad for flat in flats for grad in self.owned_grads(flat)]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.precision.clip(grads, factor)
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The norm that `clip_grad_norm` returns; nothing is clipped."""
         with comm.phase("step"):
             self._finish_gradients()
-            flats = self._trainable()
-            grads = [self.owned_grads(flat) for flat in flats]
-            norms = self._row_norms(grads)
-            norm = self.precision.unscaled(norms.square().sum().sqrt())
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            self.precision.clip([g for rows in grads for g in rows], factor)
-        return norm
+            norms = self._row_norms(
+                [self.owned_grads(flat) for flat in self._trainable()]
+            )
+            return self.precision.unscaled(norms.square().sum().sqrt())
 
     def _row_norms(self, grads: list[list[Tensor]]) -> Tensor:
         """Norm of every row of every flat buffer, fp32, [ranks, flats]."""
@@ -337,7 +346,7 @@ class Step(Backward):
         for flat in self._trainable():
             self.clear_grads(flat)
             flat.reduced = False
-        self._unsynced = False
+        self._unsynced = self.has_gradients = False
         self.precision.forget()
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-class
@@ -392,7 +401,7 @@ class DataParallel(Step):
         self.schedule = schedule or Schedule()
         self.home = home or Home()
         self.syncing = True
-        self._in_backward = self._unsynced = False
+        self._in_backward = self._unsynced = self.has_gradients = False
         self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {

@@ -219,7 +219,10 @@ def _leave() -> None:
 
 
 def init_distributed(
-    backend: str | None = None, timeout: float | None = None
+    backend: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
+    *,
+    dist_backend: str | None = None,
 ) -> None:
     """Makes this process a rank, if it is not one yet.
 
@@ -230,10 +233,14 @@ def init_distributed(
     Args:
         backend: "nccl", "gloo", or None for nccl where each rank has its own
             GPU.
-        timeout: seconds that a collective may take.
+        timeout: seconds that a collective may take, or a timedelta.
+        dist_backend: DeepSpeed's name of `backend`.
     """
     if dist.is_initialized():
         return
+    backend = backend or dist_backend
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
     here = int(
         os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     )

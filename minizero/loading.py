@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,22 +64,32 @@ class Fit:
             match.optimizer(net, run)
             self.groups = run.tree(index.groups)
             self.precision = run.tree(index.precision)
-            self._try_precision(match.problems)
         if match.problems:
             raise CheckpointError(
                 f"{run.path}: this checkpoint does not fit: "
                 + "; ".join(match.problems)
             )
 
-    def _try_precision(self, problems: list[str]) -> None:
-        precision = self.net.precision
-        before = precision.state_dict()
-        try:
-            precision.load_state_dict(self.precision)
-        except ValueError as error:
-            problems.append(str(error))
-        finally:
-            precision.load_state_dict(before)
+    def _load_precision(self) -> None:
+        """Take over what this precision has too.
+
+        A loss scale of another kind, or of a run that had none, is of no use
+        here: this one's starts as it was made.
+        """
+        mine = self.net.precision.state_dict()
+        state = {k: self.precision.get(k, mine[k]) for k in mine}
+        here, there = mine.get("loss_scale"), self.precision.get("loss_scale")
+        if not here or not there or here.keys() != there.keys():
+            if there and rank() == 0:
+                warnings.warn(
+                    f"{self.run.path}: the loss scale that was saved is not "
+                    "taken over; this run's precision has "
+                    f"{'one of another kind' if here else 'none'}",
+                    stacklevel=2,
+                )
+            if "loss_scale" in mine:
+                state["loss_scale"] = here
+        self.net.precision.load_state_dict(state)
 
     def apply(self) -> None:
         """Read what becomes this rank's; no rank waits for another."""
@@ -92,7 +103,7 @@ class Fit:
                     self._load_states(flat, owned)
         self._load_modules()
         if self.optimizer:
-            net.precision.load_state_dict(self.precision)
+            self._load_precision()
 
     def _rows(self, flat: Flat) -> list[Owned]:
         """The rows to be read: of what nobody would send, all."""

@@ -117,6 +117,7 @@ class NVMe(Shelf):
 
     def _run(self, net: Verbs, pieces: list[Piece]) -> None:
         self.timeline, writes, launched = [], [], 0
+        written_first: list[Unit] = []
         # one buffer is for what is being written
         ahead = max(1, self.pool.count - 1)
         for i, piece in enumerate(pieces):
@@ -131,8 +132,14 @@ class NVMe(Shelf):
             writes.append((piece.row.unit, written))
             following = pieces[i + 1].row.unit if pieces[i + 1 :] else None
             if following is not piece.row.unit:
-                net.publish(piece.row.unit)
+                if self.plan.parameters.on == "nvme":
+                    # a schedule that keeps units whole reads the files again
+                    written_first.append(piece.row.unit)
+                else:
+                    net.publish(piece.row.unit)
         self.pool.drain()
+        for unit in written_first:
+            net.publish(unit)
         self.timeline += [span("write", unit, w) for unit, w in writes]
 
     def _rows(self, net: Verbs) -> Iterator[Row]:

@@ -303,13 +303,13 @@ class MixedPrecision(Dtypes):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse. Raises ValueError if only one has a loss scale."""
-        saved: Any = state.get("loss_scale")
+        saved = state["loss_scale"]
         if (saved is None) != (self.scaler is None):
             raise ValueError(
                 f"the saved run had {'no' if saved is None else 'a'} loss "
                 "scale and this one is otherwise; make the MixedPrecision "
                 "with the same loss_scale"
             )
-        self.skipped_steps = state.get("skipped_steps", 0)
+        self.skipped_steps = state["skipped_steps"]
         if self.scaler is not None:
             self.scaler.load_state_dict(saved)

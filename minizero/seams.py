@@ -84,16 +84,11 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, without tensors: JSON can hold it."""
-        return {}
+        return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. Raises ValueError if it belongs to another kind."""
-        if state.get("loss_scale"):
-            raise ValueError(
-                "the saved run had a loss scale and this one has none; pass "
-                "the same precision as then, such as MixedPrecision("
-                "torch.float16)"
-            )
+        """The inverse."""
+        self.skipped_steps = state["skipped_steps"]
 
 
 class Schedule:
@@ -182,9 +177,9 @@ class Home:
             return shard
         return row.copy_(shard, non_blocking=True)
 
-    def lower(self, shard: Tensor, row: Tensor) -> None:
-        """Write a row back to where its shard rests."""
-        shard.copy_(row)
+    def lower(self, shard: Tensor, row: Tensor, a: int = 0) -> None:
+        """Write a row, or part of it from element a, to where it rests."""
+        shard.detach()[a : a + row.numel()].copy_(row)
 
     def fetch(
         self, shard: Tensor, a: int = 0, b: int | None = None

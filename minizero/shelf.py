@@ -146,17 +146,23 @@ class Shelf(Offload):
             self._nans[dtype, device] = tracker.label(nan, "buffers", on=on)
         return self._nans[dtype, device]
 
-    def lower(self, shard: Tensor, row: Tensor) -> None:
+    def lower(self, shard: Tensor, row: Tensor, a: int = 0) -> None:
         file = self._files.get(shard)
         if file is None:
-            return super().lower(shard, row)
+            return super().lower(shard, row, a)
+        b = a + row.numel()
         with self._guard():
             self._forget_ahead()
             self.pool.reserve(file.stride)
-            for index, (a, b) in enumerate(file.ranges()):
-                buffer = self.pool.take()
-                file.data(buffer, index).copy_(row[a:b])
-                self.pool.give(buffer, [file.write(index, buffer)])
+            for index, (start, stop) in enumerate(file.ranges()):
+                low, high = max(a, start), min(b, stop)
+                if low < high:
+                    buffer = self.pool.take()
+                    if high - low < stop - start:
+                        file.read(index, buffer).wait()
+                    data = file.data(buffer, index)
+                    data[low - start : high - start] = row[low - a : high - a]
+                    self.pool.give(buffer, [file.write(index, buffer)])
             self.pool.drain()
 
     def lift(self, shard: Tensor, row: Tensor) -> Tensor:

@@ -8,8 +8,11 @@ These are the two names that DeepSpeed keeps under `deepspeed.zero`.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,7 +28,7 @@ from .seams import Home
 from .zero3 import ShardedFlat, is_sharded, owners
 
 # %% auto #0
-__all__ = ['GatheredParameters', 'Init']
+__all__ = ['Source', 'GatheredParameters', 'Init']
 
 # %% ../notebooks/07_zero3.ipynb #zero-gathered
 @contextmanager
@@ -71,6 +74,22 @@ def GatheredParameters(
             flat.free()
 
 # %% ../notebooks/07_zero3.ipynb #zero-init
+Source = str | os.PathLike[str] | dict[str, Any]
+
+
+def _zero_optimization(source: Source | None) -> dict[str, Any]:
+    """That part of a config, as it is given: `initialize` checks it."""
+    if source is None:
+        return {"stage": 3}
+    if not isinstance(source, dict):
+        text = os.fspath(source)
+        if not text.lstrip().startswith("{"):
+            text = Path(source).read_text()
+        source = json.loads(text)
+    assert isinstance(source, dict)
+    return source.get("zero_optimization", {})
+
+
 class Init(TorchFunctionMode):
     """Build a model that is never whole on any rank.
 
@@ -79,23 +98,31 @@ class Init(TorchFunctionMode):
     sharded parameter (an initialisation, say) sees it whole for that one
     operation.
 
-    `config`: a DeepSpeed config dict; below stage 3 the block does nothing.
+    `config`: a DeepSpeed config: a dict, the path of a JSON file, or JSON
+    text; below stage 3 the block does nothing, nor without `enabled`.
+    `config_dict_or_path` is the same.
     `home`: keeps the shards (default: on the device, or in host memory if
-    `config` has `offload_param` on "cpu").
+    `config` has `offload_param`, even on "nvme": until `initialize`).
     Every rank must run the same code; rank 0's values are taken.
     """
 
     def __init__(
-        self, config: dict[str, Any] | None = None, home: Home | None = None
+        self,
+        config: Source | None = None,
+        home: Home | None = None,
+        *,
+        config_dict_or_path: Source | None = None,
+        enabled: bool = True,
     ) -> None:
         super().__init__()
-        zero = {} if config is None else config.get("zero_optimization", {})
-        stage = 3 if config is None else zero.get("stage", 0)
+        source = config_dict_or_path if config is None else config
+        zero = _zero_optimization(source)
+        stage = zero.get("stage", 0)
         on = (zero.get("offload_param") or {}).get("device") or "none"
         plan = Plan.stage(
-            stage, offload_param=None if on == "none" else on
+            stage, offload_param=None if on == "none" else "cpu"
         )
-        self.enabled = plan.parameters.sharded
+        self.enabled = enabled and plan.parameters.sharded
         self.home = home or Home(plan)
 
     def __enter__(self) -> Init:

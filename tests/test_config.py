@@ -592,6 +592,39 @@ BAD: list[tuple[Any, str]] = [
         'optimizer.params has no key "momentum"; its keys are lr, betas, eps, '
         "weight_decay, adam_w_mode, torch_adam, fused, fp32_optimizer_states",
     ),
+    (
+        top(zero={"stage": 2}),
+        'the config has no key "zero"; did you mean "zero_optimization"?',
+    ),
+    (
+        top(_comment="mine"),
+        'the config has no key "_comment"; remove it, or look for it in the config '
+        "reference",
+    ),
+    # a section that is none
+    (
+        zero(offload_param="cpu"),
+        'zero_optimization.offload_param must be an object in braces, not "cpu"; '
+        'write {"device": "cpu"}',
+    ),
+    (
+        top(bf16=True),
+        'bf16 must be an object in braces, not true; write {"enabled": true}',
+    ),
+    (
+        top(optimizer="AdamW"),
+        'optimizer must be an object in braces, not "AdamW"; write {"type": "AdamW"}',
+    ),
+    (
+        top(fp16={"enabled": True, "loss_scale": "dynamic"}),
+        'fp16.loss_scale must be a number, at least 0, not "dynamic"; 0 adapts the '
+        "scale",
+    ),
+    (
+        zero(reduce_bucket_size="500MB"),
+        "zero_optimization.reduce_bucket_size must be a whole number of elements, at "
+        'least 1, not "500MB"',
+    ),
     # missing keys
     (
         top(optimizer={"params": {"lr": 1e-3}}),
@@ -652,6 +685,11 @@ BAD: list[tuple[Any, str]] = [
         top(optimizer={"type": "Lamb"}),
         'optimizer.type must be "Adam", "AdamW" or "SGD", not "Lamb"; its update '
         "needs the shapes of parameters, and shards have none; use AdamW",
+    ),
+    (
+        top(optimizer={"type": "FusedAdam"}),
+        'optimizer.type must be "Adam", "AdamW" or "SGD", not "FusedAdam"; use Adam '
+        "or AdamW, which are fused unless torch_adam is true",
     ),
     (
         top(optimizer={"type": "RMSprop"}),
@@ -718,6 +756,7 @@ BAD: list[tuple[Any, str]] = [
     # not a config at all
     (None, "a config is a dict, the path of a JSON file or JSON text, not None"),
     (3, "a config is a dict, the path of a JSON file or JSON text, not 3"),
+    ("", "the config is empty; give a dict, the path of a JSON file or JSON text"),
     ("[1, 2]", "a config is an object in braces, not a list"),
     (
         '{\n "train_batch_size": 8,\n}',

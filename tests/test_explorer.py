@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -16,7 +17,10 @@ import pytest
 import traitlets
 
 from minizero import estimate
+from minizero.config import ConfigError
+from minizero.lab.config_explorer import ConfigExplorer, plans
 from minizero.lab.explorer import MemoryExplorer, coefficients, explorer
+from minizero.lab.style import amount
 from minizero.memory import OPTIMIZERS
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -251,7 +255,9 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(page.as_uri())
-        hosts = browser.find_elements("css selector", ".memory-explorer")
+        hosts = browser.find_elements(
+            "css selector", ".memory-explorer, .config-explorer"
+        )
         return [host.shadow_root for host in hosts]
 
     yield open_page
@@ -496,3 +502,124 @@ def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
     assert find(root, "output").text == "On 1,024 GPUs"
     browser.execute_script("clean()")
     assert browser.execute_script("return listening()") == 0
+
+
+# --- The config explorer ---
+
+
+def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:
+    """A config with these keys, a path beside "nvme"."""
+    blocks = {
+        name: {"device": on} | ({"nvme_path": "files"} if on == "nvme" else {})
+        for name, on in (("offload_optimizer", state), ("offload_param", param))
+    }
+    zero = {"stage": stage, **blocks}
+    return {"train_batch_size": 1024, "zero_optimization": zero, **more}
+
+
+SGD = {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}
+CONFIGS = [
+    config(0, "cpu", "none"),
+    config(1, "nvme", "cpu", bf16={"enabled": True}),
+    config(2, "cpu", "none", fp16={"enabled": True}, optimizer=SGD),
+    config(3, "nvme", "nvme", optimizer={"type": "SGD"}),
+    config(3, "CPU", "nvme", bf16={"enabled": True}, optimizer={"type": "adam"}),
+]
+
+
+def test_config_explorer_has_a_plan_for_every_choice() -> None:
+    table = plans()
+    assert len(table) == 4 * 3 * 3
+    assert table["3/nvme/cpu"] == {
+        "parameters": ["cpu", True],
+        "gradients": ["cpu", True],
+        "optimizer": ["nvme", True],
+        "idle": {},
+    }
+    assert table["1/none/cpu"]["idle"] == {
+        "offload_param": "parameters are sharded at stage 3 only, and the stage is 1"
+    }
+
+
+def test_config_explorer_without_javascript() -> None:
+    widget = ConfigExplorer()
+    cells = Cells(widget.static_html()).cells
+    assert cells == ["device", "1.75 GB", "host", "12.25 GB", "disk", "0 B"]
+    assert repr(widget) == (
+        "7B parameters on 8 ranks: a rank keeps 1.75 GB on its device, 12.25 GB on "
+        "the host, 0 B on disk."
+    )
+    wrong = ConfigExplorer({"train_batch_size": 8, "seed": 1})
+    assert html.escape(repr(wrong)) in wrong.fallback()
+    with pytest.raises(ConfigError, match='no key "seed"'):
+        wrong.breakdown()
+
+
+def test_config_explorer_shows_the_bytes_of_estimate(show: Show) -> None:
+    widgets = [
+        ConfigExplorer(source, n_params=n, world_size=ranks)
+        for source in CONFIGS
+        for n, ranks in ((7e9, 8), (1.31e9, 64))
+    ]
+    roots = show(*(widget.static_html() for widget in widgets))
+    for widget, root in zip(widgets, roots, strict=True):
+        there = widget.breakdown()
+        for place, part in (
+            ("device", there), ("cpu", there.host), ("nvme", there.disk)
+        ):  # fmt: skip
+            row = find(root, f'[data-place="{place}"]')
+            shown = json.loads(row.get_dom_attribute("data-bytes"))
+            want = [part.parameters, part.gradients, part.optimizer]
+            assert shown == pytest.approx(want, rel=1e-12)
+            assert find(row, ".total").text == amount(part.total)
+
+
+def test_config_explorer_says_what_is_wrong(show: Show) -> None:
+    sources = [
+        config(2, "none", "cpu"),
+        config(3, "none", "none", seed=1, train_batch_size=100),
+        config(3, "none", "none", fp16={"enable": True}),
+        config("3", "none", "none"),
+        {"zero_optimization": {"stage": 1}},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 4},
+    ]
+    widgets = [ConfigExplorer(source, world_size=8) for source in sources]
+    roots = show(*(widget.static_html() for widget in widgets))
+    said = [find(root, "ul").text for root in roots]
+    assert "offload_param has no effect: parameters are sharded at" in said[0]
+    assert "train_batch_size = 100 does not divide" in said[1]
+    assert 'the config has no key "seed"' in said[1]
+    assert 'fp16 has no key "enable"' in said[2]
+    assert "stage is 0 to 3" in said[3]
+    assert "the size of a batch is not known" in said[4]
+    assert said[5] == (
+        "A step takes 64 samples: 2 * 4 * 8 (micro-batch * accumulation * ranks)."
+    )
+
+
+def test_config_explorer_controls_write_the_config(show: Show) -> None:
+    """And what is typed moves the controls."""
+    select = pytest.importorskip("selenium.webdriver.support.select").Select
+    (root,) = show(ConfigExplorer().static_html())
+    area = find(root, "textarea")
+    stage, precision, state, _ = (
+        select(e) for e in root.find_elements("css selector", "select")
+    )
+    state.select_by_visible_text("disk")
+    stage.select_by_visible_text("1")
+    precision.select_by_visible_text("bf16")
+    written = json.loads(area.get_property("value"))
+    assert written["zero_optimization"]["stage"] == 1
+    assert written["zero_optimization"]["offload_optimizer"] == {
+        "device": "nvme", "nvme_path": "files",
+    }  # fmt: skip
+    assert written["bf16"] == {"enabled": True} and "fp16" not in written
+    want = ConfigExplorer(written).breakdown()
+    assert find(root, '[data-place="nvme"] .total').text == amount(want.disk.total)
+    area.clear()
+    area.send_keys('{"train_batch_size": 8, "zero_optimization": {"stage": 2')
+    assert "cannot be read" in find(root, "ul").text
+    assert area.get_dom_attribute("aria-invalid") == "true"
+    area.send_keys("}}")
+    assert stage.first_selected_option.text == "2"
+    assert "A step takes 8 samples" in find(root, "ul").text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from minizero.ddp import DataParallel
 from minizero.folder import read_index
 from minizero.index import parse_index
 from minizero.launch import Pool, rank, world_size
-from minizero.precision import MixedPrecision
+from minizero.precision import LossScale, MixedPrecision
 from minizero.reading import SavedRun
 from minizero.seams import Home
 from minizero.tracker import Tracker
@@ -153,21 +154,66 @@ def test_loss_scale_and_counts(tmp_path: Path) -> None:
     assert scale(tmp_path, 0) == saved
 
 
+def masters(net: DataParallel) -> list[Tensor]:
+    """All that an optimizer updates, and its states, of one rank alone."""
+    found = []
+    for *_, flat in (found for found in flats_of(net) if found[2].trainable):
+        [owned] = net.owned_states(flat)
+        kept = [v for _, v in sorted(owned.state.items())]
+        found += [t.clone() for t in (owned.master, *kept)]
+    return found
+
+
+CHAIN = ["fp16", "fp32", "bf16", "fp16"]
+
+
 def test_between_precisions(tmp_path: Path) -> None:
-    """Masters are what is saved: fp32 comes back bit for bit, through bf16 too."""
-    first = make(3, precision="bf16")
-    steps(first, 0, 3)
-    save(first, tmp_path, "a")
-    masters = [first.owned_states(f)[0].master.clone() for *_, f in flats_of(first)]
-    second = make(0)
-    load(second, tmp_path)
-    trained = [f for *_, f in flats_of(second)]
-    for flat, master in zip(trained, masters, strict=True):
-        assert torch.equal(flat.full, master.float())
-    third = make(2, precision="bf16")
-    save(second, tmp_path, "b")
-    load(third, tmp_path)
-    assert equal([([], whole(third))], [([], whole(first))])
+    """Masters and states are what is saved, and they come back bit for bit."""
+    net = make(3, precision=CHAIN[0])
+    steps(net, 0, 5)
+    skipped, expected = net.precision.skipped_steps, masters(net)
+    assert skipped > 0
+    for stage, precision in enumerate(CHAIN[1:]):
+        save(net, tmp_path, precision, extra={"step": 5})
+        dropped = pytest.warns(UserWarning, match="loss scale .* has none")
+        with dropped if stage == 0 else nullcontext():
+            net = make(stage, precision=precision)
+            load(net, tmp_path)
+        assert net.precision.skipped_steps == skipped
+        got = masters(net)
+        assert {t.dtype for t in got} == {torch.float32}
+        assert all(map(torch.equal, got, expected)) and len(got) == len(expected)
+    assert net.precision.loss_scale == 2.0**22  # as this run configured it
+    assert all(loss.isfinite() for loss in steps(net, 5, 8))
+
+
+def from_precision(folder: Path, precision: str, saved: str) -> list[Tensor]:
+    net = make(2, precision=precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(net, folder, saved)
+    return steps(net, 3, 5)
+
+
+def test_every_precision_loads_every_other(
+    pools: dict[int, Any], tmp_path: Path
+) -> None:
+    for saved in ("fp32", "bf16", "fp16"):
+        pools[3].run(unbroken, 3, 0, tmp_path, saved, precision=saved)
+        for precision in ("fp32", "bf16", "fp16"):
+            losses = pools[2].run(from_precision, tmp_path, precision, saved)
+            assert all(loss.isfinite() for loss in losses[0]), (saved, precision)
+
+
+def test_a_loss_scale_of_another_kind_keeps_its_start(tmp_path: Path) -> None:
+    net = make(1, precision="fp16")
+    steps(net, 0, 3)
+    save(net, tmp_path, "t")
+    other = make(1, precision="fp16")
+    other.precision.scaler = LossScale(8.0)
+    with pytest.warns(UserWarning, match="has one of another kind"):
+        load(other, tmp_path)
+    assert other.precision.loss_scale == 8.0
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd", "momentum", "adagrad", "nadam"])
@@ -314,6 +360,7 @@ def peaks_of_load(folder: Path, kind: dict[str, Any]) -> tuple[int, int]:
     net = wide(**kind)
     gc.collect()  # models of tests before
     with Tracker() as seen:
+        net.model.state_dict()  # to have seen what absent parameters read as
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         load(net, folder)

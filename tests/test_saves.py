@@ -12,6 +12,7 @@ import traitlets
 
 from minizero.lab import saves
 from minizero.lab.saves import SaveInterval
+from minizero.tracker import Sample
 
 
 def test_interval() -> None:
@@ -42,6 +43,11 @@ def test_figures() -> None:
     stops = saves.stops_figure({"x": ["old", "old", "torn", "new"]})
     widths = [patch.get_width() for patch in stops.axes[0].patches]
     assert widths == [50, 25, 25]
+    live = {"parameters": 40, "optimizer": 60, "buffers": 0}
+    sample = Sample(0.0, "", "", live, {"buffers": 10})
+    loading = saves.loading_figure([sample, sample], 100, 110)
+    assert max(line.get_ydata()[0] for line in loading.axes[0].lines) >= 100
+    assert sample.live["buffers"] == 0
     interval = saves.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
     assert "19 min" in interval.axes[0].texts[0].get_text()
 

@@ -10,6 +10,8 @@ from .schema import key
 _SHAPES = "its update needs the shapes of parameters, and shards have none"
 _SPARSE = "nothing is compressed on its way"
 _MUP = "make it with the package mup"
+_FUSED = "use Adam or AdamW, which are fused unless torch_adam is true"
+_HOST = 'use Adam or AdamW with "offload_optimizer": {"device": "cpu"}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,9 @@ class Optimizer:
         one_of=tuple(OPTIMIZERS),
         advice={
             "": "pass another element-wise optimizer to minizero.initialize",
+            "fusedadam": _FUSED,
+            "cpuadam": _HOST,
+            "deepspeedcpuadam": _HOST,
             "lamb": f"{_SHAPES}; use AdamW",
             "muon": f"{_SHAPES}; use AdamW",
             "onebitlamb": f"{_SHAPES}; use AdamW",

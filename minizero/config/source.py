@@ -38,6 +38,13 @@ def load(
             ]
         )
     text = os.fspath(source)
+    if not text.strip():
+        raise ConfigError(
+            [
+                "the config is empty; give a dict, the path of a JSON file "
+                "or JSON text"
+            ]
+        )
     if text.lstrip()[:1] in ("{", "["):
         return _parsed(text, ""), ""
     return _parsed(_contents(Path(text)), text), text

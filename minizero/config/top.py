@@ -117,14 +117,18 @@ class Config:
     )
     steps_per_print: int | None = key(
         None,
-        "Print loss scale, learning rate and throughput every so often.",
+        "Print counts, learning rates, loss scale and samples/s every so "
+        "often.",
         "the engine",
         unit="steps",
         least=1,
         unset="never",
     )
     wall_clock_breakdown: bool = key(
-        False, "Time forward, backward and step.", "the engine"
+        False,
+        "Time forward, backward and step, and count FLOPs; print at each "
+        "step.",
+        "the engine",
     )
     memory_breakdown: bool = key(
         False,

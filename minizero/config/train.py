@@ -21,6 +21,7 @@ class FP16:
         "A fixed loss scale; 0 adapts it to the gradients.",
         "`LossScale`, and for 0 `DynamicLossScale`",
         least=0,
+        advice={"dynamic": "0 adapts the scale"},
     )
     initial_scale_power: int = key(
         16,

@@ -150,8 +150,9 @@ class ZeroOptimization:
     )
     compute_grad_norm: bool = key(
         True,
-        "Compute the norm of all gradients at each step.",
-        ignored="it is computed to clip, and where you ask for it",
+        "Compute the norm of all gradients at each step; clipping does so "
+        "anyway.",
+        "`engine.get_global_grad_norm`",
     )
     parameter_alignment: bool = key(
         False,

@@ -1,0 +1,164 @@
+"""A training script as users of DeepSpeed write it.
+
+    torchrun --nproc_per_node 2 tests/parity/script.py deepspeed adam-2 sgd-3
+    torchrun --nproc_per_node 2 tests/parity/script.py minizero adam-2 sgd-3
+
+The first argument is the only difference: which module is `deepspeed` below. Rank 0
+prints what was seen of each case, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, HIDDEN, LENGTH = 23, 16, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A tied head, and a table that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.places = nn.Embedding(LENGTH, HIDDEN).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor, y: Tensor, gain: float = 1.0) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(LENGTH, device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(self.norm(h)).float()
+        return gain * F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices only."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class Text(torch.utils.data.Dataset):
+    """Samples of tokens, and what follows them."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        shape = (size, LENGTH + 1)
+        self.tokens = torch.randint(VOCABULARY, shape, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index, :-1], self.tokens[index, 1:]
+
+
+def number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
+    """Train as the case says, and write down what happens at every step.
+
+    `case`: `config`; `steps`; `groups`: several parameter groups; `client`: an
+    optimizer and a scheduler of the script's own; `loader`: the engine's data loader;
+    `poison`: steps at which the loss is multiplied until gradients overflow.
+    """
+    torch.manual_seed(1)
+    model = Model()
+    parameters = groups(model) if case.get("groups") else None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = scheduler = None
+    if case.get("client"):
+        optimizer = torch.optim.AdamW(parameters or trained, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    micro = case["config"]["train_micro_batch_size_per_gpu"]
+    data = Text(90 if case.get("loader") else 1000)
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model,
+        model_parameters=parameters or trained,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        training_data=data if case.get("loader") else None,
+        config=json.loads(json.dumps(case["config"])),
+    )
+    repeating = loader and iter(deepspeed.utils.RepeatingLoader(loader))
+    rank = torch.distributed.get_rank()
+    ranks = torch.distributed.get_world_size()
+    seen: dict[str, list[Any]] = {}
+
+    def write(**values: Any) -> None:
+        for name, value in values.items():
+            seen.setdefault(name, []).append(value)
+
+    taken = 0
+    for step in range(case["steps"]):
+        gain = 1e30 if step in case.get("poison", []) else 1.0
+        for _ in range(engine.gradient_accumulation_steps()):
+            if repeating:
+                x, y = next(repeating)
+            else:
+                start = (taken * ranks + rank) * micro
+                x, y = default_collate([data[start + i] for i in range(micro)])
+                taken += 1
+            loss = engine(x.to(engine.device), y.to(engine.device), gain=gain)
+            returned = engine.backward(loss)
+            write(losses=number(loss), returned=number(returned))
+            engine.step()
+        write(
+            norms=number(engine.get_global_grad_norm()),
+            lrs=[float(rate) for rate in engine.get_lr()],
+            moms=engine.get_mom(),
+            skipped=engine.skipped_steps,
+            applied=engine.was_step_applied(),
+            counts=[engine.global_steps, engine.global_samples, engine.micro_steps],
+            scales=number(getattr(optimizer, "loss_scale", 1.0)),
+        )
+    return seen
+
+
+def default_collate(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+def main() -> None:
+    from cases import CASES
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("module", choices=["deepspeed", "minizero"])
+    parser.add_argument("cases", nargs="*")
+    options = parser.parse_args()
+    deepspeed = importlib.import_module(options.module)
+    deepspeed.init_distributed(dist_backend="gloo")
+    for name in options.cases or CASES:
+        seen = train(deepspeed, CASES[name])
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps({"case": name, "seen": seen}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
