@@ -14,13 +14,14 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_inf
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help book test train bench lab rerun check picture clean
+.PHONY: help book test train bench parity lab rerun check picture clean
 
 help:
 	@echo 'make book      the book, as pages in _build/html'
 	@echo 'make test      every test: package, notebooks, book, README'
 	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="overlap --repeats 9")'
+	@echo 'make parity    train one script on DeepSpeed and on this, and compare (ARGS=--record keeps DeepSpeed half for the tests)'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make rerun     run every notebook here and store its outputs (ARGS="notebooks/05_zero1.ipynb")'
 	@echo 'make check     ruff, mypy, import-linter, and modules equal to their notebooks'
@@ -39,6 +40,9 @@ train: $(READY)
 
 bench: $(VENV)/peers
 	@$(BIN)/python -m minizero bench $(ARGS)
+
+parity: $(VENV)/peers
+	@$(BIN)/python tests/parity $(ARGS)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks

@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import comm, zero
-from .delayed import Delayed
 from .launch import default_ranks, init_distributed, launch
 from .memory import Placement, Plan, estimate, estimate_activations
-from .nvme import NVMe
-from .offload import Offload
-from .overlap import Overlap
 from .tracker import Tracker, see_memory_usage
 from .zero3 import parallelize
 
 if TYPE_CHECKING:
     from . import checkpoint, checkpointing, utils
+    from .delayed import Delayed
     from .engine import Engine, add_config_arguments, initialize
     from .export import consolidate
+    from .nvme import NVMe
+    from .offload import Offload
+    from .overlap import Overlap
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,11 @@ __all__ = [
 # imported when one is asked for: reading configs and files costs time that a
 # program without them should not pay.
 _LATER = {
+    "Delayed": "delayed",
     "Engine": "engine",
+    "NVMe": "nvme",
+    "Offload": "offload",
+    "Overlap": "overlap",
     "add_config_arguments": "engine",
     "checkpoint": "checkpoint",
     "checkpointing": "checkpointing",

@@ -46,6 +46,11 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--data", help="a file or folder (default: Python's source)")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--out", default="runs/train", help="folder for the results")
+    train.add_argument("--save-every", type=int, help="steps between checkpoints")
+    train.add_argument("--keep", type=int, default=2, help="checkpoints that stay")
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint"
+    )
 
     whole = commands.add_parser(
         "consolidate",

@@ -206,6 +206,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'minizero.engine.Engine.get_lr': ('engine.html#engine.get_lr', 'minizero/engine.py'),
                                  'minizero.engine.Engine.get_mom': ('engine.html#engine.get_mom', 'minizero/engine.py'),
                                  'minizero.engine.Engine.skipped_steps': ('engine.html#engine.skipped_steps', 'minizero/engine.py'),
+                                 'minizero.engine.Engine.throughput': ('engine.html#engine.throughput', 'minizero/engine.py'),
+                                 'minizero.engine._overruled': ('engine.html#_overruled', 'minizero/engine.py'),
                                  'minizero.engine._refuse': ('engine.html#_refuse', 'minizero/engine.py'),
                                  'minizero.engine._source': ('engine.html#_source', 'minizero/engine.py'),
                                  'minizero.engine.add_config_arguments': ('engine.html#add_config_arguments', 'minizero/engine.py'),

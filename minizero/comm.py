@@ -31,6 +31,9 @@ from .ledger import phase as phase
 
 ALGORITHMS = tuple(REDUCE_SCATTER)
 
+# as DeepSpeed's module of the same name has them
+get_rank, get_world_size = rank, world_size
+
 _algorithm: list[str] = []
 _sequence = 0
 
@@ -61,8 +64,8 @@ def current_algorithm() -> str:
     return "direct" if single or dist.get_backend() != "nccl" else "backend"
 
 # %% auto #0
-__all__ = ['ALGORITHMS', 'algorithm', 'current_algorithm', 'Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast',
-           'barrier']
+__all__ = ['ALGORITHMS', 'get_rank', 'get_world_size', 'algorithm', 'current_algorithm', 'Work', 'reduce_scatter', 'all_gather',
+           'all_reduce', 'broadcast', 'barrier']
 
 # %% ../notebooks/02_ranks.ipynb #comm-work
 class Work:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from argparse import ArgumentParser
@@ -23,10 +24,11 @@ from minizero.wiring import (
 )
 
 from . import checkpointing
-from .config import read
+from .config import Config, read
 from .data import Loader
 from .facade import EngineOptimizer
 from .launch import init_distributed, rank, world_size
+from .meter import Throughput
 from .resume import Resume
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -73,6 +75,15 @@ class Engine(Resume):
             self.meter.reset()
         if self.config.wall_clock_breakdown:
             print(f"step={self.global_steps}, {self.meter.last}", flush=True)
+
+    def throughput(self) -> Throughput:
+        """Samples and model FLOPs a second of late, and time of phases.
+
+        Averages over the steps since the last report, or else the last step;
+        the first step is left out, for it makes what later ones find.
+        """
+        recent = self.meter.recent
+        return recent if recent.steps else self.meter.last
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients at the last update, before clipping.
@@ -160,8 +171,12 @@ def initialize(
             "call minizero.init_distributed() first, or leave it out"
         )
     settings = read(source, world_size())
-    for sentence in settings.warnings if rank() == 0 else ():
-        warnings.warn(sentence, stacklevel=2)
+    overruled = _overruled(
+        settings, optimizer=optimizer, scheduler=lr_scheduler
+    )
+    if rank() == 0:
+        for sentence in (*settings.warnings, *overruled):
+            warnings.warn(sentence, stacklevel=2)
     parameters: list[Any] = list(model_parameters or model.parameters())
     made = make_optimizer(settings, optimizer, parameters)
     loader = None
@@ -187,6 +202,16 @@ def _refuse(**given: Any) -> None:
                 "data-parallel, and find each other as torchrun says; leave "
                 "it out"
             )
+
+
+def _overruled(config: Config, **given: Any) -> list[str]:
+    """A sentence for each section that an argument takes the place of."""
+    return [
+        f"{name}.type = {json.dumps(getattr(config, name).type)} has no "
+        f"effect: initialize was given another {name}"
+        for name, value in given.items()
+        if value is not None and getattr(config, name) is not None
+    ]
 
 
 def _source(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from .pool import LEAVE, Processes, RankError, pack, report
 
@@ -138,9 +138,9 @@ def _fresh_store(timeout: float) -> Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     whole = datetime.timedelta(seconds=timeout)
-    kept = dist.TCPStore(host, port, is_master=False, timeout=whole)
+    kept = TCPStore(host, port, is_master=False, timeout=whole)
     if os.environ["RANK"] == "0":
-        store = dist.TCPStore(
+        store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=whole
         )
         name = uuid.uuid4().hex
@@ -153,7 +153,7 @@ def _fresh_store(timeout: float) -> Store:
         # nothing answers there if it is of a start that is over
         with contextlib.suppress(OSError, dist.DistError):
             socket.create_connection((host, int(found)), 1.0).close()
-            store = dist.TCPStore(
+            store = TCPStore(
                 host, int(found), is_master=False, timeout=whole
             )
             if store.check(["name"]) and store.get("name") == name.encode():

@@ -65,12 +65,12 @@ class Resume(Loop):
         """
         self._mend()
         if self.net.has_gradients:
-            micro_batches = self.gradient_accumulation_steps()
+            of = self.gradient_accumulation_steps()
             raise RuntimeError(
                 "a checkpoint holds no gradients, and this step has some "
-                f"(it is at micro-batch {self.micro_steps % micro_batches + 1}"
-                f" of {micro_batches}); save after the step() at the "
-                "boundary, or give them up by zero_grad()"
+                f"(it is at micro-batch {self.micro_steps % of + 1} of {of}"
+                "); save after the step() at the boundary, or give them up "
+                "by zero_grad()"
             )
         scheduler, loader = self.lr_scheduler, self.training_dataloader
         engine = {
@@ -133,7 +133,8 @@ class Resume(Loop):
                 strict=load_module_strict,
                 optimizer=whole,
             )
-        self._torn = False
+        self._torn = self.optimizer.overflow = False
+        self.optimizer.norm = None
         engine = loaded.extra.get("engine")
         if engine is None:  # saved by `minizero.checkpoint.save` itself
             return str(loaded.path), loaded.extra

@@ -41,10 +41,14 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        for batch in self._batches:
-            return batch
-        self._batches = iter(self.loader)
-        for batch in self._batches:
+        # by `next` alone: a loader may be its own iterator, and `iter` of
+        # that would start it anew
+        end = object()
+        batch = next(self._batches, end)
+        if batch is end:
+            self._batches = iter(self.loader)
+            batch = next(self._batches, end)
+        if batch is not end:
             return batch
         raise RuntimeError(
             f"the {type(self.loader).__name__} gives no batch when it is "

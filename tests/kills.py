@@ -12,6 +12,7 @@ each kill everything that the run promises is checked; the next life goes on fro
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import mmap
 import os
@@ -19,6 +20,7 @@ import random
 import signal
 import struct
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -89,6 +91,7 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
     try:
         log = os.open(f"{job.folder}/errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1)
         launch.TIMEOUT = 5.0  # that rank 0 waits for the file of a dead one
         dist.init_process_group(
             "gloo",
@@ -104,8 +107,6 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
     finally:
         # as at a script's end: a save under way is written, or given up
         with contextlib.suppress(BaseException):
-            import threading
-
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
@@ -230,6 +231,9 @@ def rampage(root: Path, kills: int, seed: int) -> Counter[str]:
         else:
             os.killpg(pids[0], signal.SIGKILL)
         codes = ended(pids, ENDING)
+        for pid in set(pids) - codes.keys():
+            os.kill(pid, signal.SIGUSR1)  # let it say where it hangs
+            time.sleep(1)
         lives = history(job.folder)
         what = f"{ranks} ranks, {job}, {phase} {step}, {alone=}, {victim=}, {codes}"
         try:
@@ -242,7 +246,8 @@ def rampage(root: Path, kills: int, seed: int) -> Counter[str]:
         except Broken as error:
             left = [str(p.relative_to(root)) for p in Path(job.folder).rglob("*")]
             errors = [p.read_text() for p in Path(job.folder).glob("errors-*")]
-            raise Broken("\n".join([str(error), what, *sorted(left), *errors])) from None
+            all_there_is = [str(error), what, *sorted(left), *errors]
+            raise Broken("\n".join(all_there_is)) from None
         finally:
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGKILL)

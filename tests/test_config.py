@@ -18,6 +18,7 @@ from minizero.config.optimizer import Optimizer
 from minizero.config.refused import ON, REFUSED
 from minizero.config.schema import entries, walk
 from minizero.lab import config_reference
+from minizero.lab.engine import config_map, decisions, phase_bars
 from minizero.memory import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -1019,3 +1020,40 @@ print("torch" in sys.modules, "numpy" in sys.modules)
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False"]
+
+
+# the figures
+
+
+def test_map_of_what_a_config_decides() -> None:
+    made = {what: how for _, what, how in decisions(read(EXAMPLE, 4))}
+    assert made == {
+        "the loop": "4 samples a rank, 16 times, 4 ranks",
+        "Plan": "sharded: parameters, gradients, optimizer",
+        "home": "parameters, gradients, optimizer on cpu",
+        "precision": "float16, first scale 2^16",
+        "schedule": "500,000,000 elements ahead",
+        "bucket_size": "reductions of at most 500,000,000 elements",
+        "clip_grad_norm": "norm at most 1",
+        "update": "those given to initialize",
+    }
+    plain = top(gradient_clipping=0, optimizer={"type": "SGD"})
+    made = {what: how for _, what, how in decisions(read(plain, 4))}
+    assert made["Plan"] == "sharded: nothing"
+    assert made["home"] == "all on the device"
+    assert made["precision"] == "fp32 throughout"
+    assert made["schedule"] == "launched at once"
+    assert made["clip_grad_norm"] == "no clipping"
+    assert made["update"] == "SGD"
+    (axes,) = config_map(read(EXAMPLE, 4)).axes
+    drawn = [text.get_text() for text in axes.texts]
+    assert "float16, first scale 2^16" in drawn and "schedule" in drawn
+
+
+def test_bars_of_phases() -> None:
+    runs = {"a": {"forward": 1.0, "backward": 2.0, "step": 0.5}, "b": {"step": 3.0}}
+    (axes,) = phase_bars(runs).axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 0.5, 3.0]
+    assert [bar.get_x() for bar in axes.patches] == [0.0, 1.0, 3.0, 0.0]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        phase_bars({})

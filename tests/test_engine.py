@@ -426,6 +426,28 @@ def test_a_step_without_a_gradient(two: Pool) -> None:
         assert two.run(run, stage) == [(True, False, 2, 2)] * 2
 
 
+def together(stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two engines take turns, as an actor and a critic do."""
+    first, second = start(stage), start(stage)
+    losses = []
+    for i, (x, y) in enumerate(batches(4, 1, rows=2)):
+        first.module.step = second.module.step = i
+        loss, other = (e(own(x, 2), own(y, 2)) for e in (first, second))
+        first.backward(loss)
+        second.backward(2 * other)
+        first.step()
+        second.step()
+        losses.append(loss.detach())
+    return losses, first.module_state_dict()
+
+
+def test_two_engines(two: Pool) -> None:
+    expected = two.run(trained, 3, steps=4)[0]
+    losses, weights = two.run(together, 3)[0]
+    assert torch.equal(torch.stack(losses), expected.losses)
+    assert all(torch.equal(weights[k], v) for k, v in expected.weights.items())
+
+
 def refused_losses() -> list[str]:
     engine = start(2)
     x, y = batches(1, 1, rows=2)[0]
@@ -774,12 +796,19 @@ def test_warnings_are_shown_once_on_rank_0(two: Pool) -> None:
     def run() -> list[str]:
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
-            engine = start(2, zero_optimization={"offload_param": {"device": "cpu"}})
+            engine = start(
+                2,
+                zero_optimization={"offload_param": {"device": "cpu"}},
+                optimizer={"type": "SGD"},
+            )
             feed(engine, *batches(1, 1, rows=2)[0])
         return [str(w.message) for w in shown]
 
-    [first], others = two.run(run)
+    [first, second], others = two.run(run)
     assert "offload_param.device" in first and "has no effect" in first
+    assert second == (
+        'optimizer.type = "SGD" has no effect: initialize was given another optimizer'
+    )
     assert others == []
 
 
@@ -825,15 +854,20 @@ def test_state_dicts_have_no_holes(two: Pool) -> None:
             assert "engine.module_state_dict() on every rank" in got[0]["said"][0]
 
 
-def taken_over(stage: int) -> None:
+def taken_over(stage: int, by_model: bool) -> None:
     """Loaded weights are there after the next update too."""
-    engine = start(stage, fp16={"enabled": True}, gradient_clipping=0.0)
+    half = {"enabled": True, "loss_scale": 1}
+    engine = start(stage, fp16=half, gradient_clipping=0.0)
     torch.manual_seed(5)
     new = Nasty().half().state_dict()
-    engine.load_state_dict({f"module.{k}": v for k, v in new.items()})
+    if by_model:
+        engine.module.load_state_dict(new)
+    else:
+        engine.load_state_dict({f"module.{k}": v for k, v in new.items()})
     for group in engine.optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     feed(engine, *batches(1, 1, rows=2)[0])
+    assert engine.was_step_applied()
     got = engine.module_state_dict()
     names = dict(engine.module.named_parameters())
     assert all(torch.equal(v, new[k]) for k, v in got.items() if k in names)
@@ -841,7 +875,9 @@ def taken_over(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_load_state_dict(two: Pool, stage: int) -> None:
-    two.run(taken_over, stage)
+    two.run(taken_over, stage, by_model=False)
+    if stage < 3:
+        two.run(taken_over, stage, by_model=True)
 
 
 def test_the_model_of_an_engine_stays_where_it_is(two: Pool) -> None:
@@ -1179,11 +1215,12 @@ def test_model_flops() -> None:
             **SGD,
         },
     )
-    for _ in range(4):
+    for _ in range(6):
         loss = engine(torch.randn(3, 5)).sum()
         engine.backward(loss)
         engine.step()
     assert engine.meter.forward_flops == 2 * 3 * 5 * 7
+    assert engine.throughput().steps == 2
     last = engine.meter.last
     assert last.flops == 3 * 2 * (2 * 3 * 5 * 7)
     assert (last.samples, last.steps) == (6, 1)
@@ -1209,8 +1246,8 @@ def test_an_import_leaves_the_engine_out() -> None:
     """Configs and checkpoints cost time that other programs need not pay."""
     code = (
         "import sys, minizero; loaded = set(sys.modules)\n"
-        "late = ['minizero.' + m for m in ('config', 'engine', 'data', 'meter')]\n"
-        "late += ['safetensors', 'minizero.checkpoint', 'minizero.lab', 'numpy.ma']\n"
+        "late = 'config engine data meter checkpoint nvme offload lab'.split()\n"
+        "late = ['minizero.' + m for m in late] + ['safetensors']\n"
         "print([m for m in late if m in loaded])\n"
         "minizero.initialize; print('initialize' in dir(minizero))\n"
     )

@@ -25,12 +25,12 @@ def test_plans_and_bucket_sizes_are_equal(pool: Pool) -> None:
 
 def test_accumulation(pool: Pool) -> None:
     """Reduced at every micro-batch, all four plans agree; postponed, 0 and 1 do."""
-    every = pool.run(train, 0, micro_batches=3)
+    run = partial(pool.run, train, micro_batches=3, steps=8)
+    every = run(0)
     for stage in (1, 2, 3):
-        got = pool.run(train, stage, micro_batches=3, bucket_size=100 * stage)
-        assert same(got, every), f"stage {stage}"
-    boundary = pool.run(train, 0, micro_batches=3, postpone=True)
-    assert same(pool.run(train, 1, micro_batches=3, postpone=True), boundary)
+        assert same(run(stage, bucket_size=100 * stage), every), f"stage {stage}"
+    boundary = run(0, postpone=True)
+    assert same(run(1, postpone=True), boundary)
     # the two add up the same numbers in another order
     torch.testing.assert_close(boundary[0].losses, every[0].losses)
     if len(every) > 2:

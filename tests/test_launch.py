@@ -244,7 +244,9 @@ def test_what_ranks_do_at_exit_is_done(tmp_path, capsys):
     with Pool(2, timeout=60) as pool:
         pool.execute(f"file = open({str(tmp_path / 'log')!r}, 'a')\nfile.write('x')")
         pool.execute("import atexit\natexit.register(print, 'bye')\nNone")
-    assert capsys.readouterr().out.endswith("[rank 0] bye\n[rank 1] bye\n")
+    # on their way out nobody orders them
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert sorted(last) == ["[rank 0] bye", "[rank 1] bye"]
     assert (tmp_path / "log").read_text() == "xx"
 
 

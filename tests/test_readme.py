@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 
 from minizero import estimate
 from minizero.lab.style import amount
+from minizero.launch import Pool
 
 try:
     import tomllib
@@ -74,7 +76,8 @@ def exported(notebook: nbformat.NotebookNode) -> set[str]:
             r"^#\| *(default_exp|export)\b *(\S*)", cell.source, re.M
         ):
             modules.add(name if directive == "default_exp" or name else "")
-    return modules - {""}
+    # a package is named as one: `config` for config.batch
+    return {name.split(".")[0] for name in modules - {""}}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -121,3 +124,48 @@ def test_environment_is_the_pinned_one(root: Path) -> None:
         except PackageNotFoundError:
             pytest.fail(f"{pin} is not installed; run the tests by `make test`")
         assert pin.specifier.contains(installed, prereleases=True), (pin, installed)
+
+
+def follow(script: str, folder: str) -> tuple[float, float, int]:
+    """Run the README's example: the loss before and after, and the steps."""
+    import torch
+    from torch.nn.functional import mse_loss
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    x = torch.randn(64, 4)
+    y = x.sum(1, keepdim=True)
+    before = mse_loss(model(x), y).item()
+    names = {
+        "model": model,
+        "data": torch.utils.data.TensorDataset(x, y),
+        "loss_fn": mse_loss,
+    }
+    for name in ("ds_config", "checkpoints"):
+        script = script.replace(f'"{name}', f'"{folder}/{name}')
+    exec(script, names)
+    engine = names["engine"]
+    engine.eval()
+    with torch.no_grad():
+        after = mse_loss(engine(x.to(engine.device)), y.to(engine.device)).item()
+    return before, after, engine.global_steps
+
+
+def test_the_example_trains(root: Path, two: Pool, tmp_path: Path) -> None:
+    """The README's lines, with a model, data and a loss; and it is saved."""
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```", (root / "README.md").read_text(), re.M | re.S
+    )
+    (tmp_path / "ds_config.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": 3},
+            }
+        )
+    )
+    before, after, steps = two.run(follow, script, str(tmp_path))[0]
+    assert steps == 8
+    assert after < before / 2
+    assert (tmp_path / "checkpoints/latest").read_text().strip() == "global_step8"

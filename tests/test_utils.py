@@ -15,6 +15,7 @@ from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, parallelize, utils, zero
+from minizero.data import Loader
 from minizero.ddp import DataParallel
 from minizero.launch import Pool
 from minizero.memory import Plan
@@ -521,6 +522,13 @@ def test_a_repeating_loader_starts_again() -> None:
     assert iter(repeating) is repeating and repeating.loader is loader
     got = [next(repeating).tolist() for _ in range(5)]
     assert got == [[0, 1], [2], [0, 1], [2], [0, 1]]
+
+
+def test_a_repeating_loader_leaves_a_loader_in_its_place() -> None:
+    loader = Loader(list(range(6)), 2)  # the engine's: its own iterator
+    repeating, plain = RepeatingLoader(loader), Loader(list(range(6)), 2)
+    got = [next(repeating).tolist() for _ in range(6)]
+    assert got == 2 * [batch.tolist() for batch in plain]
 
 
 def test_an_iterator_cannot_be_repeated() -> None:

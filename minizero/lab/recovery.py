@@ -31,7 +31,7 @@ from minizero.precision import MixedPrecision
 from minizero.saving import Saving
 from minizero.zero3 import parallelize
 
-from .gpt import GPT, GPTConfig, decay_groups
+from .gpt import GPT, Block, GPTConfig, decay_groups
 
 ROWS, VOCABULARY, SEQUENCE = 12, 19, 8  # 12 sequences divide over 1, 2, 3, 4 ranks
 
@@ -80,7 +80,9 @@ def build(job: Job) -> DataParallel:
     torch.manual_seed(0)
     model = GPT(GPTConfig(2, 16, 2, sequence=SEQUENCE, vocabulary=VOCABULARY))
     for block in model.blocks:
-        block.mlp = nn.Sequential(block.mlp, nn.Dropout(job.dropout))
+        assert isinstance(block, Block)
+        dropping = nn.Sequential(block.mlp, nn.Dropout(job.dropout))
+        block.register_module("mlp", dropping)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-2)
     precision = MixedPrecision(torch.float16) if job.fp16 else None
     plan = Plan.stage(job.stage)
@@ -144,9 +146,7 @@ def restore(net: DataParallel, schedule: Any, folder: Path) -> int:
     return step
 
 
-def save(
-    net: DataParallel, schedule: Any, folder: Path, step: int, job: Job
-) -> Saving:
+def save(net: DataParallel, schedule: Any, folder: Path, step: int, job: Job) -> Saving:
     """Begin a checkpoint of all that `step` and the ones after it depend on."""
     return checkpoint.save(
         net,

@@ -27,6 +27,7 @@ from minizero.precision import MixedPrecision
 from minizero.tracker import Tracker
 from minizero.zero3 import parallelize
 
+from . import keeper
 from .corpus import Corpus, rows_per_rank
 from .gpt import GPT, GPTConfig, count_parameters, decay_groups
 
@@ -45,6 +46,8 @@ class Job:
     offload_optimizer, offload_param: "cpu" or "nvme", or None for the device.
     nvme: folder for what is on "nvme".
     overlap: communicate while computing. checkpointing: "none", "selective", "full".
+    save_every: steps between two checkpoints in `out`; None for no checkpoints.
+    keep: how many of them stay. resume: go on from the newest, if there is one.
     """
 
     stage: int = 3
@@ -64,6 +67,9 @@ class Job:
     seed: int = 0
     data: str | None = None
     out: str = "runs/train"
+    save_every: int | None = None
+    keep: int = 2
+    resume: bool = False
 
     def check(self, ranks: int) -> None:
         """Find bad input before any rank is started; raises ValueError or OSError."""
@@ -74,6 +80,7 @@ class Job:
         if not self.lr > 0 or not self.clip > 0:
             raise ValueError(f"lr and clip must be above 0, not {self.lr}, {self.clip}")
         self.config()
+        keeper.check(self)
         rows_per_rank(self.batch, ranks)
         Corpus(self.data).batch(0, 0, ranks, self.batch, self.sequence)
         Path(self.out).mkdir(parents=True, exist_ok=True)
@@ -156,22 +163,21 @@ def train(job: Job) -> Report:
             net, n_params = build(job)
             bar = tqdm(total=job.steps, disable=rank() != 0, unit="step")
             step = Stepper(net, corpus, job, bar)
-            losses: list[torch.Tensor] = []
-            while len(losses) < min(2 + net.precision.skipped_steps, job.steps):
-                losses.append(step(len(losses)))
+            bar.update(step.first)
+            while step.updates < 2 and len(step.losses) < job.steps - step.first:
+                step()
             live = {c: tracker.live[c] for c in STATE}
             live |= {on_host(c): tracker.host[c] for c in STATE}
             if isinstance(net.home, NVMe):
                 live |= {in_files(c): getattr(net.home.on_disk, c) for c in STATE}
-        losses += [step(i) for i in range(len(losses), job.steps)]
+        while len(step.losses) < job.steps - step.first:
+            step()
     bar.close()
-    mean = torch.stack(losses).float().to(device())
-    comm.all_reduce(mean)
     report = Report(
         plan=title(job),
         ranks=world_size(),
         n_params=n_params,
-        losses=(mean / world_size()).tolist(),
+        losses=step.keeper.losses(step.losses).tolist(),
         valid_loss=validate(net, corpus, job),
         tokens_per_second=step.tokens_per_second,
         measured=live,
@@ -179,7 +185,7 @@ def train(job: Job) -> Report:
         sample=sample(net, corpus, job),
         skipped_steps=net.precision.skipped_steps,
         **expected(net, n_params, job),
-        **volume(net, n_params, calls, job.steps),
+        **volume(net, n_params, calls, len(step.losses), step.updates),
     )
     weights = net.state_dict()
     if isinstance(net.home, NVMe):
@@ -198,7 +204,11 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 
 class Stepper:
-    """Makes one training step after the other, and tells a progress bar."""
+    """Makes one training step after the other, and tells a progress bar.
+
+    `first`: the step to begin with, above 0 where the job resumes. `losses`: this
+    rank's, of the steps made since. `updates`: how many of these were not skipped.
+    """
 
     def __init__(self, net: DataParallel, corpus: Corpus, job: Job, bar: Any) -> None:
         self.net, self.corpus, self.job, self.bar = net, corpus, job, bar
@@ -207,15 +217,20 @@ class Stepper:
             net.optimizer, lambda step: learning_rate(step, warmup, job.steps)
         )
         self.seconds: list[float] = []
+        self.losses: list[torch.Tensor] = []
+        self.updates = 0
+        self.keeper = keeper.Keeper(net, self.schedule, job)
+        self.first = self.keeper.restore()
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks, at the median step."""
         return self.job.batch * self.job.sequence / statistics.median(self.seconds)
 
-    def __call__(self, step: int) -> torch.Tensor:
-        """One step on this rank's rows; returns its loss."""
+    def __call__(self) -> None:
+        """One step on this rank's rows, and a checkpoint if it is time for one."""
         started, job = time.perf_counter(), self.job
+        step = self.first + len(self.losses)
         x, y = self.corpus.batch(
             step, rank(), world_size(), job.batch, job.sequence, seed=job.seed
         )
@@ -224,12 +239,14 @@ class Stepper:
         self.net.clip_grad_norm(job.clip)
         if self.net.step():
             self.schedule.step()
+            self.updates += 1
         shown = loss.item()  # waits for the device
         self.seconds.append(time.perf_counter() - started)
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
         self.bar.set_postfix_str(f"loss {shown:.3f}, {speed}", refresh=False)
         self.bar.update()
-        return loss.detach()
+        self.losses.append(loss.detach())
+        self.keeper.stepped(self.losses)
 
 
 @torch.no_grad()
@@ -300,7 +317,7 @@ def expected(net: DataParallel, n_params: int, job: Job) -> dict[str, Any]:
 
 
 def volume(
-    net: DataParallel, n_params: int, calls: Ledger, steps: int
+    net: DataParallel, n_params: int, calls: Ledger, steps: int, updates: int
 ) -> dict[str, Any]:
     """Elements sent a step by this rank, by the ledger and by the formula."""
     sent: dict[str, float] = {}
@@ -308,8 +325,8 @@ def volume(
         if call.phase in ("forward", "backward", "step"):
             what = call.unit if call.unit in CHECKS else call.op
             name = f"{call.phase}: {what}"
-            updates = call.phase == "step" and call.unit not in CHECKS
-            times = steps - net.precision.skipped_steps if updates else steps
+            updating = call.phase == "step" and call.unit not in CHECKS
+            times = updates if updating else steps
             sent[name] = sent.get(name, 0) + call.sent / times
     factor = 3 if net.plan.parameters.sharded else 2
     share = (world_size() - 1) / world_size()

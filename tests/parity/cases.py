@@ -1,4 +1,7 @@
-"""What the script trains, under DeepSpeed and under minizero."""
+"""What the script trains, under DeepSpeed and under minizero.
+
+`ours`: what minizero does otherwise for a case, to get what DeepSpeed gets.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,17 @@ STEPS = 20
 Config = dict[str, Any]
 
 
-def config(stage: int, micro: int = 2, accumulation: int = 1, **more: Any) -> Config:
+def config(
+    stage: int,
+    micro: int = 4,
+    accumulation: int = 1,
+    offload_optimizer: Config | None = None,
+    **more: Any,
+) -> Config:
     """A config of both; the limits of stage 3 let a small model be sharded."""
     zero: Config = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = offload_optimizer
     if stage == 3:
         zero |= {
             "stage3_param_persistence_threshold": 0,
@@ -56,9 +67,15 @@ def _cases() -> dict[str, Config]:
             "config": config(
                 stage,
                 optimizer=adam(),
-                scheduler=schedule("WarmupDecayLR", total_num_steps=30, **WARM),
+                scheduler=schedule(
+                    "WarmupDecayLR",
+                    total_num_steps=30,
+                    warmup_max_lr=[0.02, 0.01],
+                    **WARM,
+                ),
             ),
             "groups": True,
+            "views": [0, 9] if stage else [],
         }
         # clipping shows with SGD: Adam's update does not depend on the size
         found[f"sgd-{stage}"] = {
@@ -76,11 +93,12 @@ def _cases() -> dict[str, Config]:
                 ),
             ),
         }
-        # overflows: two in a row, one later, and growth in between
+        # Overflows: two in a row, one later, and growth in between. At stage 0
+        # DeepSpeed has a hysteresis for its own fused Adam only.
         found[f"fp16-{stage}"] = {
             "config": config(
                 stage,
-                fp16=FP16,
+                fp16=FP16 if stage else {**FP16, "hysteresis": 1},
                 gradient_clipping=0.3,
                 optimizer=sgd(),
                 scheduler=schedule("WarmupLR", **WARM),
@@ -111,6 +129,45 @@ def _cases() -> dict[str, Config]:
             ),
         ),
     }
+    for stage in (2, 3):
+        # Nothing is clipped, and the loss scale doubles in every fourth step.
+        # DeepSpeed divides gradients by the new scale then, and they carry the old
+        # one, so that its update is half as long.
+        rates = dict.fromkeys(range(STEPS), 0.3)
+        found[f"growth-{stage}"] = {
+            "config": config(stage, fp16=FP16, gradient_clipping=0.0, optimizer=sgd()),
+            "ours": {"rates": rates | dict.fromkeys(range(4, STEPS, 4), 0.15)},
+        }
+        # DeepSpeed's own Adam, on the host
+        found[f"offload-{stage}"] = {
+            "config": config(
+                stage,
+                accumulation=2,
+                optimizer={"type": "Adam", "params": {"lr": 1e-2}},
+                offload_optimizer={"device": "cpu", "pin_memory": False},
+            ),
+            "views": [3],
+        }
+    # At stage 0 DeepSpeed does not scale the loss, and divides by the scale.
+    found["static-0"] = {
+        "config": config(
+            0,
+            fp16={"enabled": True, "loss_scale": 64},
+            gradient_clipping=0.0,
+            optimizer=sgd(0.3 * 64),
+        ),
+        "ours": {"rates": {0: 0.3}},
+    }
+    # DeepSpeed's fused Adam, without decoupled weight decay
+    found["fused-1"] = {
+        "config": config(
+            1,
+            optimizer={
+                "type": "Adam",
+                "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False},
+            },
+        ),
+    }
     found["client-1"] = {"config": config(1), "client": True, "groups": True}
     found["loader-2"] = {
         "config": config(2, micro=4, optimizer=adam()),
@@ -118,7 +175,12 @@ def _cases() -> dict[str, Config]:
     }
     for case in found.values():
         case["steps"] = STEPS
-    return found
+    # last, since it replaces torch's linear function for the rest of the process
+    return dict(sorted(found.items(), key=lambda item: stage_of(item[1]) == 3))
+
+
+def stage_of(case: Config) -> int:
+    return case["config"]["zero_optimization"]["stage"]
 
 
 CASES = _cases()

@@ -43,6 +43,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.3)
 
     def forward(self, x: Tensor, y: Tensor, gain: float = 1.0) -> Tensor:
         h = self.tokens(x) + self.places(torch.arange(LENGTH, device=x.device))
@@ -61,13 +62,16 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-class Text(torch.utils.data.Dataset):
-    """Samples of tokens, and what follows them."""
+class Text(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Samples of tokens, and what follows them: mostly what a rule says."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(5)
-        shape = (size, LENGTH + 1)
-        self.tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        columns = [torch.randint(VOCABULARY, (size,), generator=generator)]
+        for _ in range(LENGTH):
+            noise = torch.rand(size, generator=generator) < 0.1
+            columns.append((5 * columns[-1] + 2 + noise) % VOCABULARY)
+        self.tokens = torch.stack(columns, 1)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -77,6 +81,9 @@ class Text(torch.utils.data.Dataset):
 
 
 def number(value: Any) -> float | None:
+    """A number for JSON, of a number or a tensor that has one."""
+    if isinstance(value, Tensor):
+        value = value.detach().norm()
     return None if value is None else float(value)
 
 
@@ -85,7 +92,9 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
 
     `case`: `config`; `steps`; `groups`: several parameter groups; `client`: an
     optimizer and a scheduler of the script's own; `loader`: the engine's data loader;
-    `poison`: steps at which the loss is multiplied until gradients overflow.
+    `poison`: steps at which the loss is multiplied until gradients overflow; `views`:
+    steps at which each gradient and parameter is looked at; `rates`: learning rates
+    that are set by hand, by step.
     """
     torch.manual_seed(1)
     model = Model()
@@ -105,7 +114,8 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
         training_data=data if case.get("loader") else None,
         config=json.loads(json.dumps(case["config"])),
     )
-    repeating = loader and iter(deepspeed.utils.RepeatingLoader(loader))
+    utils = deepspeed.utils
+    repeating = loader and iter(utils.RepeatingLoader(loader))
     rank = torch.distributed.get_rank()
     ranks = torch.distributed.get_world_size()
     seen: dict[str, list[Any]] = {}
@@ -116,17 +126,26 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
 
     taken = 0
     for step in range(case["steps"]):
+        for group in optimizer.param_groups if step in case.get("rates", {}) else ():
+            group["lr"] = case["rates"][step]
         gain = 1e30 if step in case.get("poison", []) else 1.0
         for _ in range(engine.gradient_accumulation_steps()):
             if repeating:
                 x, y = next(repeating)
             else:
                 start = (taken * ranks + rank) * micro
-                x, y = default_collate([data[start + i] for i in range(micro)])
+                samples = [data[start + i] for i in range(micro)]
+                x, y = torch.utils.data.default_collate(samples)
                 taken += 1
             loss = engine(x.to(engine.device), y.to(engine.device), gain=gain)
             returned = engine.backward(loss)
-            write(losses=number(loss), returned=number(returned))
+            write(losses=number(loss), returned=number(returned / loss.detach()))
+            boundary = engine.is_gradient_accumulation_boundary()
+            if boundary and step in case.get("views", []):
+                write(
+                    grads=[number(utils.safe_get_full_grad(p)) for p in trained],
+                    params=[number(utils.safe_get_full_fp32_param(p)) for p in trained],
+                )
             engine.step()
         write(
             norms=number(engine.get_global_grad_norm()),
@@ -140,10 +159,6 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
     return seen
 
 
-def default_collate(samples: list[Any]) -> Any:
-    return torch.utils.data.default_collate(samples)
-
-
 def main() -> None:
     from cases import CASES
 
@@ -154,7 +169,10 @@ def main() -> None:
     deepspeed = importlib.import_module(options.module)
     deepspeed.init_distributed(dist_backend="gloo")
     for name in options.cases or CASES:
-        seen = train(deepspeed, CASES[name])
+        case = CASES[name]
+        if options.module == "minizero":
+            case = {**case, **case.get("ours", {})}
+        seen = train(deepspeed, case)
         if torch.distributed.get_rank() == 0:
             print(json.dumps({"case": name, "seen": seen}), flush=True)
     torch.distributed.destroy_process_group()

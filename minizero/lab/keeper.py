@@ -1,0 +1,92 @@
+"""The main job's checkpoints: when they are made, and how a killed job goes on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minizero import comm
+from minizero.checkpoint import load, save
+from minizero.ddp import DataParallel
+from minizero.folder import exists
+from minizero.launch import device, world_size
+
+if TYPE_CHECKING:
+    from .train import Job
+
+# what a job that goes on may change: not what its losses depend on
+FREE = {"stage", "offload_optimizer", "offload_param", "nvme", "overlap"}
+FREE |= {"precision", "checkpointing", "out", "save_every", "keep", "resume"}
+
+
+class Keeper:
+    """Saves a job every `job.save_every` steps, and brings back where it was.
+
+    `before`: mean losses of the steps that earlier lives of the job made.
+    """
+
+    def __init__(self, net: DataParallel, schedule: Any, job: Job) -> None:
+        self.net, self.schedule, self.job = net, schedule, job
+        self.before = torch.empty(0)
+
+    def restore(self) -> int:
+        """Load the newest checkpoint, if the job resumes; the step to go on with."""
+        folder = checkpoints_of(self.job)
+        if not self.job.resume or not exists(folder):
+            return 0
+        extra = load(self.net, folder).extra
+        check_same(self.job, extra["job"], folder)
+        self.schedule.load_state_dict(extra["schedule"])
+        self.before = extra["losses"]
+        return len(self.before)
+
+    def losses(self, made: list[torch.Tensor]) -> torch.Tensor:
+        """Means over the ranks of all losses: of earlier lives, and of this one's."""
+        mean = torch.stack(made).float().to(device())
+        comm.all_reduce(mean)
+        return torch.cat([self.before, mean.cpu() / world_size()])
+
+    def stepped(self, made: list[torch.Tensor]) -> None:
+        """Called after each step with this life's losses; saves when it is time."""
+        step, every = len(self.before) + len(made), self.job.save_every
+        if every is None or step % every or step == self.job.steps:
+            return
+        with comm.phase("checkpoint"):
+            extra = {
+                "losses": self.losses(made),
+                "schedule": self.schedule.state_dict(),
+                "job": asdict(self.job),
+            }
+        folder = checkpoints_of(self.job)
+        save(self.net, folder, f"step-{step}", extra=extra, keep=self.job.keep)
+
+
+def checkpoints_of(job: Job) -> Path:
+    """Where a job keeps its checkpoints."""
+    return Path(job.out, "checkpoints")
+
+
+def check(job: Job) -> None:
+    """Find bad options before anything has started; raises ValueError."""
+    if job.save_every is not None and job.save_every < 1:
+        raise ValueError(f"save_every must be at least 1, not {job.save_every}")
+    if job.keep < 1:
+        raise ValueError(f"keep must be at least 1, not {job.keep}")
+    if job.save_every and not job.resume and exists(checkpoints_of(job)):
+        raise ValueError(
+            f"{checkpoints_of(job)} has checkpoints of another run; go on from them "
+            "with --resume, give another folder with --out, or delete them"
+        )
+
+
+def check_same(job: Job, saved: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError unless both jobs' losses would be the same."""
+    for name, value in asdict(job).items():
+        if name not in FREE and name in saved and saved[name] != value:
+            raise ValueError(
+                f"the run in {folder} has {name} {saved[name]}, not {value}; resume "
+                "it with the same, or start another one with --out"
+            )

@@ -1,0 +1,99 @@
+"""Trains the same script on DeepSpeed and on minizero, and compares.
+
+    python tests/parity [--record] [case ...]
+
+`--record` keeps DeepSpeed's half in tests/deepspeed_runs.json and what its schedules do
+in tests/deepspeed_schedules.json, which the tests compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent
+sys.path.insert(0, str(TESTS))
+
+from parity import rates  # noqa: E402
+from parity.cases import CASES  # noqa: E402
+from parity.compare import differs, farthest, rounded  # noqa: E402
+
+
+def run(module: str, names: list[str]) -> dict[str, Any]:
+    """Rank 0's lines, of two ranks; what else is printed shows if it fails."""
+    script = "on_cpu.py" if module == "deepspeed" else "script.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", str(HERE / script), module, *names]
+    paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # where DeepSpeed finds ninja, when it builds its fused Adam
+    environment["PATH"] = (
+        f"{Path(sys.executable).parent}{os.pathsep}" + os.environ["PATH"]
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{module} failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    lines = [x for x in done.stdout.splitlines() if x.startswith('{"case"')]
+    return {found["case"]: found["seen"] for found in map(json.loads, lines)}
+
+
+def in_lines(name: str, values: list[Any]) -> str:
+    lines = ",\n".join(json.dumps(value) for value in values)
+    return f"{json.dumps(name)}: [\n{lines}\n]"
+
+
+def record(version: str, seen: dict[str, Any]) -> None:
+    runs = [{"case": CASES[n], "name": n, "seen": rounded(seen[n])} for n in CASES]
+    head = f'{{"deepspeed": "{version}",\n'
+    text = head + in_lines("runs", runs) + "}\n"
+    TESTS.joinpath("deepspeed_runs.json").write_text(text)
+    from deepspeed.runtime import lr_schedules
+
+    sequences = [rates.short(rates.sequence(lr_schedules, *s)) for s in rates.SETTINGS]
+    text = head + in_lines("settings", rates.SETTINGS)
+    text += ",\n" + in_lines("sequences", sequences) + "}\n"
+    TESTS.joinpath("deepspeed_schedules.json").write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="names; default: all")
+    parser.add_argument("--record", action="store_true", help="of all cases")
+    options = parser.parse_args()
+    names = options.cases or list(CASES)
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    try:
+        import deepspeed
+    except ImportError as error:
+        sys.exit(f"DeepSpeed cannot be imported: {error}")
+    begun = time.perf_counter()
+    theirs, ours = run("deepspeed", names), run("minizero", names)
+    print(f"DeepSpeed {deepspeed.__version__} and minizero: 2 ranks, gloo")
+    print("farthest apart, relative:")
+    print(f"{'case':12}{'losses':>12}{'norms':>12}")
+    failed = 0
+    for name in names:
+        case, a, b = CASES[name], ours[name], theirs[name]
+        values = [farthest(case, a, b, what) for what in ("losses", "norms")]
+        cells = ["none" if v is None else f"{v:.1e}" for v in values]
+        print(f"{name:12}" + "".join(f"{cell:>12}" for cell in cells))
+        for sentence in differs(case, a, b):
+            failed += 1
+            print(f"    {sentence}")
+    print(f"{failed} things differ ({time.perf_counter() - begun:.0f} s)")
+    if options.record:
+        record(deepspeed.__version__, {**theirs})
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
