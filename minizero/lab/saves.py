@@ -145,7 +145,11 @@ def loading_figure(samples: Sequence[Sample], shard: float, limit: float) -> Fig
         for s in samples
     ]
     figure = memory_over_step(merged, limit)
-    figure.axes[0].axhline(shard, color=GREY, linestyle=":", linewidth=1.2)
+    axes = figure.axes[0]
+    axes.axhline(shard, color=GREY, linestyle=":", linewidth=1.2)
+    for text in axes.texts:
+        if text.get_text().startswith("budget"):
+            text.set_text(text.get_text().replace("budget", "shard and a row"))
     return figure
 
 
