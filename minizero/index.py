@@ -72,7 +72,7 @@ class SavedFlat:
         what = "parameters" if state is None else f"optimizer/{state}"
         return f"{self.unit}/{self.number}/{what}"
 
-
+# %% ../notebooks/12_checkpoint.ipynb #index-index
 @dataclass
 class SavedFile:
     """A rank's file, as it was when its writer was done."""
