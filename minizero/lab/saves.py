@@ -18,7 +18,7 @@ from minizero.tracker import Sample
 
 from .explorer import Explorable
 from .plots import DASHES, STYLE, WIDTH, memory_over_step
-from .style import CATEGORY_COLOURS, GREY, LINES, ink
+from .style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 
 OUTCOMES = {
     "old": CATEGORY_COLOURS["parameters"],
@@ -148,8 +148,14 @@ def loading_figure(samples: Sequence[Sample], shard: float, limit: float) -> Fig
     axes = figure.axes[0]
     axes.axhline(shard, color=GREY, linestyle=":", linewidth=1.2)
     for text in axes.texts:
-        if text.get_text().startswith("budget"):
-            text.set_text(text.get_text().replace("budget", "shard and a row"))
+        text.set_visible(not text.get_text().startswith("budget"))
+    axes.annotate(
+        f"shard and a row, {amount(limit)}",
+        (0.01, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+    )
     return figure
 
 
