@@ -151,8 +151,13 @@ def open_seal(raw: bytes, path: Path) -> dict[str, Any]:
             "damaged or changed since minizero wrote it, or another program "
             "wrote it"
         )
-    payload: dict[str, Any] = json.loads(raw)
-    del payload["seal"]
+    try:
+        payload: dict[str, Any] = json.loads(raw)
+        del payload["seal"]
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: this is no JSON ({error}); another program wrote it"
+        ) from error
     return payload
 
 
