@@ -72,7 +72,7 @@ class SavedFlat:
         what = "parameters" if state is None else f"optimizer/{state}"
         return f"{self.unit}/{self.number}/{what}"
 
-
+# %% ../notebooks/12_checkpoint.ipynb #index-index
 @dataclass
 class SavedFile:
     """A rank's file, as it was when its writer was done."""
@@ -121,7 +121,6 @@ class Index:
             fits = flat.size * self.world_size >= flat.numel
             if not (known and in_order and fits):
                 raise ValueError(f"no such buffer: {flat.tensor()}")
-
 
 # %% ../notebooks/12_checkpoint.ipynb #index-seal
 _SEAL = ',\n "seal": "{}"\n}}\n'
