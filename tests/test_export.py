@@ -173,11 +173,11 @@ def gpt2(folder: Path) -> tuple[list[bool], list[int]]:
 
 
 def test_hugging_face_reads_it(two: Pool, tmp_path: Path) -> None:
-    same, files = two.run(gpt2, tmp_path)[0]
-    assert same == [True] * 8 and files[0] == 1 and files[1] > 10
+    same, counts = two.run(gpt2, tmp_path)[0]
+    assert same == [True] * 8 and counts[0] == 1 and counts[1] > 10
     out = tmp_path / "out-4000"
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = {p.name for p in out.glob("*.safetensors")}
+    files = {path.name for path in out.glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for t in shards(out).values()
