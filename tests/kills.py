@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minizero import launch
 from minizero.folder import checkpoints, exists, read_index
 from minizero.index import Index, parse_index
 from minizero.lab.recovery import Job, build, history, train
@@ -92,7 +91,6 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
         log = os.open(f"{job.folder}/errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        launch.TIMEOUT = 5.0  # that rank 0 waits for the file of a dead one
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(store), ranks),
@@ -105,11 +103,9 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # as at a script's end: a save under way is written, or given up
         with contextlib.suppress(BaseException):
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
+            # as at a script's end: a save under way is written, or given up
+            threading._shutdown()  # type: ignore[attr-defined]
         os._exit(code)
 
 
