@@ -142,14 +142,14 @@ def newest(folder: Path) -> Index:
 
 
 def check_folder(folder: Path, ranks: int) -> int:
-    """No more files than checkpoints to keep, and of two saves that were not finished.
+    """No more files than checkpoints to keep, and of one save that was not finished.
 
-    One was cut off by this kill, and one by the kill before, if this life has not come
-    to a save. Returns how many files there are.
+    It was cut off by this kill, or by the one before if this life came to no save.
+    Returns how many files there are.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     finished = (KEEP + 1) * (ranks + 1) + 1  # files, index; `latest`
-    unfinished = 2 * (2 * ranks + 1)  # files, markers, one that is to be renamed
+    unfinished = 3 * ranks + 1  # files, markers, and what is to be renamed
     listing = sorted(str(path.relative_to(folder)) for path in files)
     expect(len(files) <= finished + unfinished, f"{len(files)} files: {listing}")
     expect(len(checkpoints(folder)) <= KEEP + 1, f"too many checkpoints: {listing}")
