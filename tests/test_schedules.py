@@ -104,16 +104,18 @@ def test_every_option_of_the_config_is_taken(name: str) -> None:
     assert a.param_groups[0]["lr"] > 0
 
 
-def test_a_rate_in_a_tensor_is_filled() -> None:
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupCosineLR"])
+def test_a_rate_in_a_tensor_is_filled(name: str) -> None:
     """Fused and compiled optimizers hold on to the tensor."""
     rate = torch.tensor(0.5)
     moved = torch.optim.SGD([torch.zeros(1)], lr=rate)
-    schedule = WarmupLR(moved, warmup_num_steps=4)
+    options = {"total_num_steps": 10**9} if "Cosine" in name else {}
+    schedule = SCHEDULES[name](moved, warmup_num_steps=4, **options)
     assert moved.param_groups[0]["lr"] is rate and rate == 0
     for _ in range(5):
         schedule.step()
     assert moved.param_groups[0]["lr"] is rate and rate == 0.5
-    assert schedule.get_last_lr() == [0.5]
+    assert schedule.get_last_lr() == [pytest.approx(0.5)]
 
 
 def test_a_wrapper_of_an_optimizer_will_do() -> None:
