@@ -138,8 +138,6 @@ def _frozen(net: Verbs) -> Verbs:
     frozen = copy.copy(net)
     frozen.precision = copy.copy(net.precision)
     frozen.optimizer = copy.copy(optimizer)
-    # a scheduler's, which would step the original with its options of then
-    frozen.optimizer.__dict__.pop("step", None)
     frozen.optimizer.param_groups = [dict(g) for g in optimizer.param_groups]
     return frozen
 

@@ -22,8 +22,6 @@ def _twin(
 ) -> torch.optim.Optimizer:
     """The same optimizer with one group's options, over other parameters."""
     twin = copy.copy(optimizer)
-    # a learning rate scheduler has put a `step` there that steps the original
-    twin.__dict__.pop("step", None)
     # a small learning rate, or none in a warm-up, would hide any difference
     rate = {"lr": 0.1} if "lr" in group else {}
     twin.param_groups = [{**group, **rate, "params": params}]
