@@ -252,6 +252,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'minizero.facade.EngineOptimizer.param_groups': ( 'engine.html#engineoptimizer.param_groups',
                                                                                    'minizero/facade.py'),
                                  'minizero.facade.EngineOptimizer.state': ('engine.html#engineoptimizer.state', 'minizero/facade.py'),
+                                 'minizero.facade.EngineOptimizer.state_dict': ( 'engine.html#engineoptimizer.state_dict',
+                                                                                 'minizero/facade.py'),
                                  'minizero.facade.EngineOptimizer.step': ('engine.html#engineoptimizer.step', 'minizero/facade.py'),
                                  'minizero.facade.EngineOptimizer.zero_grad': ( 'engine.html#engineoptimizer.zero_grad',
                                                                                 'minizero/facade.py')},

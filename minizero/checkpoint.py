@@ -32,13 +32,13 @@ from minizero.content import (
 from . import comm
 from .agree import agreeing, broadcast_bytes
 from .ddp import DataParallel
-from .folder import checkpoints, is_tag, read_index
+from .folder import checkpoints, is_tag, read_index, sweep
 from .index import INDEX, Index, SavedFlat, parse_index
 from .launch import rank, world_size
 from .loading import Fit, Loaded
 from .plain import dtype_name, encode
 from .reading import SavedRun
-from .saving import Saving
+from .saving import Saving, busy
 from .tensorfile import CheckpointError, Source, explained
 
 Folder = str | os.PathLike[str]
@@ -104,9 +104,10 @@ def save(
             _make_folder(where / tag)
         index.number = agreed["number"]
         saving = Saving(where, index, agreed["nonce"], keep, latest)
-        _saves[net] = saving
         saving.begin(sources, background)
-        if not background:
+        if background:
+            _saves[net] = saving
+        else:
             saving.wait()
         return saving
 
@@ -135,7 +136,11 @@ def _check(tag: str, keep: int | None, background: int) -> None:
 
 
 def _begin(folder: Path, tag: str) -> dict[str, Any]:
-    """Rank 0's part: which save this is."""
+    """Rank 0's part: which save this is, once killed ones have left."""
+    try:
+        sweep(folder, busy)
+    except OSError as error:
+        raise explained(folder, error) from error
     _make_folder(folder / tag)
     numbers = [index.number for _, index in checkpoints(folder)]
     return {

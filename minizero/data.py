@@ -83,6 +83,12 @@ class Loader:
         self.collate_fn, self.drop_last = collate_fn, drop_last
         self.workers = workers
         self.data_sampler = ShardSampler(data)
+        if not len(self):
+            raise ValueError(
+                f"each rank has {len(self.data_sampler)} samples, fewer than "
+                f"a micro-batch of {batch_size}, and dataloader_drop_last "
+                "drops smaller ones; set it to false, or give more samples"
+            )
         self.seen: int | None = None  # by the iterator that was read last
         self.resumed = False  # whether `seen` is loaded, and not yet read on
 

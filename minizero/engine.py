@@ -65,13 +65,13 @@ class Engine(Resume):
         """Print what the config asks for; on rank 0."""
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, "
-                f"lr={self.get_lr()}, mom={self.get_mom()}, "
-                f"loss_scale={self.optimizer.loss_scale:g}, "
-                f"{self.meter.recent}",
-                flush=True,
-            )
+            parts = [
+                f"step={self.global_steps}, skipped={self.skipped_steps}",
+                f"lr={self.get_lr()}, mom={self.get_mom()}",
+                f"loss_scale={self.optimizer.loss_scale:g}",
+                str(self.meter.recent),
+            ]
+            print(", ".join(filter(None, parts)), flush=True)
             self.meter.reset()
         if self.config.wall_clock_breakdown:
             print(f"step={self.global_steps}, {self.meter.last}", flush=True)

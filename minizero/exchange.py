@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,9 @@ from . import tracker
 from .launch import rank, world_size
 
 Rows = list[Tensor]
+
+# transfers that nobody waited for: see `exchange`
+_forgotten: list[dist.Work] = []
 
 
 def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
@@ -52,7 +56,13 @@ def staged(like: Tensor) -> bool:
 def exchange(
     sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> Callable[[], None]:
-    """Post all sends and receives (by peer) at once; the result waits."""
+    """Post all sends and receives (by peer) at once; the result waits.
+
+    If the result is dropped instead, the next call waits for them: once gloo
+    has lost a receive that is under way, nothing else of that peer arrives.
+    """
+    while _forgotten:
+        _forgotten.pop(0).wait()
     landing = {
         peer: t.new_empty(t.shape, device="cpu") if staged(t) else t
         for peer, t in receives.items()
@@ -72,6 +82,7 @@ def exchange(
     works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait() -> None:
+        dropped.detach()
         for work in works:
             work.wait()
         for peer, t in landing.items():
@@ -79,6 +90,8 @@ def exchange(
                 receives[peer].copy_(t)
         leaving.clear()
 
+    dropped = weakref.finalize(wait, _forgotten.extend, works)
+    dropped.atexit = False
     return wait
 
 # %% ../notebooks/02_ranks.ipynb #exchange-ordered-sum

@@ -98,6 +98,24 @@ class EngineOptimizer(torch.optim.Optimizer):
             "before it"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank owns, in host memory; for looking at.
+
+        Wherever states rest, they are here; a run is saved by
+        `engine.save_checkpoint`.
+        """
+        found = super().state_dict()
+        found["state"] = {
+            index: {
+                key: self.net.home.fetch(value)
+                if isinstance(value, Tensor) and value.ndim
+                else value
+                for key, value in state.items()
+            }
+            for index, state in found["state"].items()
+        }
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not here: states are shards, which may rest elsewhere."""
         raise RuntimeError(

@@ -69,8 +69,8 @@ def _latest(folder: Path) -> str:
         ) from error
     if not is_tag(tag) or not (folder / tag / INDEX).exists():
         raise CheckpointError(
-            f"{path}: it names {tag!r}, which is not there; give a tag: "
-            f"{_have(folder)}"
+            f"{path}: it names {tag!r}, and there is no "
+            f"{folder / tag / INDEX}; give a tag: {_have(folder)}"
         )
     return tag
 

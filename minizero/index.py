@@ -72,7 +72,7 @@ class SavedFlat:
         what = "parameters" if state is None else f"optimizer/{state}"
         return f"{self.unit}/{self.number}/{what}"
 
-
+# %% ../notebooks/12_checkpoint.ipynb #index-index
 @dataclass
 class SavedFile:
     """A rank's file, as it was when its writer was done."""
@@ -122,7 +122,6 @@ class Index:
             if not (known and in_order and fits):
                 raise ValueError(f"no such buffer: {flat.tensor()}")
 
-
 # %% ../notebooks/12_checkpoint.ipynb #index-seal
 _SEAL = ',\n "seal": "{}"\n}}\n'
 
@@ -152,8 +151,13 @@ def open_seal(raw: bytes, path: Path) -> dict[str, Any]:
             "damaged or changed since minizero wrote it, or another program "
             "wrote it"
         )
-    payload: dict[str, Any] = json.loads(raw)
-    del payload["seal"]
+    try:
+        payload: dict[str, Any] = json.loads(raw)
+        del payload["seal"]
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: this is no JSON ({error}); another program wrote it"
+        ) from error
     return payload
 
 

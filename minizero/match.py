@@ -83,7 +83,7 @@ class Match:
             listed = sorted(names)
             self.problems += [f"{kind} {n!r} {where}" for n in listed[:5]]
             if listed[5:]:
-                self.problems.append(f"nor {where} of {len(listed) - 5} more")
+                self.problems.append(f"the same of {len(listed) - 5} more")
 
     def modules(
         self,

@@ -57,7 +57,8 @@ class Resume(Loop):
 
         `tag`: default "global_step" and the number. `save_latest`: whether
         `load_checkpoint` without a tag shall find it. `keep`, `background`:
-        see `minizero.checkpoint.save`.
+        see `minizero.checkpoint.save`; what fails in the background is
+        raised by the next save, `finish_checkpoint` or `destroy`.
 
         Raises RuntimeError in the middle of accumulation, CheckpointError
         if it cannot be written: then on all ranks, and the checkpoints that

@@ -36,7 +36,7 @@ from .launch import TIMEOUT, rank, world_size
 LAST = 30.0  # seconds that a program that has ended waits for other ranks
 
 # the saves of this process whose files are not to be swept
-_busy: set[str] = set()
+busy: set[str] = set()
 
 
 def file_name(r: int, nonce: str) -> str:
@@ -59,7 +59,7 @@ def copied(source: Source) -> Source:
     )
 
 # %% auto #0
-__all__ = ['LAST', 'file_name', 'copied', 'Saving']
+__all__ = ['LAST', 'busy', 'file_name', 'copied', 'Saving']
 
 # %% ../notebooks/12_checkpoint.ipynb #saving-saving
 class Saving:
@@ -88,7 +88,7 @@ class Saving:
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
         self._over = False
-        _busy.add(nonce)
+        busy.add(nonce)
 
     def begin(self, sources: list[Source], background: int) -> None:
         """Write at once what does not fit into `background` bytes.
@@ -117,6 +117,9 @@ class Saving:
             self._error = error
             self._report(None)
             return
+        except BaseException:  # an interrupt: this save is forgotten
+            busy.discard(self._nonce)
+            raise
         if background:
             self._thread = threading.Thread(
                 target=self._behind, args=(writer, rest), name="checkpoint"
@@ -169,10 +172,10 @@ class Saving:
         except Exception as error:
             self._error = self._error or error
         try:
-            _busy.discard(self._nonce)
+            busy.discard(self._nonce)
             if self._keep is not None and self._error is None:
                 retire(self._folder, self._keep)
-            sweep(self._folder, _busy)
+            sweep(self._folder, busy)
         except OSError as error:
             self._error = self._error or CheckpointError(
                 f"{self.path}: the checkpoint is complete, but what is older "
@@ -227,7 +230,7 @@ class Saving:
         self._written.wait()
         try:
             self._agree()  # that all files are written
-        except CheckpointError:
+        except BaseException:  # a dead peer raises no CheckpointError
             self._abandoned.set()
             raise
         finally:
@@ -235,7 +238,7 @@ class Saving:
                 self._thread.join()
             elif rank() == 0:
                 self._commit()
-            _busy.discard(self._nonce)
+            busy.discard(self._nonce)
         self._agree()  # that rank 0 has committed
 
     def _agree(self) -> None:

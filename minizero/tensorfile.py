@@ -231,6 +231,7 @@ class TensorFile:
         shape = tuple(map(int, facts["shape"]))
         start, end = facts["data_offsets"]
         fits = 0 <= start <= end <= size - begin
+        fits = fits and min(shape, default=0) >= 0
         if not fits or end - start != prod(shape) * dtype.itemsize:
             raise ValueError(f"bytes {start} to {end} for {dtype}, {shape}")
         return Entry(dtype, shape, begin + start)

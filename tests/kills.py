@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minizero import launch
+from minizero import saving
 from minizero.folder import checkpoints, exists, read_index
 from minizero.index import Index, parse_index
 from minizero.lab.recovery import Job, build, history, train
@@ -92,7 +92,7 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
         log = os.open(f"{job.folder}/errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        launch.TIMEOUT = 5.0  # that rank 0 waits for the file of a dead one
+        saving.LAST = 2.0  # that a save waits for a dead rank when its program ends
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(store), ranks),
@@ -105,11 +105,9 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # as at a script's end: a save under way is written, or given up
         with contextlib.suppress(BaseException):
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
+            # as at a script's end: a save under way is written, or given up
+            threading._shutdown()  # type: ignore[attr-defined]
         os._exit(code)
 
 
@@ -146,14 +144,14 @@ def newest(folder: Path) -> Index:
 
 
 def check_folder(folder: Path, ranks: int) -> int:
-    """No more files than checkpoints to keep, and of two saves that were not finished.
+    """No more files than checkpoints to keep, and of one save that was not finished.
 
-    One was cut off by this kill, and one by the kill before, if this life has not come
-    to a save. Returns how many files there are.
+    It was cut off by this kill, or by the one before if this life came to no save.
+    Returns how many files there are.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     finished = (KEEP + 1) * (ranks + 1) + 1  # files, index; `latest`
-    unfinished = 2 * (2 * ranks + 1)  # files, markers, one that is to be renamed
+    unfinished = 3 * ranks + 1  # files, markers, and what is to be renamed
     listing = sorted(str(path.relative_to(folder)) for path in files)
     expect(len(files) <= finished + unfinished, f"{len(files)} files: {listing}")
     expect(len(checkpoints(folder)) <= KEEP + 1, f"too many checkpoints: {listing}")

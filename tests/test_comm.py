@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -195,6 +197,24 @@ def nested() -> tuple[int, int]:
         pass
     assert other == [] and len(outer) == len(inner) == 1
     return len(outer), len(inner)
+
+
+def forget() -> float:
+    """A receive is dropped before rank 0 has sent anything."""
+    lost = torch.empty(1000)
+    if rank() == 0:
+        time.sleep(0.3)
+    comm.broadcast(lost, async_op=True)
+    del lost
+    gc.collect()
+    found = torch.full((5,), 1.0 + rank())
+    comm.broadcast(found)
+    return found.sum().item()
+
+
+def test_a_collective_that_nobody_waits_for_stops_no_other(pool: Pool) -> None:
+    assert set(pool.run(forget)) == {5.0}
+    assert set(pool.run(lambda: len(exchange._forgotten))) == {0}
 
 
 def test_ledgers_nest(pool: Pool) -> None:

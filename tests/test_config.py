@@ -18,7 +18,7 @@ from minizero.config.optimizer import Optimizer
 from minizero.config.refused import ON, REFUSED
 from minizero.config.schema import entries, walk
 from minizero.lab import config_reference
-from minizero.lab.engine import config_map, decisions, phase_bars
+from minizero.lab.engine import config_map, decisions, phase_bars, rate_curves
 from minizero.memory import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -1057,3 +1057,11 @@ def test_bars_of_phases() -> None:
     assert [bar.get_x() for bar in axes.patches] == [0.0, 1.0, 3.0, 0.0]
     with pytest.raises(ValueError, match="nothing to draw"):
         phase_bars({})
+
+
+def test_curves_of_rates() -> None:
+    (axes,) = rate_curves({"a": [0.0, 1.0], "b": [1.0, 0.5]}).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.0, 1.0], [1.0, 0.5]]
+    assert list(axes.lines[0].get_xdata()) == [1, 2]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        rate_curves({})

@@ -692,6 +692,8 @@ def test_resumed_on_the_same_ranks_it_is_the_same_run(
 def test_bad_data() -> None:
     with pytest.raises(ValueError, match="training data is empty"):
         Loader([], 2)
+    with pytest.raises(ValueError, match="has 2 samples, fewer than a micro"):
+        Loader(range(2), 3, drop_last=True)
     stream = (x for x in range(3))
     with pytest.raises(TypeError, match="map-style dataset.* not a generator"):
         Loader(stream, 2)
@@ -891,6 +893,20 @@ def test_the_model_of_an_engine_stays_where_it_is(two: Pool) -> None:
     two.run(run)
 
 
+def test_states_are_shown_wherever_they_rest(two: Pool) -> None:
+    def run(zero: dict[str, Any]) -> list[Tensor]:
+        engine, stream = dropping(zero, gradient_clipping=0.0)
+        go(engine, stream, 2)
+        states = engine.optimizer.state_dict()["state"].values()
+        engine.destroy()
+        return [torch.cat([s["exp_avg"], s["exp_avg_sq"]]) for s in states]
+
+    expected, others = two.run(run, PLANS["3"])
+    for name in ("3, all on cpu", "3, all on nvme"):
+        got, _ = two.run(run, PLANS[name])
+        assert all(map(torch.equal, got, expected)) and len(got) == len(expected)
+
+
 def test_the_optimizer_says_what_it_does_not_do() -> None:
     engine, optimizer, _, _ = minizero.initialize(
         model=nn.Linear(2, 2), config={"train_batch_size": 1, **SGD}
@@ -1056,6 +1072,7 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
         engine.save_checkpoint(folder, tag=5, background=10**9)
         engine.finish_checkpoint()
         weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        engine_rates = engine.get_lr()
         go(engine, stream, 1)
         engine.save_checkpoint(folder, "not-the-latest", save_latest=False)
         other, stream = dropping(PLANS["3"])
@@ -1064,9 +1081,14 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
         got = other.module_state_dict()
         assert all(torch.equal(v, weights[k]) for k, v in got.items())
         assert other.training_dataloader.state_dict()["seen"] == 0
+        assert not any(other.optimizer.state_dict()["state"].values())
+        other.load_checkpoint(folder, load_optimizer_states=False)
+        assert other.global_steps == 2
+        assert not any(other.optimizer.state_dict()["state"].values())
         other.load_checkpoint(folder, load_lr_scheduler_states=False)
+        assert any(other.optimizer.state_dict()["state"].values())
         assert other.global_steps == 2 and other.global_samples == 16
-        assert other.lr_scheduler.last_batch_iteration == -1
+        assert other.get_lr() == engine_rates
         other.load_checkpoint(folder, "not-the-latest")
         assert other.global_steps == 3 and other.get_lr() == engine.get_lr()
         with pytest.raises(minizero.checkpoint.CheckpointError, match="'5'"):
@@ -1194,6 +1216,8 @@ def test_reports(two: Pool) -> None:
     assert other == "" and len(text.splitlines()) == 2
     assert text.startswith("step=3, skipped=0, lr=[0.01, 0.003], mom=[(0.9, 0.999)")
     assert "samples/s=" in text and "forward" not in text
+    first, *_ = two.run(reported, steps_per_print=1)[0][0].splitlines()
+    assert first.endswith("loss_scale=1")  # no rate yet
     assert same([run], [reference])
     (text, run), (other, _) = two.run(reported, wall_clock_breakdown=True)
     assert other == "" and len(text.splitlines()) == 6

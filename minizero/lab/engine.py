@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from minizero.config import Config
 
 from .lanes import PHASE_COLOURS
-from .plots import STYLE, WIDTH
-from .style import GREY
+from .plots import DASHES, STYLE, WIDTH
+from .style import GREY, LINES
 
 
 @rc_context(STYLE)
@@ -117,4 +117,20 @@ def phase_bars(runs: Mapping[str, Mapping[str, float]]) -> Figure:
     axes.tick_params(left=False)
     axes.set_xlabel("milliseconds a step")
     axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
+
+
+@rc_context(STYLE)
+def rate_curves(rates: Mapping[str, Sequence[float]]) -> Figure:
+    """A line a schedule: the learning rate of updates 1, 2, ..."""
+    if not rates:
+        raise ValueError("There is nothing to draw; give the rates of a schedule.")
+    figure = Figure(figsize=(WIDTH, 3.0))
+    axes = figure.add_subplot()
+    for i, (name, used) in enumerate(rates.items()):
+        style = DASHES[i % len(DASHES)]
+        x = range(1, len(used) + 1)
+        axes.plot(x, used, color=LINES[i % len(LINES)], linestyle=style, label=name)
+    axes.set(xlabel="update", ylabel="learning rate")
+    axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1), handlelength=2.6)
     return figure

@@ -11,7 +11,8 @@ import torch
 from minizero import comm
 from minizero.checkpoint import load, save
 from minizero.ddp import DataParallel
-from minizero.folder import exists
+from minizero.folder import exists, read_index
+from minizero.index import parse_index
 from minizero.launch import device, world_size
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ class Keeper:
         if not self.job.resume or not exists(folder):
             return 0
         extra = load(self.net, folder).extra
-        check_same(self.job, extra["job"], folder)
         self.schedule.load_state_dict(extra["schedule"])
         self.before = extra["losses"]
         return len(self.before)
@@ -70,23 +70,32 @@ def checkpoints_of(job: Job) -> Path:
 
 
 def check(job: Job) -> None:
-    """Find bad options before anything has started; raises ValueError."""
+    """Find bad options before anything has started; raises ValueError.
+
+    A job may go on under another plan, but not with what its losses depend on.
+    """
     if job.save_every is not None and job.save_every < 1:
         raise ValueError(f"save_every must be at least 1, not {job.save_every}")
     if job.keep < 1:
         raise ValueError(f"keep must be at least 1, not {job.keep}")
-    if job.save_every and not job.resume and exists(checkpoints_of(job)):
+    folder = checkpoints_of(job)
+    if not exists(folder):
+        return
+    if job.save_every and not job.resume:
         raise ValueError(
-            f"{checkpoints_of(job)} has checkpoints of another run; go on from them "
-            "with --resume, give another folder with --out, or delete them"
+            f"{folder} has checkpoints of another run; go on from them with --resume, "
+            "give another folder with --out, or delete them"
         )
-
-
-def check_same(job: Job, saved: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError unless both jobs' losses would be the same."""
-    for name, value in asdict(job).items():
-        if name not in FREE and name in saved and saved[name] != value:
+    if job.resume:
+        index = parse_index(*read_index(folder, None))
+        saved = index.extra.get("job")
+        if not isinstance(saved, dict):
             raise ValueError(
-                f"the run in {folder} has {name} {saved[name]}, not {value}; resume "
-                "it with the same, or start another one with --out"
+                f"{folder} has checkpoints of another program; give another --out"
             )
+        for name, value in asdict(job).items():
+            if name not in FREE and saved.get(name) != value:
+                raise ValueError(
+                    f"the run in {folder} has {name} {saved.get(name)}, not {value}; "
+                    "resume it with the same, or start another one with --out"
+                )

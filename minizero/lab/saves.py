@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from minizero.tracker import Sample
+
 from .explorer import Explorable
-from .plots import DASHES, STYLE, WIDTH
-from .style import CATEGORY_COLOURS, GREY, LINES, ink
+from .plots import DASHES, STYLE, WIDTH, memory_over_step
+from .style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 
 OUTCOMES = {
     "old": CATEGORY_COLOURS["parameters"],
@@ -124,6 +127,34 @@ def stops_figure(outcomes: Mapping[str, Sequence[str]]) -> Figure:
         ],
         loc="outside upper left",
         ncols=3,
+    )
+    return figure
+
+
+def loading_figure(samples: Sequence[Sample], shard: float, limit: float) -> Figure:
+    """Live bytes of a rank while it loads, device and host together.
+
+    shard: what it has in the end. limit: the most that it should have on the way.
+    """
+    merged = [
+        replace(
+            s,
+            live={k: v + s.host.get(k, 0) for k, v in s.live.items()},
+            host={},
+        )
+        for s in samples
+    ]
+    figure = memory_over_step(merged, limit)
+    axes = figure.axes[0]
+    axes.axhline(shard, color=GREY, linestyle=":", linewidth=1.2)
+    for text in axes.texts:
+        text.set_visible(not text.get_text().startswith("budget"))
+    axes.annotate(
+        f"shard and a row, {amount(limit)}",
+        (0.01, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
     )
     return figure
 

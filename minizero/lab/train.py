@@ -320,20 +320,22 @@ def volume(
     net: DataParallel, n_params: int, calls: Ledger, steps: int, updates: int
 ) -> dict[str, Any]:
     """Elements sent a step by this rank, by the ledger and by the formula."""
-    sent: dict[str, float] = {}
+    counted: dict[str, int] = {}
+    per: dict[str, int] = {}  # steps
     for call in calls:
         if call.phase in ("forward", "backward", "step"):
             what = call.unit if call.unit in CHECKS else call.op
             name = f"{call.phase}: {what}"
             updating = call.phase == "step" and call.unit not in CHECKS
             times = updates if updating else steps
-            sent[name] = sent.get(name, 0) + call.sent / times
+            counted[name] = counted.get(name, 0) + call.sent
+            per[name] = times
     factor = 3 if net.plan.parameters.sharded else 2
     share = (world_size() - 1) / world_size()
     flats = [flat for unit in net.units for flat in unit.flats]
     padding = sum(flat.padded for flat in flats) - n_params
     return {
-        "sent": sent,
+        "sent": {name: n / per[name] for name, n in counted.items()},
         "sent_formula": factor * n_params * share,
         "sent_padding": factor * padding * share,
     }

@@ -1,0 +1,198 @@
+"""A sharded checkpoint as one state dict, and as files that Hugging Face reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed import Small, make, steps
+from torch import Tensor
+
+from minizero import Plan, parallelize
+from minizero.__main__ import main
+from minizero.checkpoint import save
+from minizero.export import consolidate, export
+from minizero.launch import Pool
+from minizero.tensorfile import CheckpointError, TensorFile
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def trained(folder: Path, **kind: Any) -> dict[str, Tensor]:
+    net = make(**kind)
+    steps(net, 0, 2)
+    save(net, folder, "t")
+    return net.state_dict()
+
+
+def test_one_state_dict_for_a_plain_model(two: Pool, tmp_path: Path) -> None:
+    """Tied, frozen and unused parameters and buffers, from any rank's row."""
+    expected = two.run(trained, tmp_path, stage=3)[0]
+    got = consolidate(tmp_path)
+    assert got.keys() == expected.keys() == Small().state_dict().keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+    assert got["head.weight"].data_ptr() == got["tokens.weight"].data_ptr()
+    model = Small()
+    model.load_state_dict(got)
+    assert model.head.weight is model.tokens.weight
+    assert torch.equal(model.places.weight, expected["places.weight"])
+    assert model.calls == 2
+
+
+def test_masters_are_what_is_consolidated(two: Pool, tmp_path: Path) -> None:
+    """fp32, and not what 16-bit parameters were rounded to."""
+    rounded = two.run(trained, tmp_path, stage=2, precision="bf16")[0]
+    got = consolidate(tmp_path, "t")
+    floats = {name for name, t in got.items() if t.is_floating_point()}
+    assert {got[name].dtype for name in floats} == {torch.float32}
+    assert got["calls"].dtype == torch.int64
+    for name in floats - {"mean"}:
+        assert torch.equal(got[name].to(torch.bfloat16), rounded[name]), name
+    assert not torch.equal(got["tokens.weight"], rounded["tokens.weight"].float())
+
+
+def test_damage_is_found_here_too(tmp_path: Path) -> None:
+    trained(tmp_path, stage=1)
+    [path] = tmp_path.glob("t/*.safetensors")
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=path.name):
+        consolidate(tmp_path)
+    with pytest.raises(CheckpointError, match=path.name):
+        export(tmp_path, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def shards(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with TensorFile(path) as file:
+            found |= {name: file.tensor(name) for name in file.entries}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
+def test_exported_dtypes(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    trained(tmp_path, stage=1, precision="bf16")
+    paths = export(tmp_path, tmp_path / "out", dtype=dtype)
+    assert [path.name for path in paths] == ["model.safetensors"]
+    found, whole = shards(tmp_path / "out"), consolidate(tmp_path)
+    assert whole.keys() - found.keys() == {"head.weight"}  # tied: once
+    for name, t in found.items():
+        # a frozen parameter was saved in 16 bit; a master in 32
+        saved = torch.bfloat16 if "places" in name or "scale" in name else None
+        wanted = dtype or saved or whole[name].dtype
+        assert t.dtype == (wanted if whole[name].is_floating_point() else t.dtype)
+        assert torch.equal(t, whole[name].to(t.dtype)), name
+
+
+def test_memory_of_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but a chunk is ever read."""
+    from minizero import reading
+
+    trained(tmp_path, stage=1)
+    largest = 0
+    read = reading.SavedRun.read
+
+    def measured(self: Any, flat: Any, state: Any, start: int, out: Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, out.nbytes)
+        read(self, flat, state, start, out)
+
+    monkeypatch.setattr(reading.SavedRun, "read", measured)
+    monkeypatch.setattr("minizero.tensorfile.CHUNK", 256)
+    export(tmp_path, tmp_path / "out")
+    assert largest == 256
+    assert torch.equal(
+        shards(tmp_path / "out")["tokens.weight"], consolidate(tmp_path)["head.weight"]
+    )
+
+
+def test_a_folder_with_weights_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, stage=1)
+    out = tmp_path / "out"
+    export(tmp_path, out, max_shard_size=3000)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(CheckpointError, match="out: it has weights already"):
+        export(tmp_path, out)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    for options, text in (
+        ({"max_shard_size": 0}, "at least 1 byte, not 0"),
+        ({"dtype": torch.int8}, "floating-point dtype, not torch.int8"),
+        ({"tag": "q"}, "index.json: there is no such checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            export(tmp_path, tmp_path / "other", **options)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: "):
+        export(tmp_path, tmp_path / "file")
+
+
+def gpt2(folder: Path) -> tuple[list[bool], list[int]]:
+    """Trained under ZeRO-3, exported in one file and in many, read by transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    x = torch.randint(61, (2, 9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    net = parallelize(model, optimizer, Plan.stage(3))
+    for _ in range(2):
+        net.backward(net(x, labels=x).loss)
+        net.step()
+    save(net, folder, "t")
+    expected = net.state_dict()
+    model.eval()
+    with torch.no_grad():
+        logits = net(x).logits
+    if not expected:  # another rank than 0
+        return [], []
+    same, files = [], []
+    for size in (10**9, 4000):
+        out = folder / f"out-{size}"
+        paths = export(folder, out, max_shard_size=size)
+        config.save_pretrained(out)
+        read = GPT2LMHeadModel.from_pretrained(out).eval()
+        weights = read.state_dict()
+        same.append(weights.keys() == expected.keys())
+        same.append(all(torch.equal(weights[k], expected[k]) for k in weights))
+        same.append(read.lm_head.weight is read.transformer.wte.weight)
+        with torch.no_grad():
+            same.append(torch.equal(read(x).logits, logits))
+        files.append(len(paths))
+    return same, files
+
+
+def test_hugging_face_reads_it(two: Pool, tmp_path: Path) -> None:
+    same, counts = two.run(gpt2, tmp_path)[0]
+    assert same == [True] * 8 and counts[0] == 1 and counts[1] > 10
+    out = tmp_path / "out-4000"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = {path.name for path in out.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in shards(out).values()
+    )
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, stage=1)
+    out = tmp_path / "out"
+    words = ["consolidate", str(tmp_path), str(out), "--tag", "t", "--dtype", "bf16"]
+    assert main([*words, "--max-shard-size", "2e3"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed == [str(p) for p in sorted(out.iterdir())]
+    assert {t.dtype for t in shards(out).values()} == {torch.bfloat16, torch.int64}
+    assert main(words) == 2
+    assert "it has weights already" in capsys.readouterr().err
+    assert main(["consolidate", str(tmp_path / "nothing"), str(out / "new")]) == 2
+    assert "there is no checkpoint in this folder" in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""Killed ranks, lost nodes: the run goes on from its last checkpoint, with its losses.
+
+MINIZERO_FAULT_REPEATS times 6 runs are killed at random moments (once unless set).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from minizero.__main__ import main
+from minizero.lab import train as main_job
+from minizero.lab.recovery import Job, history, train
+from minizero.launch import Pool, launch
+
+REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))
+PATIENCE = 150.0  # seconds; a machine that does much else is slow
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and all that it has started, wherever it put them."""
+    try:
+        parent = psutil.Process(process.pid)
+        parent.suspend()  # it starts nothing more
+        tree = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        tree = []
+    for member in tree:
+        member.kill()
+    process.wait()
+    psutil.wait_procs(tree, PATIENCE)
+
+
+@dataclass
+class Node:
+    """One machine of a torchrun job: an agent and its ranks."""
+
+    folder: Path
+    options: list[str]
+    job: list[str]
+    before: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start its agent, as a supervisor would after a reboot."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *self.options]
+        script = ["-m", "minizero.lab.recovery", str(self.folder), *self.job]
+        with open(f"{self.folder}-output", "ab") as output:
+            agent = subprocess.Popen(
+                [*self.before, *torchrun, *script],
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | self.settings,
+            )
+        self.started.append(agent)
+
+    def kill(self) -> None:
+        """End it as a loss of power does."""
+        for agent in self.started:
+            kill_tree(agent)
+
+    def ends_well(self) -> None:
+        """Wait until its agent has ended, without an error."""
+        try:
+            status = self.started[-1].wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            status = None
+        assert status == 0, Path(f"{self.folder}-output").read_text()[-6000:]
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    """Those that the test puts in here are ended with it."""
+    some: list[Node] = []
+    yield some
+    for node in some:
+        node.kill()
+
+
+def unbroken(pool: Pool, folder: Path, **options: float) -> dict[int, float]:
+    """The losses of the job when nobody is killed."""
+    pool.run(train, Job(folder=str(folder), every=1000, **options))
+    return history(folder).losses
+
+
+# Without it an agent that joins later is not told where the ranks meet: those that
+# are there already keep to what they agreed on at first (torch 2.13).
+FRESH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def rendezvous(host: str, port: int, here: bool, nodes: str, ranks: int) -> list[str]:
+    """torchrun's options on a node; `here` is where the rendezvous is kept."""
+    settings = {
+        "is_host": "true" if here else "false",
+        "last_call_timeout": 1,
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": 4,
+    }
+    return [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=9",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:{port}",
+        "--rdzv-id=recovery",
+        f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}",
+    ]
+
+
+def test_torchrun_starts_killed_ranks_again_and_then_fewer(
+    two: Pool, nodes: list[Node], tmp_path: Path
+) -> None:
+    """Two agents of a rank each: a rank is killed, then an agent with its rank."""
+    (tmp_path / "whole").mkdir()
+    expected = unbroken(two, tmp_path / "whole", steps=16)
+    folder, port = tmp_path / "killed", free_port()
+    folder.mkdir()
+    job = ["--steps=16", "--kill=5:1", "--pause=0.1"]
+    for here in (True, False):
+        options = rendezvous("127.0.0.1", port, here, "1:2", 1)
+        nodes.append(Node(folder, [*options, "--local-addr=127.0.0.1"], job))
+        nodes[-1].start()
+    until(lambda: history(folder).saved >= 8, "the ranks have not come back")
+    nodes[1].kill()
+    nodes[0].ends_well()
+    seen = history(folder)
+    first, second, last = seen.starts
+    assert (first, second) == (0, 4) and last >= 8
+    alike = {step for step, loss in seen.losses.items() if loss == expected[step]}
+    assert set(range(last)) <= alike  # two ranks made these: equal bit for bit
+    assert seen.losses == pytest.approx(expected, rel=1e-4)
+    assert len(seen.losses) == 16 and not set(seen.differing) & set(range(last))
+
+
+@pytest.fixture
+def network() -> Iterator[list[str]]:
+    """Two network namespaces with a wire between them: 10.213.9.1 and 10.213.9.2."""
+    names = [f"mz{os.getpid()}n{i}" for i in range(2)]
+    wires = [f"mz{os.getpid()}w{i}" for i in range(2)]
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"link add {wires[0]} type veth peer name {wires[1]}"]
+    for i, (name, wire) in enumerate(zip(names, wires, strict=True), 1):
+        commands += [
+            f"link set {wire} netns {name}",
+            f"-n {name} link set {wire} name wire",
+            f"-n {name} addr add 10.213.9.{i}/24 dev wire",
+            f"-n {name} link set wire up",
+            f"-n {name} link set lo up",
+        ]
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the program `ip` (iproute2)")
+    try:
+        for command in commands:
+            done = ip(command)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            ip(f"netns delete {name}")
+        ip(f"link delete {wires[0]}")
+
+
+def ip(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+
+
+def test_a_node_is_cut_off_and_comes_back(
+    network: list[str], nodes: list[Node], tmp_path: Path
+) -> None:
+    """Two nodes of two ranks. The wire of one is pulled out; it is started again."""
+    folder = tmp_path / "nodes"
+    folder.mkdir()
+    job = ["--steps=10", "--pause=0.2", "--dropout=0.1", "--timeout=6"]
+    for i, name in enumerate(network):
+        options = rendezvous("10.213.9.1", 29400, i == 0, "2", 2)
+        inside = ("ip", "netns", "exec", name)
+        local = f"--local-addr=10.213.9.{i + 1}"
+        nodes.append(Node(folder, [*options, local], job, inside, FRESH))
+        nodes[-1].start()
+    until(lambda: history(folder).saved >= 2, "the job has not begun")
+    ip(f"-n {network[1]} link set wire down")
+    lost = len(history(folder).losses)
+    time.sleep(1.0)  # long enough for some steps
+    assert len(history(folder).losses) <= lost + 1, "the wire is not what they use"
+    nodes[1].kill()
+    ip(f"-n {network[1]} link set wire up")
+    nodes[1].start()
+    for node in nodes:
+        node.ends_well()
+    seen = history(folder)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    launch(train, 4, Job(folder=str(whole), steps=10, every=1000, dropout=0.1))
+    assert seen.losses == history(whole).losses and not seen.differing
+    assert len(seen.starts) == 2 and seen.starts[1] >= 2 and seen.saved == 10
+
+
+def test_kills_at_random_moments(tmp_path: Path, root: Path) -> None:
+    """Of the whole group or of one rank, in a step or in a save; see kills.py."""
+    script = [sys.executable, str(root / "tests" / "kills.py")]
+    kills, seed = 6 * REPEATS, REPEATS
+    done = subprocess.run(
+        [*script, str(tmp_path / "runs"), str(kills), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE + 5 * kills,
+    )
+    assert done.returncode == 0, done.stderr
+    count = json.loads(done.stdout)
+    assert count["kills"] == kills
+    print(count)
+
+
+SMALL = "--model 0.1m --steps 8 --batch 6 --sequence 16 --save-every 2".split()
+
+
+def test_the_main_job_goes_on(two: Pool, tmp_path: Path) -> None:
+    """Killed with all its ranks, it makes the report of the run nobody killed."""
+    common = {"model": "0.1m", "steps": 8, "batch": 6, "sequence": 16}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    expected = two.run(main_job.train, main_job.Job(out=str(whole), **common))[0]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minizero", "train", "--ranks", "2", *SMALL]
+        + ["--out", str(killed)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(lambda: (killed / "checkpoints/latest").exists(), "it has saved nothing")
+    kill_tree(process)
+    job = main_job.Job(out=str(killed), save_every=2, resume=True, **common)
+    two.run(gc.collect)  # what is left of the first run would be counted
+    report = two.run(main_job.train, job)[0]
+    for name in ("losses", "valid_loss", "sample", "measured", "sent", "overhead"):
+        assert getattr(report, name) == getattr(expected, name), name
+    weights = [(folder / "weights.safetensors") for folder in (whole, killed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert len(list((killed / "checkpoints").glob("*/index.json"))) == job.keep
+    # it may go on under another plan, but not with another learning rate
+    replace(job, stage=1).check(3)
+    with pytest.raises(ValueError, match="has lr 0.002, not 1.0; resume it with"):
+        replace(job, lr=1.0).check(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--save-every", "0"], "save_every must be at least 1, not 0"),
+        (["--keep", "0"], "keep must be at least 1, not 0"),
+        (["--save-every", "2"], "go on from them with --resume"),
+    ],
+)
+def test_bad_options(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = tmp_path / "checkpoints" / "step-2" / "index.json"
+    before.parent.mkdir(parents=True)
+    before.touch()
+    assert main(["train", *SMALL[:-2], *arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_runs_on() -> None:
+    """The tests above have ended what they started."""
+    own = [p.info["cmdline"] for p in psutil.process_iter(["cmdline", "ppid"])]
+    mine = str(os.getpid())
+    assert not [line for line in own if line and "minizero.lab.recovery" in line], mine
