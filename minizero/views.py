@@ -90,10 +90,10 @@ class View:
             )
 
     def read(self, rests: list[Tensor]) -> list[Tensor]:
-        """The parts of what rests by owned row: copies, fp32."""
+        """The parts of what rests by owned row, in fp32; only to be read."""
         return [
             self.net.home.fetch(rest, *self.cut(owned.index)).to(
-                self.device, torch.float32, copy=True
+                self.device, torch.float32
             )
             for owned, rest in zip(self.owned(), rests, strict=True)
         ]
