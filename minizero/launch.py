@@ -108,8 +108,11 @@ def _use_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
+_SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+
+
 def _use_network(master: str) -> None:
-    """Lets gloo talk to other machines: over the network that leads to rank 0.
+    """Lets gloo talk to other machines, over the network to rank 0.
 
     Left alone, it takes the address that the host's own name has, and that
     is often a loopback address, which no other machine can reach.
@@ -121,9 +124,9 @@ def _use_network(master: str) -> None:
             probe.connect((master, 9))  # chooses a route, and sends nothing
             mine = socket.inet_aton(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
+                query = name.encode().ljust(256, b"\0")
                 with contextlib.suppress(OSError):  # it has no address
-                    query = name.encode().ljust(256, b"\0")
-                    found = ioctl(probe.fileno(), 0x8915, query)  # SIOCGIFADDR
+                    found = ioctl(probe.fileno(), _SIOCGIFADDR, query)
                     if found[20:24] == mine:
                         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
