@@ -648,6 +648,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'minizero.saving.Saving._agree': ('checkpoint.html#saving._agree', 'minizero/saving.py'),
                                  'minizero.saving.Saving._behind': ('checkpoint.html#saving._behind', 'minizero/saving.py'),
                                  'minizero.saving.Saving._commit': ('checkpoint.html#saving._commit', 'minizero/saving.py'),
+                                 'minizero.saving.Saving._finish': ('checkpoint.html#saving._finish', 'minizero/saving.py'),
                                  'minizero.saving.Saving._markers': ('checkpoint.html#saving._markers', 'minizero/saving.py'),
                                  'minizero.saving.Saving._patience': ('checkpoint.html#saving._patience', 'minizero/saving.py'),
                                  'minizero.saving.Saving._replace_index': ('checkpoint.html#saving._replace_index', 'minizero/saving.py'),

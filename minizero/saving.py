@@ -227,6 +227,13 @@ class Saving:
         if self._over:
             return
         self._over = True
+        try:
+            self._finish()
+        finally:
+            # it knows the stack it came through, and with that the net
+            self._error = None
+
+    def _finish(self) -> None:
         self._written.wait()
         try:
             self._agree()  # that all files are written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -19,6 +20,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 
 Run = Callable[..., str]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left() -> None:
+    """What earlier files have left in reference cycles would be counted as live."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

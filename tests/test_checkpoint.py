@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import gc
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import random
 import shutil
 import subprocess
 import threading
+import weakref
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -757,6 +759,10 @@ def test_a_rank_that_never_finishes(
     with pytest.raises(CheckpointError, match="rank 1 has not finished .* is whole"):
         under_way.wait()
     assert complete(tmp_path, "a")
+    alive = weakref.ref(net)
+    del net, under_way
+    gc.collect()
+    assert alive() is None  # though the error knew where it came from
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -331,14 +331,10 @@ def test_replicated_state_is_not_offloaded(arguments: Any) -> None:
         Placement(False, "cpu")  # gradients at stage 1, say
 
 
-def test_init_refuses_what_it_cannot_keep() -> None:
-    for config, said in (
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "on 'nvme'"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "must be sharded"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            with zero.Init({"zero_optimization": config}):
-                nn.Sequential(nn.Linear(2, 2))
+def test_init_refuses_what_has_no_effect() -> None:
+    config = {"stage": 2, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ValueError, match="must be sharded"):
+        zero.Init({"zero_optimization": config})
 
 
 # The delayed update
