@@ -54,7 +54,15 @@ def tool() -> Run:
     return run
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test on `pool` runs on 1 to 4 ranks, or on as many as its file names."""
+    if "pool" in metafunc.fixturenames and not hasattr(metafunc.module, "pool"):
+        ranks = getattr(metafunc.module, "RANKS", (1, 2, 3, 4))
+        ids = "{} ranks".format
+        metafunc.parametrize("pool", ranks, ids=ids, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     with Pool(request.param) as pool:
         yield pool

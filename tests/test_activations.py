@@ -32,6 +32,8 @@ from minizero.saved import SavedTensors, by_operator
 from minizero.stores import Offloaded, Sharded, Store
 from minizero.tracker import Tracker, on_host
 
+RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
+
 CONFIG = GPTConfig(layers=3, hidden=48, heads=12, sequence=16, vocabulary=40)
 BATCH = 3
 MODES = ("none", "selective", "full")

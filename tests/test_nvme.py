@@ -77,7 +77,7 @@ def name(plan: Plan) -> str:
     return f"zero{stage} " + " ".join(getattr(plan, c).on for c in STATE)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as pool:
         yield pool

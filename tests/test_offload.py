@@ -30,6 +30,8 @@ from minizero.overlap import Overlap
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.seams import Home, host_empty
 
+RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
+
 STATE = ("parameters", "gradients", "optimizer")
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 

@@ -27,6 +27,8 @@ from minizero.tracker import Tracker
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 8
 
+RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
+
 
 def masters(net: DataParallel) -> list[Tensor]:
     """The masters of each flat buffer, whole: [padded], fp32."""
