@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_example import EXAMPLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,23 +25,6 @@ from minizero.memory import Plan
 ROOT = Path(__file__).parent.parent
 DEEPSPEED = json.loads((ROOT / "tests/deepspeed_keys.json").read_text())
 
-# What users of DeepSpeed have: fp16, ZeRO-3, both offloads.
-EXAMPLE: dict[str, Any] = {
-    "train_batch_size": 256,
-    "gradient_accumulation_steps": 16,
-    "gradient_clipping": 1.0,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 500000000,
-        "stage3_prefetch_bucket_size": 500000000,
-        "stage3_param_persistence_threshold": 1000000,
-    },
-}
 # The ZeRO-3 config of Hugging Face's documentation.
 TRAINER: dict[str, Any] = {
     "fp16": {

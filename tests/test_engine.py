@@ -18,6 +18,7 @@ import nasty
 import pytest
 import torch
 from conftest import Run as Tool
+from ds_example import EXAMPLE
 from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 
@@ -104,24 +105,6 @@ def test_accumulation(four: Pool, stage: int) -> None:
         train, stage, micro_batches=3, postpone=stage < 2, steps=6
     )
     assert equal(four.run(trained, stage, 3), by_hand)
-
-
-EXAMPLE = {
-    "train_batch_size": 256,
-    "gradient_accumulation_steps": 16,
-    "gradient_clipping": 1.0,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 500000000,
-        "stage3_prefetch_bucket_size": 500000000,
-        "stage3_param_persistence_threshold": 1000000,
-    },
-}
 
 
 def example() -> dict[str, Any]:

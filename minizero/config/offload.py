@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .schema import key
 
 PLACES = ("none", "cpu", "nvme")
+
+# Keys that both blocks have.
+
+
+def _device(block: str) -> Any:
+    return key(
+        "none",
+        "Rest on the device, in host memory, or in files.",
+        f"`{block}` of `Plan.stage`",
+        one_of=PLACES,
+    )
+
+
+def _nvme_path() -> Any:
+    return key(
+        None,
+        "The folder of the files; needed with `nvme`.",
+        "`folder` of `NVMe`",
+        unset="none",
+    )
+
+
+def _buffer_count(default: int) -> Any:
+    return key(
+        default,
+        "Host buffers that files are read into and written from.",
+        "`buffer_count` of `NVMe`, the larger one of both blocks",
+        unit="buffers",
+        least=1,
+    )
+
+
+def _pin_memory() -> Any:
+    return key(
+        True,
+        "Page-locked host memory, from which a GPU copies at full speed.",
+        ignored="host memory is page-locked wherever there is a GPU",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadParam:
     """Where sharded parameters rest between uses (stage 3)."""
 
-    device: str = key(
-        "none",
-        "Rest on the device, in host memory, or in files.",
-        "`offload_param` of `Plan.stage`",
-        one_of=PLACES,
-    )
-    nvme_path: str | None = key(
-        None,
-        "The folder of the files; needed with `nvme`.",
-        "`folder` of `NVMe`",
-        unset="none",
-    )
-    buffer_count: int = key(
-        5,
-        "Host buffers that files are read into and written from.",
-        "`buffer_count` of `NVMe`, the larger one of both blocks",
-        unit="buffers",
-        least=1,
-    )
+    device: str = _device("offload_param")
+    nvme_path: str | None = _nvme_path()
+    buffer_count: int = _buffer_count(5)
     buffer_size: int = key(
         100_000_000,
         "Size of each of these buffers.",
@@ -47,41 +70,17 @@ class OffloadParam:
         least=0,
         honours=0,
     )
-    pin_memory: bool = key(
-        True,
-        "Page-locked host memory, from which a GPU copies at full speed.",
-        ignored="host memory is page-locked wherever there is a GPU",
-    )
+    pin_memory: bool = _pin_memory()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptimizer:
     """Where optimizer state rests, and with it the update (stages 1 to 3)."""
 
-    device: str = key(
-        "none",
-        "Rest on the device, in host memory, or in files.",
-        "`offload_optimizer` of `Plan.stage`",
-        one_of=PLACES,
-    )
-    nvme_path: str | None = key(
-        None,
-        "The folder of the files; needed with `nvme`.",
-        "`folder` of `NVMe`",
-        unset="none",
-    )
-    buffer_count: int = key(
-        4,
-        "Host buffers that files are read into and written from.",
-        "`buffer_count` of `NVMe`, the larger one of both blocks",
-        unit="buffers",
-        least=1,
-    )
-    pin_memory: bool = key(
-        True,
-        "Page-locked host memory, from which a GPU copies at full speed.",
-        ignored="host memory is page-locked wherever there is a GPU",
-    )
+    device: str = _device("offload_optimizer")
+    nvme_path: str | None = _nvme_path()
+    buffer_count: int = _buffer_count(4)
+    pin_memory: bool = _pin_memory()
     pipeline_read: bool = key(
         False,
         "Read what the next update needs during this one.",
