@@ -334,6 +334,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'minizero.launch.Pool.close': ('ranks.html#pool.close', 'minizero/launch.py'),
                                  'minizero.launch._check_timeout': ('ranks.html#_check_timeout', 'minizero/launch.py'),
                                  'minizero.launch._choose_backend': ('ranks.html#_choose_backend', 'minizero/launch.py'),
+                                 'minizero.launch._find_store': ('ranks.html#_find_store', 'minizero/launch.py'),
                                  'minizero.launch._fresh_store': ('ranks.html#_fresh_store', 'minizero/launch.py'),
                                  'minizero.launch._join': ('ranks.html#_join', 'minizero/launch.py'),
                                  'minizero.launch._join_pool': ('ranks.html#_join_pool', 'minizero/launch.py'),

@@ -131,41 +131,61 @@ def _use_network(master: str) -> None:
                         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 # %% ../notebooks/02_ranks.ipynb #launch-join
-def _fresh_store(timeout: float) -> Store:
+def _fresh_store() -> Store:
     """Where the ranks of this start leave their addresses for each other.
 
     Torchrun has a store for that, but keeps it when it starts the ranks
     anew: a quick rank would read the address of one that is dead (PyTorch's
     issue 135712). So rank 0 opens one that ends with it, and torchrun's only
-    says where.
+    says where. It is returned when all ranks have found it: they may start
+    at very different times, even where a collective's timeout is short.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    whole = datetime.timedelta(seconds=timeout)
-    kept = TCPStore(host, port, is_master=False, timeout=whole)
+    patience = datetime.timedelta(seconds=START)
+    kept = TCPStore(host, port, is_master=False, timeout=patience)
     if os.environ["RANK"] == "0":
         store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=whole
+            host, 0, is_master=True, wait_for_workers=False, timeout=patience
         )
         name = uuid.uuid4().hex
         store.set("name", name)
         kept.set("minizero", f"{store.port} {name}")
-        return store
-    patience = time.monotonic() + timeout
-    while time.monotonic() < patience:
+    else:
+        store = _find_store(kept, host)
+    here = store.add("here", 1)
+    if here == int(os.environ["WORLD_SIZE"]):
+        store.set("all", "here")
+    try:
+        store.wait(["all"])
+    except dist.DistStoreError:  # it has waited too long
+        raise RuntimeError(
+            f"{store.add('here', 0)} of {os.environ['WORLD_SIZE']} ranks have "
+            f"started in {START:g} s; see what the others have printed."
+        ) from None
+    return store
+
+
+def _find_store(kept: Store, host: str) -> Store:
+    """The store that rank 0 of this start has opened, or will open."""
+    patience = datetime.timedelta(seconds=START)
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if not kept.check(["minizero"]):
+            continue
         found, name = kept.get("minizero").decode().split()
         # nothing answers there if it is of a start that is over
         with contextlib.suppress(OSError, dist.DistError):
             socket.create_connection((host, int(found)), 1.0).close()
             store = TCPStore(
-                host, int(found), is_master=False, timeout=whole
+                host, int(found), is_master=False, timeout=patience
             )
             if store.check(["name"]) and store.get("name") == name.encode():
                 return store
-        time.sleep(0.05)
     raise RuntimeError(
         f"rank {os.environ['RANK']} has not found rank 0 at {host} in "
-        f"{timeout:g} s; see whether rank 0 has started, and whether a "
-        "firewall is between them"
+        f"{START:g} s; see whether rank 0 has started, and whether a "
+        "firewall is between them."
     )
 
 
@@ -184,7 +204,7 @@ def _join(
     elif "WORLD_SIZE" not in os.environ:
         store = HashStore()  # alone
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store(timeout)
+        store = _fresh_store()
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local % torch.cuda.device_count())

@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -339,13 +340,14 @@ def test_a_script_needs_no_guard(tmp_path):
 
 
 PROGRAM = """
-    import torch, torch.distributed as dist
+    import os, torch, torch.distributed as dist
     from minizero.launch import init_distributed, rank, world_size
     init_distributed()
     init_distributed()
     ones = torch.ones(1)
     dist.all_reduce(ones)
-    print(rank(), world_size(), ones.item(), flush=True)
+    line = f"{rank()} {world_size()} {ones.item()}\\n"
+    os.write(1, line.encode())  # at once, so that no other rank's comes in between
     """
 
 
@@ -359,3 +361,35 @@ def test_torchrun(tmp_path):
     done = run_script(tmp_path, PROGRAM, *torchrun, "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_rank_starts_later_than_a_collective_may_take(tmp_path, late):
+    program = f"""
+    import os, time
+    time.sleep(4 * (os.environ["RANK"] == "{late}"))
+    """
+    program += PROGRAM.replace("init_distributed()", "init_distributed(timeout=2)", 1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run_script(tmp_path, program, *torchrun, "--nproc-per-node=2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
+
+
+def test_a_rank_never_starts(tmp_path):
+    program = """
+    import importlib, os, time
+    from minizero.launch import init_distributed
+    importlib.import_module("minizero.launch").START = 2.0
+    if os.environ["RANK"] == "{}":
+        time.sleep(1000)
+    init_distributed()
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for missing, message in (
+        (0, "rank 1 has not found rank 0 at .* in 2 s; see whether rank 0 has started"),
+        (1, "1 of 2 ranks have started in 2 s; see what the others have printed"),
+    ):
+        script = program.format(missing)
+        done = run_script(tmp_path, script, *torchrun, "--nproc-per-node=2")
+        assert done.returncode == 1 and re.search(message, done.stderr), done.stderr

@@ -60,7 +60,8 @@ class Notebook:
         for process in psutil.process_iter():
             try:
                 marked = process.environ().get("MINIZERO_TEST") == self.mark
-                if marked and "spawn_main" in " ".join(process.cmdline()):
+                leads = os.getpgid(process.pid) == process.pid  # not the fork server
+                if marked and leads and "forkserver" in " ".join(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -170,9 +171,7 @@ def test_dead_ranks_are_replaced(notebook):
     notebook.run("%%ranks\nimport os")
     for process in notebook.ranks():
         process.kill()
-        # Until its last thread has ended, a process counts as alive.
-        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
-            time.sleep(0.01)
+        process.wait(LIMIT)
     assert notebook.run("%%ranks\nprint('os' in globals())") == (
         "The 2 ranks have died; 2 new ones start, without any names.\n"
         "[rank 0] False\n[rank 1] False\n"

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import ModuleType
 
@@ -25,12 +26,27 @@ PATIENCE = 2.0  # seconds that an interrupted rank has to come back
 LEAVE = 10.0  # seconds that ranks have to end when they are told to
 
 
+def _context() -> ForkServerContext | SpawnContext:
+    """How a rank's process comes to be.
+
+    To import torch takes seconds. A server does it once, and ranks are forked from it.
+    It has nothing of this process: no CUDA, which does not survive a fork, no threads,
+    and no module of the reader's, so ranks import those as they are now. The libraries
+    of other systems than Linux do not survive a fork either, so there each rank starts
+    from nothing.
+    """
+    if sys.platform != "linux":
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "cloudpickle"])
+    return context
+
+
 class Child:
     """A rank's process, the pipes to it, and what it has printed."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        # CUDA does not survive a fork, so ranks are spawned.
-        context = torch.multiprocessing.get_context("spawn")
+        context = _context()
         self.rank = rank
         self.printer = Printer(rank)
         self.tasks, tasks = context.Pipe()
@@ -39,7 +55,8 @@ class Child:
         self.output: Connection | None = reader
         self._stack = folder / f"stack{rank}"
         self.process = context.Process(
-            target=worker.serve, args=(rank, ranks, folder, tasks, writer)
+            target=worker.serve,
+            args=(rank, ranks, folder, dict(os.environ), tasks, writer),
         )
         self.process.start()
         tasks.close()
@@ -116,12 +133,12 @@ class Child:
 
 
 @contextlib.contextmanager
-def spawning() -> Iterator[None]:
+def starting() -> Iterator[None]:
     """Within it, new ranks are deaf to Ctrl-C and do not run the caller's script.
 
-    A Ctrl-C is put off until the end, lest a rank be left half started. Spawn runs the
-    script again in every process, to have its functions there; with cloudpickle they
-    travel, and a script needs no `if __name__ == "__main__"`.
+    A Ctrl-C is put off until the end, lest a rank be left half started. Multiprocessing
+    runs the script again in every process, to have its functions there; with
+    cloudpickle they travel, and a script needs no `if __name__ == "__main__"`.
     """
     resource_tracker.ensure_running()  # started later, it would unblock the signal
     main = sys.modules["__main__"]

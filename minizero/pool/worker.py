@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import linecache
 import multiprocessing
 import os
@@ -61,9 +62,15 @@ def report(state: str, sequence: int, what: str) -> None:
 
 
 def serve(
-    rank: int, ranks: int, folder: Path, tasks: Connection, output: Connection
+    rank: int,
+    ranks: int,
+    folder: Path,
+    environment: dict[str, str],
+    tasks: Connection,
+    output: Connection,
 ) -> None:
     """The life of a rank, from start to an empty task."""
+    gc.freeze()  # torch's modules are never garbage: collections may pass them over
     os.setpgrp()  # the parent decides what a Ctrl-C means, not the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -71,6 +78,8 @@ def serve(
     watcher.start()
     _redirect_output(output)
 
+    os.environ.clear()  # what it was forked from may have had another
+    os.environ.update(environment)
     # The names that torchrun uses, for libraries that look there.
     names = {"RANK": rank, "LOCAL_RANK": rank}
     names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
