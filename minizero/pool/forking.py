@@ -73,7 +73,7 @@ class Server:
             )
         try:
             self.control.send(json.dumps(where).encode())
-            self.control.recv(1)  # it is ready; or it has ended, and a fork will tell
+            self.control.recv(1)  # torch is there; or it has ended: a fork will tell
         except ConnectionError:
             pass
         except BaseException:
