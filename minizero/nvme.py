@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import tracker
-from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
 from .optim import state_layout
 from .seams import host_empty
 from .shelf import CPU, Shelf
 from .staging import Part, Piece, Row, Span, span
+from .verbs import Verbs
 
 
 class _MadeInPlace(TorchFunctionMode):

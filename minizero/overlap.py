@@ -12,10 +12,10 @@ import torch
 
 from . import comm, tracker
 from .comm import Work
-from .ddp import Verbs
 from .flat import Unit
 from .ledger import Call
 from .seams import Schedule
+from .verbs import Verbs
 
 # %% auto #0
 __all__ = ['exposed', 'Order', 'Late', 'Overlap']
