@@ -69,7 +69,7 @@ def _tensors(tree: Any, inside: bool = False) -> Iterator[Tensor]:
             yield from _tensors(list(leaf.values()), inside)
         elif isinstance(leaf, list | tuple | set | frozenset):
             yield from _tensors(list(leaf), inside)
-        elif is_dataclass(leaf):
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
             held = [getattr(leaf, field.name) for field in fields(leaf)]
             yield from _tensors(held, inside)
         elif hasattr(leaf, "__dict__") and not inside:

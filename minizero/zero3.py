@@ -6,182 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from . import comm, tracker
-from .comm import Work
 from .ddp import DataParallel
-from .flat import Flat, Unit
+from .flat import Unit
 from .marks import hook_outputs, mark_inputs
 from .memory import Plan
+from .regather import Call, ShardedBackward
 from .seams import Home
-from .sharded import ShardedFlat, owners
+from .sharded import owners
 from .zero1 import ZeRO1
 from .zero2 import ZeRO2
 
 # %% auto #0
 __all__ = ['ZeRO3', 'parallelize']
 
-# %% ../notebooks/07_zero3.ipynb #zero3-verbs
-class _Verbs(ZeRO2):
-    """What the verbs do under plan 3; the subclasses say when."""
-
-    plan = Plan.stage(3)
-    flat_type = ShardedFlat
-
-    def place(self, flat: Flat) -> None:
-        super().place(flat)
-        assert isinstance(flat, ShardedFlat)
-        flat.home = self.home
-        flat.split()
-
-    def gather(self, unit: Unit) -> Iterator[Work]:
-        for flat in unit.flats:
-            assert isinstance(flat, ShardedFlat)
-            flat.used = True
-            if not flat.whole:
-                yield flat.gather()
-
-    def release(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            assert isinstance(flat, ShardedFlat)
-            flat.used = False
-            flat.free()
-
-    def owned(self, flat: Flat) -> list[Tensor]:
-        assert isinstance(flat, ShardedFlat)
-        return [flat.shard]
-
-    def send(self, unit: Unit) -> Iterator[Work]:
-        """Nothing: the others fetch the row when they need it."""
-        yield from ()
-
-# %% ../notebooks/07_zero3.ipynb #zero3-backward
-_ABSENT = (
-    "A parameter was used outside the forward of its unit, where it is absent; "
-    "let `units` make one unit of all that use it, or hold it from forward to "
-    "the end of backward with zero.GatheredParameters."
-)
-
-
-@dataclass(eq=False)
-class _Call:
-    """One forward of a unit, and the backward that goes through it."""
-
-    unit: Unit
-
-
-class _Backward(_Verbs):
-    """Gathers and releases around the backward of a unit."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, optimizer, **options)
-        self._forwards: list[_Call] = []  # under way, the innermost last
-        self._active: set[_Call] = set()  # whose backward is under way
-        # whose backward may come; weak, as a graph may be dropped
-        self._pending: WeakSet[_Call] = WeakSet()
-        self._strays: list[str] = []  # see `backward`
-
-    def _gather(self, unit: Unit) -> None:
-        with comm.phase(unit=unit.name):
-            tracker.mark("gather", unit.name)
-            self.schedule.gather(self, unit)
-
-    def _release(self, unit: Unit) -> None:
-        if self._uses(unit):
-            return
-        flats = [f for f in unit.flats if isinstance(f, ShardedFlat)]
-        before = sum(flat.whole for flat in flats)
-        self.schedule.release(self, unit)
-        if sum(flat.whole for flat in flats) < before:
-            tracker.mark("release", unit.name)
-
-    def _uses(self, unit: Unit) -> bool:
-        """Whether a forward or a backward of the unit is under way."""
-        return any(c.unit is unit for c in (*self._forwards, *self._active))
-
-    @contextmanager
-    def gathered(self, units: list[Unit]) -> Iterator[None]:
-        """As `DataParallel.gathered`; what is in use is whole already."""
-        with super().gathered([u for u in units if not self._uses(u)]):
-            yield
-
-    def _before_backward(self, call: _Call, _: Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"unit {call.unit.name!r} is in a backward with "
-                "create_graph=True, and another backward through that would "
-                "find its parameters freed; for gradients of gradients use a "
-                "plan that keeps parameters (stage 0, 1 or 2)"
-            )
-        self._active.add(call)
-        self._gather(call.unit)
-
-    def _after_backward(self, call: _Call) -> None:
-        unit = call.unit
-        self._pending.discard(call)
-        self._active.discard(call)
-        self._release(unit)
-        waiting = any(other.unit is unit for other in self._pending)
-        if unit in self._queue and not waiting:
-            self._queue.remove(unit)
-            self._reduce(unit)
-
-    def _arrived(self, unit: Unit) -> None:
-        """Do not count: `_after_backward` says when a unit is complete.
-
-        Ranks that use different parameters of one unit count differently, but
-        they all leave the unit at the same place among the gathers.
-        """
-
-    def _end_backward(self) -> None:
-        self._release_all()
-        super()._end_backward()
-        self._pending.clear()
-
-    def _release_all(self) -> None:
-        self._active.clear()
-        for unit in self.units:
-            self._release(unit)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """As `DataParallel.backward`.
-
-        Raises RuntimeError if a parameter was absent where it was used. Such
-        a use is seen when its gradient comes, or when its value is missing.
-        """
-        self._strays = []
-        try:
-            super().backward(loss, retain_graph)
-        except RuntimeError as error:
-            if "storage of size 0" in str(error):
-                raise RuntimeError(f"A value is missing. {_ABSENT}") from error
-            raise
-        if self._strays and loss.isnan().any():
-            names = ", ".join(sorted(set(self._strays)))
-            raise RuntimeError(f"The loss is NaN, by {names}. {_ABSENT}")
-
-    def _on_grad(self, p: Tensor) -> None:
-        super()._on_grad(p)
-        assert isinstance(p, nn.Parameter)
-        _, flat, slot = self._owner[p]
-        if isinstance(flat, ShardedFlat) and not flat.whole:
-            self._strays.append(slot.name)
-
 # %% ../notebooks/07_zero3.ipynb #zero3-class
-class ZeRO3(_Backward):
+class ZeRO3(ShardedBackward):
     """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
 
     A unit is gathered before its forward and before its backward, and freed
@@ -217,7 +62,7 @@ class ZeRO3(_Backward):
         if unit.module is self.model and outermost:
             self._release_all()  # what a backward that failed has left
             self.schedule.begin_forward(self)
-        call = _Call(unit)
+        call = Call(unit)
         self._forwards.append(call)
         self._gather(unit)
         if not torch.is_grad_enabled():
