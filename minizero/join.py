@@ -38,6 +38,9 @@ def use_network(master: str) -> None:
     Left alone, it takes the address that the host's own name has, and that
     is often a loopback address, which no other machine can reach.
     """
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if not given.startswith("lo"):
+        return  # a choice; "lo" is inherited from a process alone
     with contextlib.suppress(ImportError, OSError):
         from fcntl import ioctl
 
@@ -49,7 +52,7 @@ def use_network(master: str) -> None:
                 with contextlib.suppress(OSError):  # it has no address
                     found = ioctl(probe.fileno(), _SIOCGIFADDR, query)
                     if found[20:24] == mine:
-                        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 # %% auto #0
 __all__ = ['START', 'use_loopback', 'use_network', 'join', 'leave']
