@@ -84,9 +84,12 @@ class Backward(Verbs):
 
     def _on_grad(self, p: Tensor) -> None:
         if not self._in_backward:
+            p.grad = None  # else the next step would have it
+            self.zero_grad()
             raise RuntimeError(
                 "a gradient came outside of backward(loss) of the wrapper; "
-                "call net.backward(loss), not loss.backward()"
+                "call net.backward(loss), not loss.backward(); the gradients "
+                "of this step are gone"
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
@@ -143,6 +146,16 @@ class Backward(Verbs):
             yield
         finally:
             self.syncing = before
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
+        self.home.settle()
+        for flat in self._trainable():
+            self.clear_grads(flat)
+            flat.reduced = False
+        self._unsynced = self.has_gradients = False
+        self.precision.forget()
 
 # %% auto #0
 __all__ = ['Backward']
