@@ -335,6 +335,8 @@ class Step(Backward):
             )
             if ready:
                 self.home.update(self)
+            else:  # what an earlier step left under way is due all the same
+                self.home.flush(self)
         self.zero_grad()
         tracker.mark("step")
         return ready
@@ -419,6 +421,7 @@ class DataParallel(Step):
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
         self.schedule.attach(self)
+        self.home.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None
