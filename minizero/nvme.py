@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import tracker
-from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
 from .optim import state_layout
@@ -21,6 +20,7 @@ from .pieces import Piece, Row, Span, span, update
 from .seams import host_empty
 from .shelf import CPU, Shelf
 from .staging import Part
+from .verbs import Verbs
 
 
 class NVMe(Shelf):

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from . import tracker
 from .bus import Landing, Lane, Mark, Turns, aligned
-from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
 from .seams import Home, host_empty
+from .verbs import Verbs
 
 
 def place(tensor: Tensor) -> str:
