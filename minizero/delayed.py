@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from . import tracker
-from .ddp import Verbs
 from .flat import Flat
 from .memory import Plan
 from .offload import Offload, place
 from .seams import host_empty
+from .verbs import Verbs
 
 
 class Delayed(Offload):

@@ -17,7 +17,7 @@ from .flat import Flat, Unit
 from .memory import Plan
 
 if TYPE_CHECKING:
-    from minizero.ddp import Verbs
+    from minizero.verbs import Verbs
 
 
 class Precision:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,140 +17,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from . import comm, tracker
 from .comm import Work
 from .ddp import DataParallel
-from .flat import Flat, Slot, Unit
+from .flat import Flat, Unit
 from .memory import Plan
 from .seams import Home
+from .sharded import ShardedFlat, owners
 from .zero1 import ZeRO1
 from .zero2 import ZeRO2
 
 # %% auto #0
-__all__ = ['ShardedFlat', 'owners', 'is_sharded', 'ZeRO3', 'parallelize']
-
-# %% ../notebooks/07_zero3.ipynb #zero3-flat
-class ShardedFlat(Flat):
-    """A flat buffer that is empty, except between `gather` and `free`.
-
-    `shard`: [size], this rank's row, always there, where `home` keeps it.
-    While the storage is empty the parameters are views of a single NaN: they
-    keep their shapes, read as NaN, and refuse to be written to. (`fill_` gets
-    through; it makes the next `gather` raise.)
-    """
-
-    home = Home()
-
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
-    ) -> None:
-        super().__init__(named, group)
-        self.pinned = 0
-        self._arriving: Work | None = None
-        self._versions: dict[Slot, int] = {}  # of absent parameters
-        self._cut()
-
-    def _cut(self) -> None:
-        # what an absent element reads as; integers have no NaN
-        self._nothing = 0 if _is_integer(self.full) else torch.nan
-        self.nan = self.full.new_full((), self._nothing)
-        # made now: a view cannot be cut from an empty storage
-        self.views = [slot.view(self.full) for slot in self.slots]
-        self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
-        self.shard = self.full.new_empty(0)
-
-    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        """As `Flat.cast`; while the buffer is whole, before `split`."""
-        super().cast(dtype, grad_dtype)
-        self._cut()
-
-    def fill(self, slot: Slot) -> None:
-        """Take a parameter over, out of another sharded buffer if need be."""
-        before = owners([slot.parameter])
-        for old in before:
-            if not old.whole:
-                old.gather().wait()
-        super().fill(slot)
-        # on the parameter: a table of owners would keep them alive
-        slot.parameter.sharded_in = self  # type: ignore[attr-defined]
-        for old in before:
-            old.free()
-
-    @property
-    def whole(self) -> bool:
-        """Whether `full` is there, and nothing of it still under way."""
-        there = self.full.untyped_storage().nbytes() > 0
-        return there and self._arriving is None
-
-    def split(self) -> None:
-        """Keep the own row of `full`, and free the rest."""
-        row = self.row(self.full)
-        self.shard = self.home.rest(row, "parameters")
-        self.free()
-
-    def gather(self) -> Work:
-        """Launch the all-gather of the shards into `full`.
-
-        A second call gets the work of the first, while it is under way.
-        Raises RuntimeError if a parameter was filled while it was absent.
-        """
-        if self._arriving is not None:
-            return self._arriving
-        for slot, version in self._versions.items():
-            if _version(slot.parameter) != version:
-                self._hide()
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was filled while absent, and "
-                    "what was written is lost; write to it inside "
-                    "zero.GatheredParameters(..., modifier_rank=0)"
-                )
-        self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
-        with self.home.aside() as arrive:
-            own = self.home.lift(self.shard, self.row(self.full))
-            work = comm.all_gather(self.full, own, async_op=True)
-        self._arriving = work
-        return work.then(arrive).then(self._arrive)
-
-    def _arrive(self) -> None:
-        self._arriving = None
-        self._point(self.views)
-
-    def free(self) -> None:
-        """Empty the storage, unless somebody looks at it (`pinned`)."""
-        if self._arriving is not None:
-            self._arriving.wait()  # nothing may land in freed memory
-        if self.whole and not self.pinned:
-            self._hide()
-            # not `p.data = empty`: the graph's views would keep the storage
-            self.full.untyped_storage().resize_(0)
-
-    def _hide(self) -> None:
-        self.nan.fill_(self._nothing)
-        self._point(self.absent)
-        self._versions = {s: _version(s.parameter) for s in self.slots}
-
-    def _point(self, tensors: list[Tensor]) -> None:
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            # unless another buffer has taken it over
-            if owners([slot.parameter]) == [self]:
-                slot.parameter.data = tensor
-
-# %% ../notebooks/07_zero3.ipynb #zero3-owners
-def _is_integer(t: Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex())
-
-
-def _version(p: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd keeps count."""
-    return 0 if p.is_inference() else p._version
-
-
-def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
-    """The sharded buffers that hold these parameters, each once."""
-    found = (getattr(p, "sharded_in", None) for p in params)
-    return list(dict.fromkeys(flat for flat in found if flat is not None))
-
-
-def is_sharded(p: nn.Parameter) -> bool:
-    """Whether a parameter lives in a sharded buffer."""
-    return hasattr(p, "sharded_in")
+__all__ = ['ZeRO3', 'parallelize']
 
 # %% ../notebooks/07_zero3.ipynb #zero3-verbs
 class _Verbs(ZeRO2):

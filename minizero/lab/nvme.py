@@ -9,11 +9,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from minizero.bandwidth import efficiency, intensity
 from minizero.files import AsyncFiles, aligned_buffer
-from minizero.nvme import efficiency, intensity
+from minizero.machine import Interval
+from minizero.pieces import Span
 from minizero.scratch import RunFolder
-from minizero.staging import Span
-from minizero.timeline import Interval
 
 from .lanes import stacked
 from .plots.base import DASHES, STYLE, WIDTH, line, single

@@ -8,8 +8,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from minizero.machine import Interval
 from minizero.memory import PRECISIONS, Plan
-from minizero.timeline import Interval
 
 from .lanes import stacked
 from .plots.base import STYLE, end_label, name_rows, no_numbers, single
