@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .config import Config
 from .ddp import DataParallel
 from .settings import Settings
+from .sharded import owners
 from .zero import GatheredParameters
-from .zero3 import owners
 
 
 class Weights(Settings):

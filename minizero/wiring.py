@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from .config import Config
 from .ddp import DataParallel
 from .launch import device
+from .lossscale import DynamicLossScale, LossScale
 from .nvme import NVMe
 from .offload import Offload
 from .overlap import Overlap
-from .precision import DynamicLossScale, LossScale, MixedPrecision
+from .precision import MixedPrecision
 from .schedules import SCHEDULES
 from .seams import Home, Schedule
-from .zero3 import owners, parallelize
+from .sharded import owners
+from .zero3 import parallelize
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
