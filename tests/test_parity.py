@@ -63,6 +63,15 @@ def test_these_updates_are_shorter_in_deepspeed(two: Pool, name: str) -> None:
         assert not differs(case, first, before)
 
 
+def test_bf16_is_close_enough_to_tell(two: Pool) -> None:
+    """Clipping that is a little other is farther off than bf16 may be."""
+    config = CASES["bf16-2"]["config"] | {"gradient_clipping": 0.55}
+    ours = two.run(here, "bf16-2", config=config)[0]
+    assert differs(CASES["bf16-2"], ours, THEIRS["bf16-2"])
+    fp32 = two.run(here, "bf16-2", config=config | {"bf16": {"enabled": False}})[0]
+    assert ours["losses"][0] != fp32["losses"][0]
+
+
 def test_training_is_compared() -> None:
     """Losses fall, gradients are clipped, steps are skipped, scales grow."""
     for name, seen in THEIRS.items():

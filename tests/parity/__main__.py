@@ -23,7 +23,7 @@ sys.path.insert(0, str(TESTS))
 
 from parity import rates  # noqa: E402
 from parity.cases import CASES  # noqa: E402
-from parity.compare import differs, farthest, rounded  # noqa: E402
+from parity.compare import differs, farthest, first, rounded  # noqa: E402
 
 
 def run(module: str, names: list[str]) -> dict[str, Any]:
@@ -78,12 +78,15 @@ def main() -> int:
     begun = time.perf_counter()
     theirs, ours = run("deepspeed", names), run("minizero", names)
     print(f"DeepSpeed {deepspeed.__version__} and minizero: 2 ranks, gloo")
-    print("farthest apart, relative:")
-    print(f"{'case':12}{'losses':>12}{'norms':>12}")
+    print("apart, relative: the first loss; the farthest of all losses, of all norms")
+    print(f"{'case':12}{'first':>12}{'losses':>12}{'norms':>12}")
     failed = 0
     for name in names:
         case, a, b = CASES[name], ours[name], theirs[name]
-        values = [farthest(case, a, b, what) for what in ("losses", "norms")]
+        values = [
+            first(a, b),
+            *(farthest(case, a, b, what) for what in ("losses", "norms")),
+        ]
         cells = ["none" if v is None else f"{v:.1e}" for v in values]
         print(f"{name:12}" + "".join(f"{cell:>12}" for cell in cells))
         for sentence in differs(case, a, b):

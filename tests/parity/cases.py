@@ -114,6 +114,14 @@ def _cases() -> dict[str, Config]:
                 optimizer=sgd(momentum=0.9),
             ),
         }
+    # as above, but gradients are added and sent in fp32
+    found["bf16sums-2"] = {
+        "config": {
+            **found["bf16-2"]["config"],
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+    }
     found["cosine-2"] = {
         "config": config(
             2,
