@@ -51,16 +51,17 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, extra: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.extra = nn.Parameter(torch.zeros(3))
+        # a unit that has an unused parameter is never complete before the end
+        self.extra = nn.Parameter(torch.zeros(3)) if extra else None
         self.wrap: Callable[[Tensor], Any] = lambda t: t
 
     def forward(self, x: Tensor, *, twice: bool = False, extra: bool = False) -> Any:
         y = self.linear(x)
         y = y + self.linear(y) if twice else y
-        return self.wrap(y + self.extra.sum() if extra else y)
+        return self.wrap(y if self.extra is None or not extra else y + self.extra.sum())
 
 
 class Zoo(nn.Module):
@@ -70,7 +71,8 @@ class Zoo(nn.Module):
         super().__init__()
         self.how = how
         self.tokens = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        extra = how == "other parameters on each rank"
+        self.blocks = nn.ModuleList(Block(extra) for _ in range(3))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for p in self.parameters():
