@@ -92,6 +92,7 @@ class DataParallel(Step):
                 p.register_post_accumulate_grad_hook(hook)
         self._adopt_optimizer()
         self.schedule.attach(self)
+        self.home.attach(self)
 
     def _build(
         self, group_of: dict[nn.Parameter, int], policy: Policy | None

@@ -94,8 +94,8 @@ class Flat:
     ) -> list[Tensor]:
         """Columns a to b of every rank's row."""
         b = self.size if b is None else b
-        start = range(0, self.padded, self.size) if self.size else []
-        return [buffer[s + a : s + b] for s in start]
+        starts = [r * self.size for r in range(world_size())]
+        return [buffer[start + a : start + b] for start in starts]
 
     def row(self, buffer: Tensor) -> Tensor:
         """This rank's row, [size]."""

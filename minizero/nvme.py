@@ -96,7 +96,8 @@ class NVMe(Shelf):
             self._forget_ahead()
             self._last = (None, None)
             pieces = [p for row in self._rows(net) for p in self._cut(row)]
-            self.pool.reserve(max(piece.room for piece in pieces))
+            rooms = (piece.room for piece in pieces)
+            self.pool.reserve(max(rooms, default=0))
             self._run(net, pieces)
 
     def _run(self, net: Verbs, pieces: list[Piece]) -> None:

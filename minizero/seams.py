@@ -155,6 +155,9 @@ class Home:
                     "minizero.NVMe(plan) for 'nvme'"
                 )
 
+    def attach(self, net: Verbs) -> None:
+        """Called once, when the units have been made."""
+
     def rest(self, row: Tensor, category: str) -> Tensor:
         """A copy of `row`, [size], where its category rests."""
         on = getattr(self.plan, category).on

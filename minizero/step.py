@@ -96,6 +96,8 @@ class Step(Backward):
             )
             if ready:
                 self.home.update(self)
+            else:  # what an earlier step left under way is due all the same
+                self.home.flush(self)
         self.zero_grad()
         tracker.mark("step")
         return ready
