@@ -25,6 +25,8 @@ class Backward(Verbs):
     _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
     _in_backward: bool
     _unsynced: bool
+    _queue: list[Unit]  # to be reduced in this backward
+    _late: list[Unit]  # to be reduced once more
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -47,6 +49,7 @@ class Backward(Verbs):
                 self._end_backward()
         finally:
             self._in_backward = False
+            self._queue, self._late = [], []
 
     def _begin_backward(self) -> None:
         self._in_backward = self.has_gradients = True
@@ -57,7 +60,12 @@ class Backward(Verbs):
             unit.name: {s.parameter for f in unit.trainable for s in f.slots}
             for unit in self.units
         }
-        for flat in self._trainable():
+        for unit in self.units:
+            self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
+        """Make the unit's buffers ready for more gradients."""
+        for flat in unit.trainable:
             if flat.reduced:
                 self.stash(flat)
                 flat.reduced = False
@@ -76,13 +84,19 @@ class Backward(Verbs):
 
     def _on_grad(self, p: Tensor) -> None:
         if not self._in_backward:
+            p.grad = None  # else the next step would have it
+            self.zero_grad()
             raise RuntimeError(
                 "a gradient came outside of backward(loss) of the wrapper; "
-                "call net.backward(loss), not loss.backward()"
+                "call net.backward(loss), not loss.backward(); the gradients "
+                "of this step are gone"
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
         self.schedule.settle(self, unit)
+        if self.syncing and not (unit in self._queue or unit in self._late):
+            self._open(unit)
+            self._late.append(unit)
         flat.collect(slot)
         self._missing[unit.name].discard(p)
         self._arrived(unit)
@@ -101,16 +115,28 @@ class Backward(Verbs):
             self._reduce(self._queue.pop(0))
 
     def _reduce(self, unit: Unit) -> None:
+        for flat in unit.trainable:
+            flat.detach_grads()
         with comm.phase(unit=unit.name):
             tracker.mark("reduce", unit.name)
             self.schedule.reduce(self, unit)
 
     def _end_backward(self) -> None:
-        """Unused parameters never report: their units go last, with zeros."""
+        """Unused parameters never report: their units go last, with zeros.
+
+        After them, units with a gradient that came when they were reduced
+        already. Autograd brings each parameter one gradient; a backward
+        inside backward (reentrant checkpointing) brings one of its own.
+        """
         self._unsynced = not self.syncing
         while self.syncing and self._queue:
             self._reduce(self._queue.pop(0))
+        for unit in reversed(self.units):
+            if unit in self._late:
+                self._reduce(unit)
         self.schedule.drain(self)
+        for flat in self._trainable():
+            flat.attach_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -120,6 +146,16 @@ class Backward(Verbs):
             yield
         finally:
             self.syncing = before
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
+        self.home.settle()
+        for flat in self._trainable():
+            self.clear_grads(flat)
+            flat.reduced = False
+        self._unsynced = self.has_gradients = False
+        self.precision.forget()
 
 # %% auto #0
 __all__ = ['Backward']

@@ -74,6 +74,7 @@ class DataParallel(Step):
         self.home = home or Home()
         self.syncing = True
         self._in_backward = self._unsynced = self.has_gradients = False
+        self._queue, self._late = [], []
         self._masters = {}
         self.units = self._build(groups_of(model, optimizer), units)
         self._owner = {

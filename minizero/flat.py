@@ -126,11 +126,21 @@ class Flat:
             view.add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
 
+    def detach_grads(self) -> None:
+        """Keep what autograd brings from now on out of the buffer."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def attach_grads(self) -> None:
+        """The inverse, for gradients of the parameters' dtype."""
+        if self.grad is not None and self.grad_dtype == self.full.dtype:
+            for slot in self.slots:
+                slot.parameter.grad = slot.view(self.grad)
+
     def drop_grad(self) -> None:
         """Let go of the gradient buffer."""
         self.grad = None
-        for slot in self.slots:
-            slot.parameter.grad = None
+        self.detach_grads()
 
 # %% ../notebooks/03_data_parallel.ipynb #flat-unit
 @dataclass(eq=False)

@@ -86,8 +86,8 @@ def _fresh_store() -> Store:
         store.wait(["all"])
     except dist.DistStoreError:  # it has waited too long
         raise RuntimeError(
-            f"{store.add('here', 0)} of {os.environ['WORLD_SIZE']} ranks have "
-            f"started in {START:g} s; see what the others have printed."
+            f"{store.add('here', 0)} of {os.environ['WORLD_SIZE']} ranks "
+            f"have started in {START:g} s; see what the others have printed."
         ) from None
     return store
 

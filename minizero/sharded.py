@@ -26,6 +26,8 @@ class ShardedFlat(Flat):
     While the storage is empty the parameters are views of a single NaN: they
     keep their shapes, read as NaN, and refuse to be written to. (`fill_` gets
     through; it makes the next `gather` raise.)
+
+    `used`: whether its unit needs it whole. `pinned`: how many others do.
     """
 
     home = Home()
@@ -35,6 +37,7 @@ class ShardedFlat(Flat):
     ) -> None:
         super().__init__(named, group)
         self.pinned = 0
+        self.used = False
         self._arriving: Work | None = None
         self._versions: dict[Slot, int] = {}  # of absent parameters
         self._cut()
@@ -105,10 +108,10 @@ class ShardedFlat(Flat):
         self._point(self.views)
 
     def free(self) -> None:
-        """Empty the storage, unless somebody looks at it (`pinned`)."""
+        """Empty the storage, unless somebody still needs it."""
         if self._arriving is not None:
             self._arriving.wait()  # nothing may land in freed memory
-        if self.whole and not self.pinned:
+        if self.whole and not self.used and not self.pinned:
             self._hide()
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)

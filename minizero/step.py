@@ -102,15 +102,5 @@ class Step(Backward):
         tracker.mark("step")
         return ready
 
-    def zero_grad(self) -> None:
-        """Forget all gradients; `step` does, an abandoned step needs it."""
-        self.schedule.drain(self)
-        self.home.settle()
-        for flat in self._trainable():
-            self.clear_grads(flat)
-            flat.reduced = False
-        self._unsynced = self.has_gradients = False
-        self.precision.forget()
-
 # %% auto #0
 __all__ = ['Step']

@@ -615,7 +615,7 @@ def test_rounds_overlap() -> None:
     bars = {(b.lane, b.unit): b for b in rounds(units)}
     assert bars["out", "4"].end == 1 + 5 * 2 + 1
     for i in range(2, 5):
-        assert bars["in", str(i)].start >= bars["out", str(i - 2)].end
+        assert bars["in", str(i)].begin >= bars["out", str(i - 2)].end
     assert rounds(units, pipelined=False)[-1].end == 5 * 4
     slow = {str(i): (3.0, 1.0, 3.0) for i in range(4)}
     assert rounds(slow)[-1].end < rounds(slow, pipelined=False)[-1].end
