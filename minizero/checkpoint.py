@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -216,6 +217,7 @@ def load(
     *,
     strict: bool = True,
     optimizer: bool = True,
+    check: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
     """Load a checkpoint into a net of any plan, on any number of ranks.
 
@@ -226,6 +228,8 @@ def load(
         file. `strict`: whether parameters and buffers must have the same
         names. `optimizer`: whether to load optimizer states, options and
         loss scale, and random states (on as many ranks as saved), too.
+    `check`: is given what will be returned, before anything is changed; an
+        error that it raises refuses the checkpoint, on all ranks.
 
     Gradients are zero afterwards. Raises CheckpointError on all ranks, in
     the same words, which name the file or the parameter; the net is then as
@@ -248,6 +252,8 @@ def load(
                 run.verify(rank(), world_size())
             with agreeing():
                 fit = Fit(net, run, strict, optimizer)
+                if check is not None:
+                    check(fit.loaded())
             with agreeing():
                 fit.apply()
             fit.publish()
