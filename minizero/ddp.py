@@ -206,12 +206,9 @@ class Backward(Verbs):
 
     def _on_grad(self, p: Tensor) -> None:
         if not self._in_backward:
-            p.grad = None  # else the next step would have it
-            self.zero_grad()
             raise RuntimeError(
                 "a gradient came outside of backward(loss) of the wrapper; "
-                "call net.backward(loss), not loss.backward(); the gradients "
-                "of this step are gone"
+                "call net.backward(loss), not loss.backward()"
             )
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
@@ -244,16 +241,6 @@ class Backward(Verbs):
         while self.syncing and self._queue:
             self._reduce(self._queue.pop(0))
         self.schedule.drain(self)
-
-    def zero_grad(self) -> None:
-        """Forget all gradients; `step` does, an abandoned step needs it."""
-        self.schedule.drain(self)
-        self.home.settle()
-        for flat in self._trainable():
-            self.clear_grads(flat)
-            flat.reduced = False
-        self._unsynced = self.has_gradients = False
-        self.precision.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -351,6 +338,16 @@ class Step(Backward):
         self.zero_grad()
         tracker.mark("step")
         return ready
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; `step` does, an abandoned step needs it."""
+        self.schedule.drain(self)
+        self.home.settle()
+        for flat in self._trainable():
+            self.clear_grads(flat)
+            flat.reduced = False
+        self._unsynced = self.has_gradients = False
+        self.precision.forget()
 
 # %% ../notebooks/03_data_parallel.ipynb #ddp-class
 # the wrapper of each parameter; neither is kept alive
