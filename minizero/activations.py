@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,86 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from .flat import Policy, find_units
-from .saved import note, watching
+from .saved import note
+from .selective import Keep, keep_matmuls, selective_contexts
 from .stores import Store
 
 # %% auto #0
-__all__ = ['MODES', 'Keep', 'keep_matmuls', 'Checkpointing', 'checkpoint_units']
-
-# %% ../notebooks/09_activations.ipynb #act-selective
-MODES = ("none", "selective", "full")
-
-_KEPT = (
-    "mm",
-    "addmm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-
-Keep = Callable[..., bool]
-
-
-def keep_matmuls(op: Any, *args: Any) -> bool:
-    """Keep what linear layers and fused attention return.
-
-    What is computed again is cheap: norms, activation functions, and the
-    scores of an attention that is not fused, which are all that Korthikanti
-    et al. (2022, sec. 4.2) call selective.
-    """
-    return op._schema.name.removeprefix("aten::") in _KEPT
-
-
-class _Kept(TorchDispatchMode):
-    """Tells who looks of what selective checkpointing keeps."""
-
-    def __init__(self, keep: Keep) -> None:
-        super().__init__()
-        self._keep = keep
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._keep(func, *args):
-            for x in tree_iter(out):
-                if isinstance(x, Tensor):
-                    note(x, func._schema.name)
-        return out
-
-
-@contextmanager
-def _both(
-    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-def _selective(keep: Keep) -> tuple[AbstractContextManager[Any], ...]:
-    """The contexts of a forward and of its recomputation."""
-
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if keep(op, *args):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    forward, again = create_selective_checkpoint_contexts(policy)
-    if watching():
-        forward = _both(forward, _Kept(keep))
-    return forward, again
+__all__ = ['MODES', 'Checkpointing', 'checkpoint_units']
 
 # %% ../notebooks/09_activations.ipynb #act-class
+MODES = ("none", "selective", "full")
+
+
 class Checkpointing:
     """Calls functions so that less of what they compute is saved.
 
@@ -173,7 +107,7 @@ class Checkpointing:
 
         options: dict[str, Any] = {}
         if self.mode == "selective":
-            options["context_fn"] = partial(_selective, self.keep)
+            options["context_fn"] = partial(selective_contexts, self.keep)
         return checkpoint(
             call,
             *leaves,

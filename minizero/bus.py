@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import tracker
+from .flat import Flat
 from .seams import host_empty
 
 
@@ -66,7 +67,7 @@ class Lane:
         return Mark(self.stream)
 
 # %% auto #0
-__all__ = ['Mark', 'Lane', 'Turns', 'aligned']
+__all__ = ['Mark', 'Lane', 'Turns', 'aligned', 'Landing']
 
 # %% ../notebooks/10_offload.ipynb #bus-turns
 class Turns:
@@ -92,9 +93,9 @@ class Turns:
         return piece.view(like.dtype).view(like.shape)
 
 
-def aligned(nbytes: int) -> int:
-    """The next multiple of 64, a cache line."""
-    return -(-nbytes // 64) * 64
+def aligned(nbytes: int, to: int = 64) -> int:
+    """The next multiple of `to`; 64 bytes are a cache line."""
+    return -(-nbytes // to) * to
 
 
 def _block(nbytes: int, on: str, device: torch.device) -> Tensor:
@@ -102,3 +103,44 @@ def _block(nbytes: int, on: str, device: torch.device) -> Tensor:
         return host_empty((nbytes,), torch.uint8, "buffers")
     block = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return tracker.label(block, "buffers", on="device")
+
+# %% ../notebooks/10_offload.ipynb #offload-landing
+class Landing:
+    """Mean gradients on their way to shards in host memory.
+
+    A copy is launched at once; the host adds it two calls later, or when
+    `settle` is called.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._largest = 0
+        self._blocks: Turns | None = None
+        self._landed: list[tuple[Tensor, Tensor, Mark]] = []
+
+    def reserve(self, flat: Flat) -> None:
+        """Be ready for rows of this buffer; before the first `add`."""
+        nbytes = aligned(flat.size * flat.grad_dtype.itemsize)
+        self._largest = max(self._largest, nbytes)
+
+    def add(self, shard: Tensor, mean: Tensor) -> None:
+        """Add `mean`, on the device, to `shard`, in host memory."""
+        if self._blocks is None:
+            self._blocks = Turns(self._largest, "cpu", mean.device)
+        if len(self._landed) == 2:
+            self._add_first()
+        self._blocks.turn()
+        landed = self._blocks.take(mean)
+        self.lane.follow()
+        self.lane.copy(landed, mean)
+        self._landed.append((shard, landed, self.lane.mark()))
+
+    def _add_first(self) -> None:
+        shard, landed, mark = self._landed.pop(0)
+        mark.wait("cpu")
+        shard.add_(landed)
+
+    def settle(self) -> None:
+        """Add what has been launched."""
+        while self._landed:
+            self._add_first()

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .bus import aligned
 from .seams import host_empty
 
 # what O_DIRECT asks of addresses, offsets and lengths: a multiple of the
@@ -39,20 +40,16 @@ class DiskFault(RuntimeError):
         return type(self), (self.path, str(self)[len(f"{self.path}: ") :])
 
 
-def aligned(nbytes: int) -> int:
-    """The next multiple of `ALIGN`."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 def aligned_buffer(nbytes: int) -> Tensor:
-    """Host memory, uint8, [aligned(nbytes)], that starts at a page.
+    """Host memory, uint8, whole pages of `ALIGN`, that starts at a page.
 
     `ALIGN` bytes more are allocated, to cut it from; page-locked where
     there is a GPU.
     """
-    whole = host_empty((aligned(nbytes) + ALIGN,), torch.uint8, "buffers")
+    pages = aligned(nbytes, ALIGN)
+    whole = host_empty((pages + ALIGN,), torch.uint8, "buffers")
     start = -whole.data_ptr() % ALIGN
-    return whole[start : start + aligned(nbytes)]
+    return whole[start : start + pages]
 
 
 def view(buffer: Tensor) -> memoryview:
@@ -83,7 +80,7 @@ def direct_io(folder: Path) -> bool:
         os.unlink(name)
 
 # %% auto #0
-__all__ = ['ALIGN', 'Last', 'DiskFault', 'aligned', 'aligned_buffer', 'view', 'direct_io', 'Transfer', 'explained', 'AsyncFiles']
+__all__ = ['ALIGN', 'Last', 'DiskFault', 'aligned_buffer', 'view', 'direct_io', 'Transfer', 'explained', 'AsyncFiles']
 
 # %% ../notebooks/11_nvme.ipynb #files-transfer
 class Transfer:

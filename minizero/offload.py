@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import tracker
-from .bus import Lane, Mark, Turns, aligned
+from .bus import Landing, Lane, Mark, Turns, aligned
 from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
@@ -40,48 +40,7 @@ class Near:
     lent: list[Tensor]
 
 # %% auto #0
-__all__ = ['place', 'Near', 'Landing', 'Offload']
-
-# %% ../notebooks/10_offload.ipynb #offload-landing
-class Landing:
-    """Mean gradients on their way to shards in host memory.
-
-    A copy is launched at once; the host adds it two calls later, or when
-    `settle` is called.
-    """
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self._largest = 0
-        self._blocks: Turns | None = None
-        self._landed: list[tuple[Tensor, Tensor, Mark]] = []
-
-    def reserve(self, flat: Flat) -> None:
-        """Be ready for rows of this buffer; before the first `add`."""
-        nbytes = aligned(flat.size * flat.grad_dtype.itemsize)
-        self._largest = max(self._largest, nbytes)
-
-    def add(self, shard: Tensor, mean: Tensor) -> None:
-        """Add `mean`, on the device, to `shard`, in host memory."""
-        if self._blocks is None:
-            self._blocks = Turns(self._largest, "cpu", mean.device)
-        if len(self._landed) == 2:
-            self._add_first()
-        self._blocks.turn()
-        landed = self._blocks.take(mean)
-        self.lane.follow()
-        self.lane.copy(landed, mean)
-        self._landed.append((shard, landed, self.lane.mark()))
-
-    def _add_first(self) -> None:
-        shard, landed, mark = self._landed.pop(0)
-        mark.wait("cpu")
-        shard.add_(landed)
-
-    def settle(self) -> None:
-        """Add what has been launched."""
-        while self._landed:
-            self._add_first()
+__all__ = ['place', 'Near', 'Offload']
 
 # %% ../notebooks/10_offload.ipynb #offload-class
 class Offload(Home):

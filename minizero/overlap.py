@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 
 import torch
 
@@ -14,11 +13,11 @@ from . import comm, tracker
 from .comm import Work
 from .ddp import Verbs
 from .flat import Unit
+from .late import Late, Order
 from .ledger import Call
-from .seams import Schedule
 
 # %% auto #0
-__all__ = ['exposed', 'Order', 'Late', 'Overlap']
+__all__ = ['exposed', 'Overlap']
 
 # %% ../notebooks/08_overlap.ipynb #overlap-exposed
 def exposed(calls: Iterable[Call]) -> float:
@@ -28,79 +27,6 @@ def exposed(calls: Iterable[Call]) -> float:
     orders streams, so there it is the host's time, not the device's.
     """
     return sum(call.finished - call.waited for call in calls)
-
-# %% ../notebooks/08_overlap.ipynb #overlap-order
-class Order:
-    """The order in which units are needed: as expected, and as it comes."""
-
-    def __init__(self, expected: list[Unit]) -> None:
-        self.expected = expected
-        self.seen: list[Unit] = []
-        self._place = 0
-
-    @property
-    def coming(self) -> Iterator[Unit]:
-        """The units that are expected from here on, next one first."""
-        return islice(self.expected, self._place, None)
-
-    def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed now; returns the units left out.
-
-        A unit that is expected later takes the place up to there. One that
-        is not expected any more leaves the place where it is.
-        """
-        self.seen.append(unit)
-        try:
-            found = self.expected.index(unit, self._place)
-        except ValueError:
-            return []
-        skipped = self.expected[self._place : found]
-        self._place = found + 1
-        return [left for left in skipped if left not in self.coming]
-
-# %% ../notebooks/08_overlap.ipynb #overlap-late
-class Late(Schedule):
-    """Launch what follows from gradients at once, and wait for it late.
-
-    A reduction is launched when its unit's gradients are complete, in pieces
-    of at most `bucket_size` elements, and waited for when the next unit's
-    is launched. So the gradients of one unit are under way while those of
-    the next are formed. All others than these two are shards already, where
-    the plan shards gradients.
-    """
-
-    def __init__(self) -> None:
-        self._under_way: list[tuple[list[Work], Unit | None]] = []
-
-    def begin_backward(self, net: Verbs) -> None:
-        self._finish(net)  # what a backward that failed has left
-
-    def reduce(self, net: Verbs, unit: Unit) -> None:
-        """Launch the unit's reduction when the one before has ended."""
-        self._finish(net)
-        self._under_way.append((list(net.reduce(unit)), unit))
-
-    def settle(self, net: Verbs, unit: Unit) -> None:
-        """A late gradient may not join a buffer that is under way."""
-        if any(unit is reducing for _, reducing in self._under_way):
-            self._finish(net)
-
-    def publish(self, net: Verbs, unit: Unit) -> None:
-        """Launch the updated rows' all-gather; `drain` waits for it."""
-        self._under_way.append((list(net.send(unit)), None))
-
-    def drain(self, net: Verbs) -> None:
-        """Wait for what is under way."""
-        self._finish(net)
-
-    def _finish(self, net: Verbs) -> None:
-        """Wait for what is under way, in the order of its launch."""
-        while self._under_way:
-            works, reducing = self._under_way.pop(0)
-            for work in works:
-                work.wait()
-            if reducing is not None:
-                net.reduced(reducing)
 
 # %% ../notebooks/08_overlap.ipynb #overlap-class
 class Overlap(Late):

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minizero.files import (
-    ALIGN,
-    DiskFault,
-    Transfer,
-    aligned,
-    explained,
-    view,
-)
-
+from .bus import aligned
+from .files import ALIGN, DiskFault, Transfer, explained, view
 from .scratch import RunFolder
 
 MAGIC = b"minizero shard 1\n"
@@ -32,7 +25,7 @@ _BLOCKS = (ALIGN - 512) // len("4294967295, ")
 
 def record_bytes(width: int, dtype: torch.dtype) -> int:
     """Bytes of a record of `width` elements: a header page, whole pages."""
-    return ALIGN + aligned(width * dtype.itemsize)
+    return ALIGN + aligned(width * dtype.itemsize, ALIGN)
 
 
 class ShardFile:
@@ -61,7 +54,7 @@ class ShardFile:
         self.records = -(-size // width)
         self.generations = [0] * self.records
         self.stride = record_bytes(width, dtype)
-        blocks = -(-aligned(width * dtype.itemsize) // self._disk.block_size)
+        blocks = -(-(self.stride - ALIGN) // self._disk.block_size)
         if blocks > _BLOCKS:
             raise ValueError(
                 f"a record of {width:,} elements has {blocks} blocks, and a "

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from .config import Config
 from .ddp import DataParallel
 from .launch import device
+from .lossscale import DynamicLossScale, LossScale
 from .nvme import NVMe
 from .offload import Offload
 from .overlap import Overlap
-from .precision import DynamicLossScale, LossScale, MixedPrecision
+from .precision import MixedPrecision
 from .schedules import SCHEDULES
 from .seams import Home, Schedule
 from .zero3 import owners, parallelize

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import comm, parallelize, stores
-from minizero.activations import Checkpointing, checkpoint_units, keep_matmuls
+from minizero.activations import Checkpointing, checkpoint_units
 from minizero.lab.activations import (
     block_activations,
     gpt_activations,
@@ -29,6 +29,7 @@ from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool, RankError, rank, world_size
 from minizero.memory import Plan
 from minizero.saved import SavedTensors, by_operator
+from minizero.selective import keep_matmuls
 from minizero.stores import Offloaded, Sharded, Store
 from minizero.tracker import Tracker, on_host
 

@@ -23,11 +23,12 @@ import torch
 from nasty import Run, same
 
 from minizero import Tracker, estimate, parallelize, zero
+from minizero.bandwidth import efficiency, intensity
+from minizero.bus import aligned
 from minizero.files import (
     ALIGN,
     AsyncFiles,
     DiskFault,
-    aligned,
     aligned_buffer,
     direct_io,
     view,
@@ -45,11 +46,12 @@ from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool as Ranks
 from minizero.launch import RankError, world_size
 from minizero.memory import PRECISIONS, Placement, Plan
-from minizero.nvme import NVMe, efficiency, intensity
+from minizero.nvme import NVMe
+from minizero.pieces import Piece, Span
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.records import ShardFile, record_bytes
 from minizero.scratch import RunFolder, sweep
-from minizero.staging import Piece, Pool, Span
+from minizero.staging import Pool
 
 STATE = ("parameters", "gradients", "optimizer")
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
@@ -298,7 +300,7 @@ def test_bytes(two: Ranks, tmp_path: Path, plan: Plan, precision: str) -> None:
         # a page of header for each record of 1,024 elements, and whole pages
         whole = sum(
             sum(
-                ALIGN + aligned(min(1024 * item, payload - start))
+                ALIGN + aligned(min(1024 * item, payload - start), ALIGN)
                 for start in range(0, payload, 1024 * item)
             )
             for payload, item in seen["sizes"]
@@ -310,7 +312,8 @@ def pool_formula(count: int, size: int, precision: str = "fp32") -> int:
     """`count` buffers: parameter, gradient and states of `size` elements in pages."""
     parameter, _, master = PRECISIONS[precision]
     columns = [parameter, 4] + [4, 4] + ([master] if master else [])
-    return count * (ALIGN + sum(ALIGN + aligned(size * item) for item in columns))
+    record = sum(ALIGN + aligned(size * item, ALIGN) for item in columns)
+    return count * (ALIGN + record)
 
 
 def peak_on_host(folder: Path, config: GPTConfig, precision: str) -> tuple[int, ...]:
@@ -731,7 +734,7 @@ def test_a_rank_s_fault_reaches_the_parent(two: Ranks, tmp_path: Path) -> None:
 def test_the_pool_has_so_many_buffers(tmp_path: Path) -> None:
     pool = Pool(2)
     pool.reserve(5000)
-    assert pool.size == aligned(5000) and pool.nbytes == 2 * (aligned(5000) + ALIGN)
+    assert pool.size == 2 * ALIGN and pool.nbytes == 2 * (2 * ALIGN + ALIGN)
     one, two = pool.take(), pool.take()
     assert one.data_ptr() % ALIGN == two.data_ptr() % ALIGN == 0
     pool.give(one)

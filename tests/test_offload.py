@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from minizero import Delayed, Offload, Tracker, estimate, parallelize, tracker, zero
-from minizero.bus import Lane, Turns, aligned
+from minizero.bus import Landing, Lane, Turns, aligned
 from minizero.flat import Flat
 from minizero.lab.gpt import GPT, GPTConfig
 from minizero.lab.offload import crossing, rounds, rounds_figure
@@ -25,7 +25,6 @@ from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool, RankError, rank, world_size
 from minizero.memory import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory import Placement, Plan
-from minizero.offload import Landing
 from minizero.overlap import Overlap
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.seams import Home, host_empty

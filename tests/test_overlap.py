@@ -20,10 +20,11 @@ from minizero.lab.lanes import lanes
 from minizero.lab.steps import Step, fit_contention, fit_link, layers_of, timed_step
 from minizero.launch import Pool, rank
 from minizero.ledger import Call
+from minizero.machine import Buffer, Layer, Machine, Timeline
 from minizero.memory import Plan
 from minizero.overlap import Overlap, exposed
 from minizero.seams import Schedule
-from minizero.timeline import Buffer, Layer, Machine, Timeline, simulate
+from minizero.timeline import simulate
 from minizero.tracker import Tracker
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)

@@ -20,8 +20,9 @@ from minizero import comm, estimate, parallelize, zero
 from minizero.ddp import DataParallel
 from minizero.lab.gpt import GPT, GPTConfig
 from minizero.launch import Pool, rank, world_size
+from minizero.lossscale import DynamicLossScale, LossScale
 from minizero.memory import Plan
-from minizero.precision import DynamicLossScale, LossScale, MixedPrecision
+from minizero.precision import MixedPrecision
 from minizero.tracker import Tracker
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.timeline import Interval
+from minizero.machine import Interval
 
 from .plots import STYLE, WIDTH
 from .style import GREY, OP_COLOURS

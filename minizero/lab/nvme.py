@@ -9,10 +9,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from minizero.bandwidth import efficiency, intensity
 from minizero.files import AsyncFiles, aligned_buffer
-from minizero.nvme import efficiency, intensity
+from minizero.pieces import Span
 from minizero.scratch import RunFolder
-from minizero.staging import Span
 
 from .plots import DASHES, STYLE, WIDTH
 from .style import CATEGORY_COLOURS, GREY, LINES

@@ -19,8 +19,8 @@ from minizero import comm
 from minizero.ddp import DataParallel
 from minizero.launch import world_size
 from minizero.ledger import Call
+from minizero.machine import Buffer, Interval, Layer, Machine
 from minizero.overlap import exposed
-from minizero.timeline import Buffer, Interval, Layer, Machine
 
 
 @dataclass

@@ -18,10 +18,11 @@ from minizero.ddp import DataParallel
 from minizero.lab.gpt import GPT, GPTConfig, decay_groups
 from minizero.lab.steps import Step, fit_contention, fit_link, layers_of, timed_step
 from minizero.launch import Pool
+from minizero.machine import Layer, Machine, Timeline
 from minizero.memory import Plan
 from minizero.overlap import Overlap
 from minizero.seams import Schedule
-from minizero.timeline import Layer, Machine, Timeline, simulate
+from minizero.timeline import simulate
 from minizero.zero3 import parallelize
 
 from .runner import Comparison, interleaved
