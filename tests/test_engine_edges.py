@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from minizero.checkpoint import CheckpointError
 from minizero.data import Loader
 from minizero.ddp import nets_of
 from minizero.launch import Pool, rank, world_size
+from minizero.settings import REFUSED
 
 STAGES = (0, 1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -577,6 +580,18 @@ def test_what_the_engine_does_not_do_is_said() -> None:
     assert not hasattr(engine, "offload_states")
     with pytest.raises(AttributeError, match="'Engine' object has no attribute 'x'"):
         engine.x  # noqa: B018
+
+
+def test_the_methods_that_the_reference_lists(root: Path) -> None:
+    page = (root / "book/config-reference.md").read_text()
+    table, _, absent = page.split("engine's methods")[1].partition("\n`scale`")
+    engine = small()
+    names = set(re.findall(r"`([\w.]+)`", table)) - {"num_local_io_workers"}
+    assert len(names) > 40
+    for name in names:
+        operator.attrgetter(name)(engine)
+    for name in re.findall(r"`(\w+)`", "`scale`" + absent):
+        assert name in REFUSED and not hasattr(engine, name)
 
 
 def compiled(stage: int, compile_it: bool) -> list[float]:
