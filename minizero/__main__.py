@@ -106,7 +106,9 @@ def _estimate(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from minizero.lab.train import Job, describe, train
+    from minizero.lab.job import Job
+    from minizero.lab.report import describe
+    from minizero.lab.train import train
 
     settings = {k: v for k, v in vars(options).items() if k in Job.__annotations__}
     job = Job(**settings)

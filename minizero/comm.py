@@ -15,15 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minizero.exchange import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    Rows,
-    exchange,
-    rows,
-    staged,
-)
-
+from .algorithms import ALL_GATHER, REDUCE_SCATTER
+from .exchange import Rows, exchange, rows, staged
 from .launch import rank, report, world_size
 from .ledger import Call, enter
 from .ledger import ledger as ledger

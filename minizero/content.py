@@ -14,12 +14,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .ddp import DataParallel, Owned
+from .ddp import DataParallel
 from .flat import Flat, Unit
 from .index import SavedFlat, SavedSlot
 from .launch import rank
 from .plain import dtype_name, encode
 from .tensorfile import Source
+from .verbs import Owned
 
 # how an optimizer computes, which is this machine's affair; and the names of
 # parameters that it no longer has

@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from . import tracker
-from .ddp import Verbs
 from .flat import Flat
 from .memory import Plan
 from .offload import Offload, place
 from .seams import host_empty
+from .verbs import Verbs
 
 
 class Delayed(Offload):
@@ -24,7 +24,8 @@ class Delayed(Offload):
     The update of step t runs in a thread during the forward and backward of
     step t + 1, and its parameters arrive at the end of that. So they are one
     step late: what a gradient was computed from does not know the gradient
-    before. Steps before `start` wait for their update.
+    before. Steps before `start` wait for their update; this object counts
+    them, so a run that is resumed after them says 0.
 
     It takes more host memory than `Offload`: gradients a second time, and a
     copy of the parameters in the optimizer's dtype (in mixed precision that

@@ -94,8 +94,8 @@ class Flat:
     ) -> list[Tensor]:
         """Columns a to b of every rank's row."""
         b = self.size if b is None else b
-        start = range(0, self.padded, self.size) if self.size else []
-        return [buffer[s + a : s + b] for s in start]
+        starts = [r * self.size for r in range(world_size())]
+        return [buffer[start + a : start + b] for start in starts]
 
     def row(self, buffer: Tensor) -> Tensor:
         """This rank's row, [size]."""
@@ -126,11 +126,21 @@ class Flat:
             view.add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
 
+    def detach_grads(self) -> None:
+        """Keep what autograd brings from now on out of the buffer."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def attach_grads(self) -> None:
+        """The inverse, for gradients of the parameters' dtype."""
+        if self.grad is not None and self.grad_dtype == self.full.dtype:
+            for slot in self.slots:
+                slot.parameter.grad = slot.view(self.grad)
+
     def drop_grad(self) -> None:
         """Let go of the gradient buffer."""
         self.grad = None
-        for slot in self.slots:
-            slot.parameter.grad = None
+        self.detach_grads()
 
 # %% ../notebooks/03_data_parallel.ipynb #flat-unit
 @dataclass(eq=False)

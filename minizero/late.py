@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from .comm import Work
-from .ddp import Verbs
 from .flat import Unit
 from .seams import Schedule
+from .verbs import Verbs
 
 # %% auto #0
 __all__ = ['Order', 'Late']

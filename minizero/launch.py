@@ -14,27 +14,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import gc
 import os
-import socket
-import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
+from .join import START, join, leave, use_loopback, use_network
 from .pool import LEAVE, Processes, RankError, pack, report
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
-START = 600.0  # seconds that ranks may take to start: importing torch is slow
 
 _all_ = ["RankError", "report"]
 
 # %% auto #0
-__all__ = ['TIMEOUT', 'START', 'rank', 'world_size', 'device', 'default_ranks', 'init_distributed', 'Pool', 'launch', 'RankError',
+__all__ = ['TIMEOUT', 'rank', 'world_size', 'device', 'default_ranks', 'init_distributed', 'Pool', 'launch', 'RankError',
            'report']
 
 # %% ../notebooks/02_ranks.ipynb #launch-rank
@@ -98,127 +93,9 @@ def _check_timeout(timeout: float | None) -> float:
         )
     return timeout
 
-
-def _use_loopback() -> None:
-    """Lets gloo talk within this machine, with or without a network."""
-    names = [
-        name for _, name in socket.if_nameindex() if name.startswith("lo")
-    ]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
-
-
-_SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
-
-
-def _use_network(master: str) -> None:
-    """Lets gloo talk to other machines, over the network to rank 0.
-
-    Left alone, it takes the address that the host's own name has, and that
-    is often a loopback address, which no other machine can reach.
-    """
-    with contextlib.suppress(ImportError, OSError):
-        from fcntl import ioctl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # chooses a route, and sends nothing
-            mine = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                query = name.encode().ljust(256, b"\0")
-                with contextlib.suppress(OSError):  # it has no address
-                    found = ioctl(probe.fileno(), _SIOCGIFADDR, query)
-                    if found[20:24] == mine:
-                        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
 # %% ../notebooks/02_ranks.ipynb #launch-join
-def _fresh_store() -> Store:
-    """Where the ranks of this start leave their addresses for each other.
-
-    Torchrun has a store for that, but keeps it when it starts the ranks
-    anew: a quick rank would read the address of one that is dead (PyTorch's
-    issue 135712). So rank 0 opens one that ends with it, and torchrun's only
-    says where. It is returned when all ranks have found it: they may start
-    at very different times, even where a collective's timeout is short.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = datetime.timedelta(seconds=START)
-    kept = TCPStore(host, port, is_master=False, timeout=patience)
-    if os.environ["RANK"] == "0":
-        store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=patience
-        )
-        name = uuid.uuid4().hex
-        store.set("name", name)
-        kept.set("minizero", f"{store.port} {name}")
-    else:
-        store = _find_store(kept, host)
-    here = store.add("here", 1)
-    if here == int(os.environ["WORLD_SIZE"]):
-        store.set("all", "here")
-    try:
-        store.wait(["all"])
-    except dist.DistStoreError:  # it has waited too long
-        raise RuntimeError(
-            f"{store.add('here', 0)} of {os.environ['WORLD_SIZE']} ranks have "
-            f"started in {START:g} s; see what the others have printed."
-        ) from None
-    return store
-
-
-def _find_store(kept: Store, host: str) -> Store:
-    """The store that rank 0 of this start has opened, or will open."""
-    patience = datetime.timedelta(seconds=START)
-    end = time.monotonic() + START
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        if not kept.check(["minizero"]):
-            continue
-        found, name = kept.get("minizero").decode().split()
-        # nothing answers there if it is of a start that is over
-        with contextlib.suppress(OSError, dist.DistError):
-            socket.create_connection((host, int(found)), 1.0).close()
-            store = TCPStore(
-                host, int(found), is_master=False, timeout=patience
-            )
-            if store.check(["name"]) and store.get("name") == name.encode():
-                return store
-    raise RuntimeError(
-        f"rank {os.environ['RANK']} has not found rank 0 at {host} in "
-        f"{START:g} s; see whether rank 0 has started, and whether a "
-        "firewall is between them."
-    )
-
-
-def _join(
-    backend: str, timeout: float, rendezvous: str | None = None
-) -> None:
-    """Makes this process one of the ranks, as its environment names it.
-
-    The ranks find each other through the file `rendezvous`, or else as
-    torchrun says.
-    """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    store: Store | None = None
-    if rendezvous is not None:
-        store = FileStore(rendezvous, ranks)
-    elif "WORLD_SIZE" not in os.environ:
-        store = HashStore()  # alone
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store()
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
-
-
 def _join_pool(backend: str, timeout: float, rendezvous: str) -> None:
-    _use_loopback()
+    use_loopback()
     usable = (
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     )
@@ -226,19 +103,12 @@ def _join_pool(backend: str, timeout: float, rendezvous: str) -> None:
     torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
     # The parent, which can explain a hang, should speak long before torch
     # gives up.
-    _join(backend, timeout + 3600, rendezvous)
+    join(backend, timeout + 3600, rendezvous)
 
 
 def _leave_pool() -> None:
     dist.barrier()  # nobody leaves while another still talks
-    _leave()
-
-
-def _leave() -> None:
-    """Ends the process group. Without it some runs abort at exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        gc.collect()
+    leave()
 
 
 def init_distributed(
@@ -268,11 +138,11 @@ def init_distributed(
         os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     )
     if here == int(os.environ.get("WORLD_SIZE", "1")):
-        _use_loopback()
+        use_loopback()
     else:
-        _use_network(os.environ.get("MASTER_ADDR", ""))
-    _join(_choose_backend(backend, here), _check_timeout(timeout))
-    atexit.register(_leave)
+        use_network(os.environ.get("MASTER_ADDR", ""))
+    join(_choose_backend(backend, here), _check_timeout(timeout))
+    atexit.register(leave)
 
 # %% ../notebooks/02_ranks.ipynb #launch-pool
 class Pool(Processes):

@@ -22,7 +22,7 @@ from minizero.content import (
 )
 
 from . import tracker
-from .ddp import DataParallel, Owned
+from .ddp import DataParallel
 from .flat import Flat
 from .launch import rank, world_size
 from .match import Match, Place
@@ -30,6 +30,7 @@ from .optim import state_made
 from .plain import DTYPES
 from .reading import SavedRun
 from .tensorfile import CheckpointError
+from .verbs import Owned
 
 
 @dataclass

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import tracker
-from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
 from .optim import state_layout
@@ -21,6 +20,7 @@ from .pieces import Piece, Row, Span, span, update
 from .seams import host_empty
 from .shelf import CPU, Shelf
 from .staging import Part
+from .verbs import Verbs
 
 
 class NVMe(Shelf):
@@ -96,7 +96,8 @@ class NVMe(Shelf):
             self._forget_ahead()
             self._last = (None, None)
             pieces = [p for row in self._rows(net) for p in self._cut(row)]
-            self.pool.reserve(max(piece.room for piece in pieces))
+            rooms = (piece.room for piece in pieces)
+            self.pool.reserve(max(rooms, default=0))
             self._run(net, pieces)
 
     def _run(self, net: Verbs, pieces: list[Piece]) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from . import tracker
 from .bus import Landing, Lane, Mark, Turns, aligned
-from .ddp import Verbs
 from .flat import Flat, Unit
 from .memory import Plan
 from .seams import Home, host_empty
+from .verbs import Verbs
 
 
 def place(tensor: Tensor) -> str:
@@ -69,6 +69,16 @@ class Offload(Home):
         self._near: dict[Flat, Near] = {}
         self._blocks: Turns | None = None
         self._landing = Landing(self.down)
+        self._attached = False
+
+    def attach(self, net: Verbs) -> None:
+        """One home serves one net: its blocks are of that one's size."""
+        if self._attached:
+            raise ValueError(
+                f"this {type(self).__name__} belongs to another net already; "
+                "make one for each call of parallelize"
+            )
+        self._attached = True
 
     def lift(self, shard: Tensor, row: Tensor) -> Tensor:
         if place(shard) == "device":

@@ -11,10 +11,10 @@ import torch
 
 from . import comm, tracker
 from .comm import Work
-from .ddp import Verbs
 from .flat import Unit
 from .late import Late, Order
 from .ledger import Call
+from .verbs import Verbs
 
 # %% auto #0
 __all__ = ['exposed', 'Overlap']

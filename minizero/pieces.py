@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import tracker
-from .ddp import Verbs
 from .files import Transfer
 from .flat import Flat, Unit
 from .records import Reading
 from .staging import Part
+from .verbs import Verbs
 
 
 @dataclass

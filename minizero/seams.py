@@ -17,7 +17,7 @@ from .flat import Flat, Unit
 from .memory import Plan
 
 if TYPE_CHECKING:
-    from minizero.ddp import Verbs
+    from minizero.verbs import Verbs
 
 
 class Precision:
@@ -154,6 +154,9 @@ class Home:
                     "only; pass home=minizero.Offload(plan) for 'cpu', "
                     "minizero.NVMe(plan) for 'nvme'"
                 )
+
+    def attach(self, net: Verbs) -> None:
+        """Called once, when the units have been made."""
 
     def rest(self, row: Tensor, category: str) -> Tensor:
         """A copy of `row`, [size], where its category rests."""

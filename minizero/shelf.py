@@ -130,7 +130,7 @@ class Shelf(Offload):
 
         The file lives as long as that.
         """
-        width = min(self.buffer_size, size)
+        width = max(1, min(self.buffer_size, size))  # 1 where all is empty
         with self._guard():
             file = ShardFile(self.folder, category, size, dtype, width)
         shard = self._nan(dtype, device).expand(size)

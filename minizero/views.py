@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from . import comm
-from .ddp import Owned, nets_of
+from .ddp import nets_of
 from .launch import world_size
+from .verbs import Owned
 
 
 class View:

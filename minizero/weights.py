@@ -21,8 +21,8 @@ from .config import Config
 from .ddp import DataParallel
 from .launch import rank
 from .settings import Settings
+from .sharded import owners
 from .zero import GatheredParameters
-from .zero3 import owners
 
 
 class Weights(Settings):

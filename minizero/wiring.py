@@ -21,7 +21,8 @@ from .overlap import Overlap
 from .precision import MixedPrecision
 from .schedules import SCHEDULES
 from .seams import Home, Schedule
-from .zero3 import owners, parallelize
+from .sharded import owners
+from .zero3 import parallelize
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

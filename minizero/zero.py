@@ -25,7 +25,7 @@ from .ddp import nets_of
 from .launch import world_size
 from .memory import Plan
 from .seams import Home
-from .zero3 import ShardedFlat, is_sharded, owners
+from .sharded import ShardedFlat, is_sharded, owners
 
 # %% auto #0
 __all__ = ['Source', 'GatheredParameters', 'Init']

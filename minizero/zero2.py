@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from torch import Tensor
 
-from .comm import Work
 from .flat import Flat, Unit
 from .launch import world_size
 from .memory import Plan
@@ -36,20 +34,13 @@ class ZeRO2(ZeRO1):
             row = flat.row(flat.full).to(flat.grad_dtype)
             flat.grad_shard = self.home.rest(row, "gradients").zero_()
 
-    def reduce(self, unit: Unit) -> Iterator[Work]:
-        """As ZeRO-1, and nothing is added to a buffer on its way."""
-        yield from super().reduce(unit)
-        for flat in unit.trainable:
-            for slot in flat.slots:
-                slot.parameter.grad = None
-
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""
         for flat in unit.trainable:
             assert flat.grad_shard is not None
             mean = flat.row(flat.new_grad()).div_(world_size())
             self.home.add(flat.grad_shard, mean)
-            flat.drop_grad()
+            flat.grad = None
 
     def owned_grads(self, flat: Flat) -> list[Tensor]:
         """The shard, [size]."""

@@ -5,269 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch import nn
 
-from . import comm, tracker
-from .comm import Work
 from .ddp import DataParallel
-from .flat import Flat, Slot, Unit
+from .flat import Unit
+from .marks import hook_outputs, mark_inputs
 from .memory import Plan
+from .regather import Call, ShardedBackward
 from .seams import Home
+from .sharded import owners
 from .zero1 import ZeRO1
 from .zero2 import ZeRO2
 
 # %% auto #0
-__all__ = ['ShardedFlat', 'owners', 'is_sharded', 'ZeRO3', 'parallelize']
-
-# %% ../notebooks/07_zero3.ipynb #zero3-flat
-class ShardedFlat(Flat):
-    """A flat buffer that is empty, except between `gather` and `free`.
-
-    `shard`: [size], this rank's row, always there, where `home` keeps it.
-    While the storage is empty the parameters are views of a single NaN: they
-    keep their shapes, read as NaN, and refuse to be written to. (`fill_` gets
-    through; it makes the next `gather` raise.)
-    """
-
-    home = Home()
-
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
-    ) -> None:
-        super().__init__(named, group)
-        self.pinned = 0
-        self._arriving: Work | None = None
-        self._versions: dict[Slot, int] = {}  # of absent parameters
-        self._cut()
-
-    def _cut(self) -> None:
-        # what an absent element reads as; integers have no NaN
-        self._nothing = 0 if _is_integer(self.full) else torch.nan
-        self.nan = self.full.new_full((), self._nothing)
-        # made now: a view cannot be cut from an empty storage
-        self.views = [slot.view(self.full) for slot in self.slots]
-        self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
-        self.shard = self.full.new_empty(0)
-
-    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        """As `Flat.cast`; while the buffer is whole, before `split`."""
-        super().cast(dtype, grad_dtype)
-        self._cut()
-
-    def fill(self, slot: Slot) -> None:
-        """Take a parameter over, out of another sharded buffer if need be."""
-        before = owners([slot.parameter])
-        for old in before:
-            if not old.whole:
-                old.gather().wait()
-        super().fill(slot)
-        # on the parameter: a table of owners would keep them alive
-        slot.parameter.sharded_in = self  # type: ignore[attr-defined]
-        for old in before:
-            old.free()
-
-    @property
-    def whole(self) -> bool:
-        """Whether `full` is there, and nothing of it still under way."""
-        there = self.full.untyped_storage().nbytes() > 0
-        return there and self._arriving is None
-
-    def split(self) -> None:
-        """Keep the own row of `full`, and free the rest."""
-        row = self.row(self.full)
-        self.shard = self.home.rest(row, "parameters")
-        self.free()
-
-    def gather(self) -> Work:
-        """Launch the all-gather of the shards into `full`.
-
-        A second call gets the work of the first, while it is under way.
-        Raises RuntimeError if a parameter was filled while it was absent.
-        """
-        if self._arriving is not None:
-            return self._arriving
-        for slot, version in self._versions.items():
-            if _version(slot.parameter) != version:
-                self._hide()
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was filled while absent, and "
-                    "what was written is lost; write to it inside "
-                    "zero.GatheredParameters(..., modifier_rank=0)"
-                )
-        self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
-        with self.home.aside() as arrive:
-            own = self.home.lift(self.shard, self.row(self.full))
-            work = comm.all_gather(self.full, own, async_op=True)
-        self._arriving = work
-        return work.then(arrive).then(self._arrive)
-
-    def _arrive(self) -> None:
-        self._arriving = None
-        self._point(self.views)
-
-    def free(self) -> None:
-        """Empty the storage, unless somebody looks at it (`pinned`)."""
-        if self._arriving is not None:
-            self._arriving.wait()  # nothing may land in freed memory
-        if self.whole and not self.pinned:
-            self._hide()
-            # not `p.data = empty`: the graph's views would keep the storage
-            self.full.untyped_storage().resize_(0)
-
-    def _hide(self) -> None:
-        self.nan.fill_(self._nothing)
-        self._point(self.absent)
-        self._versions = {s: _version(s.parameter) for s in self.slots}
-
-    def _point(self, tensors: list[Tensor]) -> None:
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            # unless another buffer has taken it over
-            if owners([slot.parameter]) == [self]:
-                slot.parameter.data = tensor
-
-# %% ../notebooks/07_zero3.ipynb #zero3-owners
-def _is_integer(t: Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex())
-
-
-def _version(p: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd keeps count."""
-    return 0 if p.is_inference() else p._version
-
-
-def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
-    """The sharded buffers that hold these parameters, each once."""
-    found = (getattr(p, "sharded_in", None) for p in params)
-    return list(dict.fromkeys(flat for flat in found if flat is not None))
-
-
-def is_sharded(p: nn.Parameter) -> bool:
-    """Whether a parameter lives in a sharded buffer."""
-    return hasattr(p, "sharded_in")
-
-# %% ../notebooks/07_zero3.ipynb #zero3-verbs
-class _Verbs(ZeRO2):
-    """What the verbs do under plan 3; the subclasses say when."""
-
-    plan = Plan.stage(3)
-    flat_type = ShardedFlat
-
-    def place(self, flat: Flat) -> None:
-        super().place(flat)
-        assert isinstance(flat, ShardedFlat)
-        flat.home = self.home
-        flat.split()
-
-    def gather(self, unit: Unit) -> Iterator[Work]:
-        for flat in unit.flats:
-            assert isinstance(flat, ShardedFlat)
-            if not flat.whole:
-                yield flat.gather()
-
-    def release(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            assert isinstance(flat, ShardedFlat)
-            flat.free()
-
-    def owned(self, flat: Flat) -> list[Tensor]:
-        assert isinstance(flat, ShardedFlat)
-        return [flat.shard]
-
-    def send(self, unit: Unit) -> Iterator[Work]:
-        """Nothing: the others fetch the row when they need it."""
-        yield from ()
-
-# %% ../notebooks/07_zero3.ipynb #zero3-after-backward
-class _AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward ends the unit's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.done()
-        return None, *grads
-
-
-def _needs_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-# %% ../notebooks/07_zero3.ipynb #zero3-backward
-class _Backward(_Verbs):
-    """Gathers and releases around the backward of a unit."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, optimizer, **options)
-        # calls whose backward is to come; calls whose backward is under way
-        self._pending = dict.fromkeys((u.name for u in self.units), 0)
-        self._active = dict(self._pending)
-        self._recomputing: list[bool] = []  # one entry a forward under way
-
-    def _gather(self, unit: Unit) -> None:
-        with comm.phase(unit=unit.name):
-            tracker.mark("gather", unit.name)
-            self.schedule.gather(self, unit)
-
-    def _release(self, unit: Unit) -> None:
-        flats = [f for f in unit.flats if isinstance(f, ShardedFlat)]
-        before = sum(flat.whole for flat in flats)
-        self.schedule.release(self, unit)
-        if sum(flat.whole for flat in flats) < before:
-            tracker.mark("release", unit.name)
-
-    def _before_backward(self, unit: Unit, _: Tensor) -> None:
-        self._active[unit.name] += 1
-        self._gather(unit)
-
-    def _after_backward(self, unit: Unit) -> None:
-        self._pending[unit.name] -= 1
-        self._active[unit.name] -= 1
-        if self._active[unit.name] == 0:
-            self._release(unit)
-        if self._pending[unit.name] == 0 and unit in self._queue:
-            self._queue.remove(unit)
-            self._reduce(unit)
-
-    def _arrived(self, unit: Unit) -> None:
-        """Do not count: `_after_backward` says when a unit is complete.
-
-        Ranks that use different parameters of one unit count differently, but
-        they all leave the unit at the same place among the gathers.
-        """
-
-    def _end_backward(self) -> None:
-        self._release_all()
-        super()._end_backward()
-        for unit in self.units:
-            # gradients that came after their unit's reduction
-            if any(flat.grad is not None for flat in unit.trainable):
-                self._reduce(unit)
-        self.schedule.drain(self)
-        self._pending = dict.fromkeys(self._pending, 0)
-
-    def _release_all(self) -> None:
-        for unit in self.units:
-            self._release(unit)
-        self._active = dict.fromkeys(self._active, 0)
-        self._recomputing.clear()
+__all__ = ['ZeRO3', 'parallelize']
 
 # %% ../notebooks/07_zero3.ipynb #zero3-class
-class ZeRO3(_Backward):
+class ZeRO3(ShardedBackward):
     """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
 
     A unit is gathered before its forward and before its backward, and freed
@@ -286,50 +45,44 @@ class ZeRO3(_Backward):
             unit.module.register_forward_pre_hook(
                 before, prepend=True, with_kwargs=True
             )
-            after = partial(self._after_forward, unit)
-            unit.module.register_forward_hook(after)
+            unit.module.register_forward_hook(
+                self._after_forward, always_call=True
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        if not self._in_backward:
+            self._forwards.clear()  # of a forward that was interrupted
+        return super().__call__(*args, **kwargs)
 
     def _before_forward(
         self, unit: Unit, _: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        if unit.module is self.model and not self._in_backward:
-            self._release_all()  # what a forward that failed has left
+        outermost = not self._forwards and not self._in_backward
+        if unit.module is self.model and outermost:
+            self._release_all()  # what a backward that failed has left
             self.schedule.begin_forward(self)
+        call = Call(unit)
+        self._forwards.append(call)
         self._gather(unit)
-        # A forward inside backward repeats a call that has its hooks already.
-        # (With reentrant checkpointing it has none: that call made no graph.)
-        again = self._in_backward and self._pending[unit.name] > 0
-        self._recomputing.append(again)
-        if again or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return args, kwargs
-        self._pending[unit.name] += 1
-        return self._mark_inputs(unit, args, kwargs)
+        self._pending.add(call)
+        done = partial(self._after_backward, call)
+        return mark_inputs(done, args, kwargs)
 
-    def _mark_inputs(
-        self, unit: Unit, args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Pass the inputs through `_AfterBackward`."""
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = {i: x for i, x in enumerate(leaves) if _needs_grad(x)}
-        if tensors:
-            done = partial(self._after_backward, unit)
-            marked = _AfterBackward.apply(done, *tensors.values())
-            for i, x in zip(tensors, marked, strict=True):
-                leaves[i] = x
-        args, kwargs = tree_unflatten(leaves, spec)
-        return args, kwargs
-
-    def _after_forward(
-        self, unit: Unit, _: nn.Module, args: Any, out: Any
-    ) -> None:
-        again = self._recomputing.pop()
-        if again and self._active[unit.name]:
-            return  # the backward that made it recompute is about to use it
-        tensors = [x for x in tree_leaves(out) if _needs_grad(x)]
-        if tensors and not again:
-            hook = partial(self._before_backward, unit)
-            register_multi_grad_hook(tensors, hook, mode="any")
-        self._release(unit)
+    def _after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Also called, with None as `out`, when the forward has failed."""
+        call = self._forwards.pop()
+        if isinstance(out, Iterator):
+            raise TypeError(
+                f"unit {call.unit.name!r} returns a {type(out).__name__}, "
+                "which would run when the unit's parameters have been freed; "
+                "return a list of what it yields"
+            )
+        if torch.is_grad_enabled():
+            hook_outputs(partial(self._before_backward, call), out)
+        self._release(call.unit)
 
 # %% ../notebooks/07_zero3.ipynb #zero3-parallelize
 _PLANS: tuple[type[DataParallel], ...] = (DataParallel, ZeRO1, ZeRO2, ZeRO3)

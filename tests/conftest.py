@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +75,113 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 def two() -> Iterator[Pool]:
     with Pool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium that can look up no host; one for all test files."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("Chromium and chromedriver are not both on the PATH")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "no-first-run",
+        "host-resolver-rules=MAP * ~NOTFOUND",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(f"--{flag}")
+    logs = {"browser": "ALL", "performance": "ALL"}
+    options.set_capability("goog:loggingPrefs", logs)
+    service = webdriver.ChromeService(chromedriver)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+Show = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
+    """Opens a page of explorables from a file and gives their shadow roots."""
+
+    def open_page(
+        *pieces: str, theme: str = "light", width: int = 720, style: str = ""
+    ) -> list[Any]:
+        body = "".join(f'<div class="text_html">{piece}</div>' for piece in pieces)
+        head = f'<!doctype html><html data-theme="{theme}"><meta charset="utf-8">'
+        page = tmp_path / "page.html"
+        page.write_text(f"{head}<style>body {{ margin: 0 }} {style}</style>{body}")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(page.as_uri())
+        hosts = browser.find_elements("css selector", ".explorable-frame")
+        return [host.shadow_root for host in hosts]
+
+    yield open_page
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert errors == []
+
+
+def find(root: Any, selector: str) -> Any:
+    return root.find_element("css selector", selector)
+
+
+class Cells(HTMLParser):
+    """The text of a page's table cells, its scripts left out."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.inside = tag == "td"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.cells.append(data)
+        self.inside = False
+
+
+LIVE = """
+<div id="cell"></div>
+<script type="module">
+%s
+{
+const state = %s;
+const listeners = {};
+window.sent = [];
+window.receive = (name, value) => {
+  state[name] = value;
+  listeners[`change:${name}`].forEach((listener) => listener());
+};
+const model = {
+  get: (name) => state[name],
+  set: (name, value) => { sent.push([name, value]); receive(name, value); },
+  save_changes: () => sent.push("saved"),
+  on: (names, listener) => names.split(" ").forEach(
+    (name) => (listeners[name] ??= []).push(listener)),
+  off: (names, listener) => names.split(" ").forEach((name) => {
+    listeners[name] = listeners[name].filter((other) => other !== listener); }),
+};
+window.clean = render({ model, el: document.getElementById("cell") });
+window.listening = () => Object.values(listeners).flat().length;
+}
+</script>
+"""
+"""Mounts a module on a model that records; its holes: the module and the state."""

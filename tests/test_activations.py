@@ -18,11 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import comm, parallelize, stores
 from minizero.activations import Checkpointing, checkpoint_units
-from minizero.lab.activations import (
-    block_activations,
-    gpt_activations,
-    step_flops,
-)
+from minizero.lab.activations import Activations, step_flops
 from minizero.lab.gpt import GPT, GPTConfig
 from minizero.lab.tensor_parallel import tensor_parallel
 from minizero.lab.toygpu import ToyGPU
@@ -102,7 +98,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_saved_is_the_formula(dtype: torch.dtype, mode: str, attention: str) -> None:
     """Line by line by hooks, and in all by the tracker, which knows no hooks."""
     model, x = build(mode).to(dtype), tokens()
-    formula = gpt_activations(CONFIG, BATCH, dtype, mode, attention)
+    formula = Activations(CONFIG, BATCH, dtype, mode, attention).model()
     with Tracker(model) as tracker, backend(attention):
         tracker.adopt(x)
         before = tracker.live["activations"]
@@ -335,9 +331,10 @@ def test_only_the_first_units() -> None:
     model, x = build("none"), tokens()
     reference = gradients(model, x, x)
     one, full = (
-        sum(block_activations(CONFIG, BATCH, mode=m).values()) for m in ("none", "full")
+        sum(Activations(CONFIG, BATCH, mode=m).block().values())
+        for m in ("none", "full")
     )
-    whole = sum(gpt_activations(CONFIG, BATCH).values())
+    whole = sum(Activations(CONFIG, BATCH).model().values())
     for number in range(CONFIG.layers + 1):
         names = [f"blocks.{i}" for i in range(number)]
         assert checkpoint_units(model, "full", number=number) == names
@@ -373,7 +370,7 @@ def test_a_policy_of_ones_own() -> None:
         return keep_matmuls(op, *args) and not last
 
     checkpoint_units(model, Checkpointing("selective", keep=keep))
-    formula = gpt_activations(CONFIG, BATCH, mode="selective")
+    formula = Activations(CONFIG, BATCH, mode="selective").model()
     with SavedTensors(model) as saved:
         loss = model(x, x)
         less = CONFIG.layers * 4 * BATCH * CONFIG.sequence * CONFIG.hidden
@@ -394,8 +391,8 @@ def test_the_peak_of_full_checkpointing() -> None:
         gc.collect()
         model, x = GPT(config), tokens(rows=8, config=config)
         checkpoint_units(model, "full")
-        one = sum(block_activations(config, 8).values())
-        an_input = sum(block_activations(config, 8, mode="full").values())
+        one = sum(Activations(config, 8).block().values())
+        an_input = sum(Activations(config, 8, mode="full").block().values())
         with Tracker(model) as tracker:
             tracker.adopt(x)
             before = tracker.live["activations"]
@@ -608,7 +605,7 @@ def test_any_shape_comes_back(pool: Pool) -> None:
 def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
     x = tokens()
     for mode in MODES:
-        block = block_activations(CONFIG, BATCH, mode=mode)
+        block = Activations(CONFIG, BATCH, mode=mode).block()
         moved = (
             block if mode == "none" else {("", "checkpoint"): block["", "checkpoint"]}
         )
@@ -619,7 +616,7 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
             tracker.adopt(x)
             before = tracker.live["activations"]
             loss = model(x, x)
-            whole = sum(gpt_activations(CONFIG, BATCH, mode=mode).values())
+            whole = sum(Activations(CONFIG, BATCH, mode=mode).model().values())
             assert tracker.host["activations"] == expected
             assert tracker.live["activations"] - before == whole - expected + 4
             loss.backward()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,9 +15,6 @@ import pytest
 import yaml
 from bs4 import BeautifulSoup, Tag
 from conftest import ROOT
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
@@ -150,37 +146,6 @@ def test_no_path_of_this_machine(book: Path) -> None:
         text = page.read_text()
         assert str(ROOT) + "/" not in text, page
         assert str(Path.home()) + "/" not in text, page
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium that can look up no host."""
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("Chromium and chromedriver are not both on the PATH")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        "no-first-run",
-        "host-resolver-rules=MAP * ~NOTFOUND",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
-        options.add_argument(f"--{flag}")
-    logs = {"browser": "ALL", "performance": "ALL"}
-    options.set_capability("goog:loggingPrefs", logs)
-    service = webdriver.ChromeService(DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
 
 
 def open_page(browser: Any, path: Path) -> None:

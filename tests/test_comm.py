@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from minizero import comm, exchange
+from minizero import algorithms, comm, exchange
 from minizero.launch import Pool, RankError, rank, world_size
 
 NUMBERS = [0, 1, 7, 12]
@@ -32,7 +33,7 @@ def collectives(
     """Compare with plain sums and concatenations; whole numbers, so all are exact."""
     me, ranks = rank(), world_size()
     if staged:
-        exchange.staged = lambda like: True
+        stage(lambda like: True)
     try:
         with comm.algorithm(algorithm):
             for n in NUMBERS:
@@ -56,10 +57,14 @@ def collectives(
                     assert torch.equal(t, parts[src])
             comm.barrier()
     finally:
-        exchange.staged = original_staged
+        stage(original_staged)
 
 
 original_staged = exchange.staged
+
+
+def stage(staged: Callable[[Tensor], bool]) -> None:
+    exchange.staged = algorithms.staged = staged
 
 
 @pytest.mark.parametrize("async_op", [False, True])

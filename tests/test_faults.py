@@ -10,7 +10,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from multiprocessing.forkserver import _forkserver
 
 import cloudpickle
 import psutil
@@ -22,6 +21,7 @@ from minizero import comm
 from minizero.launch import Pool, RankError, launch, rank
 from minizero.pool.board import Board
 from minizero.pool.faults import Call, verdict
+from minizero.pool.forking import SERVERS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -143,23 +143,28 @@ FAULTS = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def mark():
+    """What all that these tests start has in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIZERO_TEST", mark := f"{os.getpid()}-{time.monotonic()}")
+        yield mark
+
+
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path, monkeypatch):
-    """Marks all that a test starts; fails if a process or a file outlives it."""
-    mark = f"{os.getpid()}-{time.monotonic()}"
-    monkeypatch.setenv("MINIZERO_TEST", mark)
+def nothing_left(mark, tmp_path, monkeypatch):
+    """Fails if a process or a file that a test has made outlives it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    _forkserver._stop()  # what it forks shows the environment that it started with
     yield
-    _forkserver._stop()
     limit = time.monotonic() + SLACK
     while alive := marked(mark):
         assert time.monotonic() < limit, alive
         time.sleep(0.05)
-    assert list(tmp_path.glob("minizero-*")) == []
+    assert [*tmp_path.glob("minizero-*"), *tmp_path.glob("pymp-*")] == []
 
 
 def marked(mark):
+    own = [server.process.pid for server in SERVERS.all]  # it stays for other tests
     found = []
     for process in psutil.process_iter():
         try:
@@ -168,7 +173,8 @@ def marked(mark):
         except psutil.Error:
             continue
         # The resource tracker lives as long as its parent, which is this process.
-        if there and "resource_tracker" not in line and process.status() != "zombie":
+        ours = process.pid in own or "resource_tracker" in line
+        if there and not ours and process.status() != "zombie":
             found.append(line)
     return found
 
@@ -349,11 +355,11 @@ def read_until(process, text):
     return seen
 
 
-def wait_for_ranks(process):
+def wait_for_ranks(process, ranks=1):
     """Until the script has started its ranks, which may not be ready."""
     mark = os.environ["MINIZERO_TEST"]
     server = 1  # the ranks are forked from it, and look alike
-    while sum("forkserver" in line for line in marked(mark)) <= server:
+    while sum("server.py" in line for line in marked(mark)) < server + ranks:
         assert process.poll() is None
         time.sleep(0.01)
 
@@ -400,6 +406,26 @@ def test_the_parent_is_killed_at_the_start():
     process.wait()
 
 
+def test_the_parent_is_killed_but_not_what_it_has_forked():
+    """That has the parent's ends of all pipes to the ranks."""
+    process = script("""
+    import os
+    pool = Pool(2, timeout=60)
+    if fork := os.fork():
+        print("fork", fork, flush=True)
+        pool.run(time.sleep, 1000)
+    time.sleep(1000)
+    """)
+    fork = int(read_until(process, "fork").split()[1])
+    process.kill()
+    process.wait()
+    limit = time.monotonic() + SLACK
+    while any("server.py" in line for line in marked(os.environ["MINIZERO_TEST"])):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    os.kill(fork, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize("body", [SLEEPS, BLOCKED], ids=["busy", "blocked"])
 def test_a_terminal_interrupts(body, repeat):
@@ -411,14 +437,15 @@ def test_a_terminal_interrupts(body, repeat):
     assert rest.count("Traceback") == rest.count("\nKeyboardInterrupt") == 1
 
 
-def test_a_terminal_interrupts_the_start():
+@pytest.mark.parametrize("ranks", [0, 1], ids=["server", "ranks"])
+def test_a_terminal_interrupts_the_start(ranks):
     process = script(SLEEPS + LAUNCH)
-    wait_for_ranks(process)
+    wait_for_ranks(process, ranks)
     os.killpg(process.pid, signal.SIGINT)
     rest = process.communicate(timeout=SLACK)[0]
     assert process.returncode == -signal.SIGINT
     assert rest.count("Traceback") == rest.count("\nKeyboardInterrupt") == 1
-    assert "ready" not in rest
+    assert "\nready" not in rest and "] ready" not in rest
 
 
 def test_an_interrupt_keeps_a_pool():

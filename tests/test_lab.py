@@ -20,6 +20,7 @@ from minizero import estimate
 from minizero.lab import corpus, gpt, plots, style
 from minizero.lab.corpus import Corpus
 from minizero.lab.gpt import GPT, SIZES, GPTConfig
+from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
 from minizero.launch import launch
 from minizero.ledger import Call
@@ -473,7 +474,7 @@ def test_memory_bars_take_live_bytes_and_refuse_other_names() -> None:
 def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:
     totals = [*range(2000), 70_000, *range(2000, 0, -1)]
     figure = plots.memory_over_step(samples(totals, {5: "forward", 3000: "step"}), 9e4)
-    assert len(totals) > plots.COLUMNS
+    assert len(totals) > COLUMNS
     shown = texts(figure)
     for text in ("peak 70.01 kB", "forward", "step", "budget 90 kB"):
         assert text in shown

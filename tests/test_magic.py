@@ -60,8 +60,8 @@ class Notebook:
         for process in psutil.process_iter():
             try:
                 marked = process.environ().get("MINIZERO_TEST") == self.mark
-                leads = os.getpgid(process.pid) == process.pid  # not the fork server
-                if marked and leads and "forkserver" in " ".join(process.cmdline()):
+                server = os.getsid(process.pid) == process.pid  # it leads a session
+                if marked and not server and "server.py" in " ".join(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,11 @@ from minizero.lab.gpt import GPT, GPTConfig
 from minizero.lab.offload import crossing, rounds, rounds_figure
 from minizero.lab.toygpu import ToyGPU
 from minizero.launch import Pool, RankError, rank, world_size
+from minizero.lossscale import DynamicLossScale, LossScale
 from minizero.memory import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory import Placement, Plan
 from minizero.overlap import Overlap
-from minizero.precision import DynamicLossScale, MixedPrecision
+from minizero.precision import MixedPrecision
 from minizero.seams import Home, host_empty
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
@@ -314,6 +316,15 @@ def refusal(plan: Plan, home: Home | None) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("kind", [Offload, Delayed])
+def test_one_home_serves_one_net(kind: type[Offload]) -> None:
+    home = kind(FULL)
+    for expected in (nullcontext(), pytest.raises(ValueError, match="another net")):
+        model = Nasty()
+        with expected:
+            parallelize(model, nasty.adamw(nasty.groups(model)), FULL, home=home)
+
+
 def test_a_plan_needs_a_home_that_does_it() -> None:
     said = refusal(FULL, None)
     assert "places parameters on 'cpu'" in said and "home=minizero.Offload" in said
@@ -465,6 +476,26 @@ def test_delay_in_mixed_precision(two: Pool) -> None:
         assert torch.equal(got[0].losses, reference[0].losses), name(plan)
 
 
+def skipped(home: type[Offload]) -> list[Tensor]:
+    """The parameters' rows after an update, and a step that is skipped."""
+    torch.manual_seed(0)
+    model = Nasty()
+    plan, precision = Plan.stage(2, "cpu"), MixedPrecision(loss_scale=LossScale())
+    options = {"home": home(plan), "precision": precision}
+    net = parallelize(model, nasty.adamw(nasty.groups(model)), plan, **options)
+    for (x, y), factor in zip(batches(2, 1, rows=2), (1, torch.inf), strict=True):
+        net.backward(net(own(x, 2), own(y, 2)) * factor)
+        net.step()
+    assert precision.skipped_steps == 1
+    return [net.owned(flat)[0].clone() for unit in net.units for flat in unit.flats]
+
+
+def test_a_delayed_update_arrives_with_a_skipped_step(two: Pool) -> None:
+    """It is late by one step, whatever comes of that."""
+    expected, got = two.run(skipped, Offload)[0], two.run(skipped, Delayed)[0]
+    assert all(map(torch.equal, expected, got))
+
+
 class Failing(torch.optim.SGD):
     """Fails in its second update."""
 
@@ -581,7 +612,7 @@ def test_rounds_overlap() -> None:
     bars = {(b.lane, b.unit): b for b in rounds(units)}
     assert bars["out", "4"].end == 1 + 5 * 2 + 1
     for i in range(2, 5):
-        assert bars["in", str(i)].start >= bars["out", str(i - 2)].end
+        assert bars["in", str(i)].begin >= bars["out", str(i - 2)].end
     assert rounds(units, pipelined=False)[-1].end == 5 * 4
     slow = {str(i): (3.0, 1.0, 3.0) for i in range(4)}
     assert rounds(slow)[-1].end < rounds(slow, pipelined=False)[-1].end

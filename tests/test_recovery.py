@@ -5,9 +5,11 @@ MINIZERO_FAULT_REPEATS times 6 runs are killed at random moments (once unless se
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -22,7 +24,7 @@ import pytest
 
 from minizero.__main__ import main
 from minizero.lab import train as main_job
-from minizero.lab.recovery import Job, history, train
+from minizero.lab.recovery import History, Job, history, train
 from minizero.launch import Pool, launch
 
 REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))
@@ -66,12 +68,14 @@ class Node:
         """Start its agent, as a supervisor would after a reboot."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", *self.options]
         script = ["-m", "minizero.lab.recovery", str(self.folder), *self.job]
+        # A test that was a rank of its own has left there how ranks reach each other.
+        own = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
         with open(f"{self.folder}-output", "ab") as output:
             agent = subprocess.Popen(
                 [*self.before, *torchrun, *script],
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | self.settings,
+                env=own | {"OMP_NUM_THREADS": "1"} | self.settings,
             )
         self.started.append(agent)
 
@@ -109,20 +113,29 @@ def unbroken(pool: Pool, folder: Path, **options: float) -> dict[int, float]:
 FRESH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
+def lives(seen: History) -> list[tuple[int, int]]:
+    """Where each began, and on how many ranks."""
+    return list(zip(seen.starts, seen.ranks, strict=True))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Not one that the system may give to a connection before it is used."""
+    ports = list(range(20_000, 30_000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def rendezvous(host: str, port: int, here: bool, nodes: str, ranks: int) -> list[str]:
     """torchrun's options on a node; `here` is where the rendezvous is kept."""
     settings = {
         "is_host": "true" if here else "false",
-        "last_call_timeout": 1,
+        "last_call_timeout": 5,  # agents that start together are seconds apart
         "keep_alive_interval": 1,
-        "keep_alive_max_attempt": 4,
+        "keep_alive_max_attempt": 6,
     }
     return [
         f"--nnodes={nodes}",
@@ -143,21 +156,25 @@ def test_torchrun_starts_killed_ranks_again_and_then_fewer(
     expected = unbroken(two, tmp_path / "whole", steps=16)
     folder, port = tmp_path / "killed", free_port()
     folder.mkdir()
-    job = ["--steps=16", "--kill=5:1", "--pause=0.1"]
+    job = ["--steps=16", "--kill=5:1", "--hold=10"]
     for here in (True, False):
         options = rendezvous("127.0.0.1", port, here, "1:2", 1)
         nodes.append(Node(folder, [*options, "--local-addr=127.0.0.1"], job))
         nodes[-1].start()
     until(lambda: history(folder).saved >= 8, "the ranks have not come back")
     nodes[1].kill()
+    (folder / "go").touch()
     nodes[0].ends_well()
     seen = history(folder)
-    first, second, last = seen.starts
-    assert (first, second) == (0, 4) and last >= 8
+    # An agent that is slow, or thought dead, makes for another life with one rank.
+    assert (0, 2) in lives(seen) and (4, 2) in lives(seen), lives(seen)
+    last, ranks = lives(seen)[-1]
+    assert last in (8, 10) and ranks == 1, lives(seen)
     alike = {step for step, loss in seen.losses.items() if loss == expected[step]}
-    assert set(range(last)) <= alike  # two ranks made these: equal bit for bit
-    assert seen.losses == pytest.approx(expected, rel=1e-4)
-    assert len(seen.losses) == 16 and not set(seen.differing) & set(range(last))
+    if set(seen.ranks[:-1]) == {2}:
+        assert set(range(last)) <= alike  # equal bit for bit
+        assert not set(seen.differing) & set(range(last))
+    assert seen.losses == pytest.approx(expected, rel=1e-4) and len(seen.losses) == 16
 
 
 @pytest.fixture
@@ -199,7 +216,7 @@ def test_a_node_is_cut_off_and_comes_back(
     """Two nodes of two ranks. The wire of one is pulled out; it is started again."""
     folder = tmp_path / "nodes"
     folder.mkdir()
-    job = ["--steps=10", "--pause=0.2", "--dropout=0.1", "--timeout=15"]
+    job = ["--steps=10", "--hold=4", "--dropout=0.1", "--timeout=15"]
     for i, name in enumerate(network):
         options = rendezvous("10.213.9.1", 29400, i == 0, "2", 2)
         inside = ("ip", "netns", "exec", name)
@@ -208,9 +225,9 @@ def test_a_node_is_cut_off_and_comes_back(
         nodes[-1].start()
     until(lambda: history(folder).saved >= 2, "the job has not begun")
     ip(f"-n {network[1]} link set wire down")
-    lost = len(history(folder).losses)
+    (folder / "go").touch()
     time.sleep(1.0)  # long enough for some steps
-    assert len(history(folder).losses) <= lost + 1, "the wire is not what they use"
+    assert len(history(folder).losses) == 4, "the wire is not what they use"
     nodes[1].kill()
     ip(f"-n {network[1]} link set wire up")
     nodes[1].start()
@@ -221,7 +238,8 @@ def test_a_node_is_cut_off_and_comes_back(
     whole.mkdir()
     launch(train, 4, Job(folder=str(whole), steps=10, every=1000, dropout=0.1))
     assert seen.losses == history(whole).losses and not seen.differing
-    assert len(seen.starts) == 2 and seen.starts[1] >= 2 and seen.saved == 10
+    assert lives(seen)[0] == (0, 4) and lives(seen)[-1] in [(2, 4), (4, 4)]
+    assert seen.saved == 10
 
 
 def test_kills_at_random_moments(tmp_path: Path, root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .gpt import GPTConfig
@@ -12,93 +14,101 @@ Lines = dict[tuple[str, str], int]
 FUSED, MATH = "fused", "math"
 
 
-def block_activations(
-    config: GPTConfig,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
-    mode: str = "none",
-    attention: str = FUSED,
-    device: str = "cpu",
-) -> Lines:
-    """What one block of ``GPT(config)`` saves for a batch of whole sequences.
-
-    The keys name the module inside the block and the operator. A storage counts where
-    it is saved first: the block's input here, its output in the next block.
+@dataclass(frozen=True)
+class Activations:
+    """What ``GPT(config)`` saves for backward, for a batch of whole sequences.
 
     mode: "none", "selective" (what `keep_matmuls` keeps) or "full".
     attention: "fused", which keeps a row of log-sum-exps instead of the scores, or
         "math", which keeps them in float32 (``SDPBackend.MATH``).
     device: on "cuda" the statistics of a LayerNorm are float32 in any dtype.
     """
-    e, heads, tokens = dtype.itemsize, config.heads, batch * config.sequence
-    sbh = tokens * config.hidden
-    scores = 4 * heads * tokens * config.sequence
-    statistics = 2 * tokens * (4 if device == "cuda" else e)
-    rows = 4 * heads * tokens  # log-sum-exps
-    sdpa = ("attention", "scaled_dot_product_attention")
-    if mode == "full":
-        return {("", "checkpoint"): e * sbh}
-    if mode == "selective":
-        kept: Lines = {
-            ("", "checkpoint"): e * sbh,
-            ("attention.qkv", "linear"): 3 * e * sbh,
+
+    config: GPTConfig
+    batch: int
+    dtype: torch.dtype = torch.float32
+    mode: str = "none"
+    attention: str = FUSED
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("none", "selective", "full"):
+            raise ValueError(f"mode is {self.mode!r}; choose none, selective or full.")
+
+    def block(self) -> Lines:
+        """What one block saves; the keys name the module inside it and the operator.
+
+        A storage counts where it is saved first: the block's input here, its output
+        in the next block.
+        """
+        one = self._activation
+        if self.mode == "full":
+            return {("", "checkpoint"): one}
+        if self.mode == "selective":
+            return {
+                ("", "checkpoint"): one,
+                ("attention.qkv", "linear"): 3 * one,
+                **(self._attention(kept=True) if self.attention == FUSED else {}),
+                ("attention.out", "linear"): one,
+                ("mlp.up", "linear"): 4 * one,
+                ("mlp.down", "linear"): one,
+            }
+        return {
+            ("norm1", "layer_norm"): one + self._statistics,
+            ("attention.qkv", "linear"): one,
+            **self._attention(),
+            ("norm2", "layer_norm"): one + self._statistics,
+            ("mlp.up", "linear"): one,
+            ("mlp", "gelu"): 4 * one,
+            ("mlp.down", "linear"): 4 * one,
         }
-        if attention == FUSED:
-            kept[sdpa] = e * sbh + rows
-        return kept | {
-            ("attention.out", "linear"): e * sbh,
-            ("mlp.up", "linear"): 4 * e * sbh,
-            ("mlp.down", "linear"): e * sbh,
+
+    def model(self) -> Lines:
+        """What the model saves in all, from the tokens to the loss.
+
+        Its units are checkpointed by `mode`, what is outside of them is not.
+        """
+        lines: Lines = {("positions", "embedding"): 8 * self.config.sequence}
+        for i in range(self.config.layers):
+            for (module, op), nbytes in self.block().items():
+                lines[f"blocks.{i}.{module}".rstrip("."), op] = nbytes
+        return lines | {
+            ("norm", "layer_norm"): self._activation + self._statistics,
+            ("head", "linear"): self._activation,
+            # the log-softmax, in float32, and the number of targets
+            ("", "cross_entropy"): 4 * self._tokens * self.config.vocabulary + 4,
         }
-    if mode != "none":
-        raise ValueError(f"mode is {mode!r}; choose none, selective or full.")
-    lines: Lines = {
-        ("norm1", "layer_norm"): e * sbh + statistics,
-        ("attention.qkv", "linear"): e * sbh,
-    }
-    if attention == FUSED:
-        # q, k and v are views of one storage; its output is also what
-        # attention.out saves
-        lines[sdpa] = 3 * e * sbh + rows + e * sbh
-    else:
+
+    def _attention(self, kept: bool = False) -> Lines:
+        """Of the attention itself, between its two projections."""
+        sdpa = ("attention", "scaled_dot_product_attention")
+        rows = 4 * self.config.heads * self._tokens
+        if self.attention == FUSED:
+            # q, k and v are views of one storage, which qkv's line has where its
+            # output is kept; the output here is also what attention.out saves
+            views = 0 if kept else 3 * self._activation
+            return {sdpa: views + rows + self._activation}
         # q, k and v scaled, and the softmax, in float32; then a copy of the output
-        lines[sdpa] = 3 * 4 * sbh + scores
-        lines["attention.out", "linear"] = e * sbh
-    return lines | {
-        ("norm2", "layer_norm"): e * sbh + statistics,
-        ("mlp.up", "linear"): e * sbh,
-        ("mlp", "gelu"): 4 * e * sbh,
-        ("mlp.down", "linear"): 4 * e * sbh,
-    }
+        scaled = 3 * 4 * self._tokens * self.config.hidden
+        scores = rows * self.config.sequence
+        return {
+            sdpa: scaled + scores,
+            ("attention.out", "linear"): self._activation,
+        }
 
+    @property
+    def _tokens(self) -> int:
+        return self.batch * self.config.sequence
 
-def gpt_activations(
-    config: GPTConfig,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
-    mode: str = "none",
-    attention: str = FUSED,
-    device: str = "cpu",
-) -> Lines:
-    """What ``GPT(config)`` saves in all, from the tokens to the loss.
+    @property
+    def _activation(self) -> int:
+        """Bytes of one tensor [batch, sequence, hidden]."""
+        return self.dtype.itemsize * self._tokens * self.config.hidden
 
-    Keys and arguments are those of :func:`block_activations`; its units are
-    checkpointed by `mode`, what is outside of them is not.
-    """
-    e, tokens = dtype.itemsize, batch * config.sequence
-    sbh = tokens * config.hidden
-    block = block_activations(config, batch, dtype, mode, attention, device)
-    lines: Lines = {("positions", "embedding"): 8 * config.sequence}  # the places
-    for i in range(config.layers):
-        for (module, op), nbytes in block.items():
-            lines[f"blocks.{i}.{module}".rstrip("."), op] = nbytes
-    statistics = 2 * tokens * (4 if device == "cuda" else e)
-    return lines | {
-        ("norm", "layer_norm"): e * sbh + statistics,
-        ("head", "linear"): e * sbh,
-        # the log-softmax, in float32, and the number of targets
-        ("", "cross_entropy"): 4 * tokens * config.vocabulary + 4,
-    }
+    @property
+    def _statistics(self) -> int:
+        """Bytes of the mean and the deviation that a LayerNorm keeps."""
+        return 2 * self._tokens * (4 if self.device == "cuda" else self.dtype.itemsize)
 
 
 def step_flops(

@@ -1,15 +1,20 @@
-"""One block on one machine: what it computes, what it waits for."""
+"""An explorable: one block on one machine, what it computes and what it waits for."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import traitlets
 
-from .explorer import Explorable
+from .explorable import Explorable, look, module
 from .lanes import PHASE_COLOURS
-from .style import GREY, OP_COLOURS
+from .style import GREY
+
+PALETTE = {
+    "forward": look(PHASE_COLOURS["forward"]),
+    "backward": look(PHASE_COLOURS["backward"]),
+    "waiting": look("transparent", GREY),
+}
 
 
 class BlockTime(Explorable):
@@ -21,30 +26,30 @@ class BlockTime(Explorable):
     ranks: 2 to 1,024.
     """
 
-    _esm = Path(__file__).with_suffix(".js")
+    _esm = module("blocktime.js")
 
     tokens = traitlets.Int(2048, min=256, max=131_072).tag(sync=True)
     bandwidth = traitlets.Float(300, min=1, max=1000).tag(sync=True)
     speed = traitlets.Float(400, min=10, max=2000).tag(sync=True)
     ranks = traitlets.Int(8, min=2, max=1024).tag(sync=True)
-    palette = traitlets.Dict().tag(sync=True)
+    palette = traitlets.Dict(PALETTE).tag(sync=True)
 
-    def __init__(self, **controls: Any) -> None:
-        unknown = set(controls) - set(self.class_trait_names(sync=True))
-        if unknown:
-            raise TypeError(f"The explorable has no control {min(unknown)!r}.")
-        super().__init__(palette=PHASE_COLOURS | OP_COLOURS | {"": GREY}, **controls)
+    def times(self) -> tuple[float, float]:
+        """Seconds a parameter: of computing forward, and of one gather in bf16."""
+        share = (self.ranks - 1) / self.ranks
+        computing = 2 * self.tokens / (self.speed * 1e12)
+        return computing, 2 * share / (self.bandwidth * 1e9)
 
     def least_tokens(self) -> float:
         """Tokens from which communication hides: R / W · (N - 1) / N."""
-        share = (self.ranks - 1) / self.ranks
-        return self.speed * 1e12 / (self.bandwidth * 1e9) * share
+        computing, moving = self.times()
+        return self.tokens * moving / computing
 
-    def fallback(self) -> str:
+    def describe(self) -> str:
         return (
-            f"<p>At {self.speed:g} TFLOP/s, {self.bandwidth:g} GB/s and {self.ranks} "
+            f"At {self.speed:g} TFLOP/s, {self.bandwidth:g} GB/s and {self.ranks} "
             f"ranks, communication hides from {self.least_tokens():,.0f} tokens a "
-            "rank on.</p>"
+            "rank on."
         )
 
 

@@ -5,67 +5,36 @@
 // The page divides what is sharded by the ranks, and no more.
 
 const PLACES = { device: "device", cpu: "host", nvme: "disk" };
-const NAMES = ["parameters", "gradients", "optimizer"];
+const STATES = ["parameters", "gradients", "optimizer"];
 const ON = { none: "device", cpu: "host", nvme: "disk" };
+const CONTROLS = {
+  n_params: ["model", [8, 12, FINE], (n) => `${billions(n)} parameters`],
+  world_size: ["on", [0, 10, TWOS], (n) => n === 1 ? "1 rank" : `${short(n)} ranks`],
+};
 
 const STYLE = `
-  :host { all: initial; display: block; container-type: inline-size;
-    color-scheme: inherit; color: inherit; font: inherit; }
-  * { box-sizing: border-box; }
-  .box { font-size: 14px; line-height: 1.45; padding: 14px 16px;
-    border: 1px solid color-mix(in srgb, currentColor 28%, transparent);
-    border-radius: 8px; }
   .sides { display: grid; grid-template-columns: 1fr 1fr; gap: 14px 24px; }
   @container (max-width: 520px) { .sides { grid-template-columns: 1fr; } }
-  label { display: block; font-weight: 600; }
-  .choices { display: grid; grid-template-columns: 1fr 1fr; gap: 10px 14px; }
-  .choices .wide { grid-column: 1 / -1; }
-  textarea, select { font: inherit; color: inherit; font-weight: 400; width: 100%;
-    background: color-mix(in srgb, currentColor 6%, transparent); padding: 4px 8px;
-    border: 1px solid color-mix(in srgb, currentColor 45%, transparent);
-    border-radius: 5px; margin-top: 3px; }
+  .choices { display: grid; grid-template-columns: 1fr 1fr; gap: 10px 14px;
+    margin-bottom: 14px; }
+  textarea, select { width: 100%; }
   textarea { font-family: ui-monospace, monospace; font-size: 12.5px; min-height: 265px;
     white-space: pre; overflow: auto; display: block; }
-  [aria-invalid="true"] { border: 2px solid #cf5a2b; }
-  option { background: Canvas; color: CanvasText; }
-  input { display: block; width: 100%; accent-color: #2f86c8; margin: 6px 0; }
-  :focus-visible { outline: 2px solid #2f86c8; outline-offset: 2px; }
-  .chart { margin-top: 14px; padding-top: 12px;
-    border-top: 1px solid color-mix(in srgb, currentColor 18%, transparent); }
   .chart.old { opacity: 0.4; }
-  .key { display: flex; flex-wrap: wrap; gap: 4px 18px; margin-bottom: 6px; }
-  .swatch { display: inline-block; width: 14px; height: 14px; margin-right: 6px;
-    vertical-align: -2px; }
-  .row { display: grid; grid-template-columns: 4em 1fr 6em; align-items: center;
-    gap: 8px; margin: 5px 0; }
-  .bar { display: flex; height: 22px; }
-  .total { text-align: right; font-weight: 600; font-variant-numeric: tabular-nums; }
   ul { margin: 10px 0 0; padding-left: 1.2em; }
+  li { overflow-wrap: anywhere; }
   li.wrong { font-weight: 600; }
 `;
 
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-/** Bytes in decimal units and four digits at most, as Python's `amount`. */
-function amount(bytes) {
-  const units = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
-  const [unit, size] = units.find(([, s]) => bytes >= s) ?? ["B", 1];
-  const digits = Math.max(0, 4 - String(Math.trunc(bytes / size)).length);
-  const shown = (bytes / size).toLocaleString("en-US",
-    { maximumFractionDigits: Math.min(digits, 2) });
-  return `${shown} ${unit}`;
-}
-
 const isObject = (x) => x !== null && typeof x === "object" && !Array.isArray(x);
-const whole = (x) => Number.isInteger(x) && x > 0;
+const isCount = (x) => Number.isInteger(x) && x > 0;
+
+/** The config of a text; an error if it is none. */
+function parse(text) {
+  const config = JSON.parse(text);
+  if (!isObject(config)) throw new Error("a config is an object in braces");
+  return config;
+}
 
 /** Sentences on keys that there are not, in every section that is an object. */
 function strangers(config, keys, place = "") {
@@ -78,19 +47,20 @@ function strangers(config, keys, place = "") {
 }
 
 /** The three sizes in a sentence, and whether they fit. */
-function batch(config, [totalName, microName, stepsName], ranks) {
-  let [total, micro, steps] = [totalName, microName, stepsName].map((n) => config[n] ?? null);
-  for (const [name, size] of [[totalName, total], [microName, micro], [stepsName, steps]])
-    if (size !== null && !whole(size)) return [false, `${name} must be a whole number, at least 1`];
+function batch(config, names, ranks) {
+  const [totalName, microName] = names;
+  let [total, micro, steps] = names.map((name) => config[name] ?? null);
+  const bad = names.find((name) => (config[name] ?? null) !== null && !isCount(config[name]));
+  if (bad) return [false, `${bad} must be a whole number, at least 1`];
   if (total === null && micro === null)
     return [false, `the size of a batch is not known: give ${totalName} or ${microName}`];
   if (total === null) total = micro * (steps ??= 1) * ranks;
   else if (micro === null) micro = total / (steps ??= 1) / ranks;
   else steps ??= total / micro / ranks;
   const product = `${micro} * ${steps} * ${ranks}`;
-  if (!whole(micro) || !whole(steps) || micro * steps * ranks !== total)
+  if (!isCount(micro) || !isCount(steps) || micro * steps * ranks !== total)
     return [false, `${totalName} = ${total} does not divide: micro-batch * accumulation * ` +
-      `ranks would be ${micro} * ${steps} * ${ranks}`];
+      `ranks would be ${product}`];
   return [true, `A step takes ${total} samples: ${product} (micro-batch * accumulation * ranks).`];
 }
 
@@ -110,146 +80,123 @@ function choices(config) {
   };
 }
 
+/** Where each category rests under what was chosen. */
+function planOf(plans, { stage, offload_optimizer, offload_param }) {
+  const plan = plans[`${stage}/${offload_optimizer}/${offload_param}`];
+  if (!plan || typeof stage !== "number")
+    throw new Error("stage is 0 to 3, and a device none, cpu or nvme");
+  return plan;
+}
+
+const zeroOf = (config) => (config.zero_optimization ??= {});
+
+/** How a select changes the config, by its name. */
+const EDITS = {
+  stage: (config, value) => { zeroOf(config).stage = Number(value); },
+  precision: (config, value) => {
+    delete config.fp16;
+    delete config.bf16;
+    if (value !== "fp32") config[value] = { enabled: true };
+  },
+  offload_optimizer: (config, on) => offload(zeroOf(config), "offload_optimizer", on),
+  offload_param: (config, on) => offload(zeroOf(config), "offload_param", on),
+};
+
+function offload(zero, block, on) {
+  zero[block] = { ...(isObject(zero[block]) ? zero[block] : {}), device: on };
+  if (on === "nvme") zero[block].nvme_path ??= "files";
+  else delete zero[block].nvme_path;
+}
+
+/** Selects that change the text by changing what it means. */
+function selects(model, refused) {
+  const edit = (name, value) => {
+    try {
+      const config = parse(model.get("text"));
+      EDITS[name](config, value);
+      put(model, "text", JSON.stringify(config, null, 2));
+    } catch {
+      refused();
+    }
+  };
+  const same = (names) => names.map((name) => [name, String(name)]);
+  const all = Object.entries({
+    stage: ["Stage", same([0, 1, 2, 3])],
+    precision: ["Precision", same(["fp32", "bf16", "fp16"])],
+    offload_optimizer: ["Optimizer on", Object.entries(ON)],
+    offload_param: ["Parameters on", Object.entries(ON)],
+  }).map(([name, [title, options]]) => {
+    const input = make("select", { onchange: () => edit(name, input.value) },
+      ...options.map(([value, text]) => make("option", { value }, text)));
+    return [name, input, make("label", {}, make("span", { class: "name" }, title), input)];
+  });
+  const box = make("div", { class: "choices" }, ...all.map(([, , label]) => label));
+  const show = (chosen) => all.forEach(([name, input]) => { input.value = chosen[name]; });
+  return { box, show };
+}
+
+/** A bar for each place, in proportion to the fullest. */
+function places(palette) {
+  const rows = Object.entries(PLACES).map(([place, title]) => [place, title, row(palette, amount)]);
+  for (const [place, , { box }] of rows) box.dataset.place = place;
+  const box = make("div", { class: "chart" }, key(palette),
+    make("div", { class: "bars" }, ...rows.map(([, , one]) => one.box)));
+  /** bytes: of each category, by its name; plan: where it rests. */
+  const update = (bytes, plan) => {
+    const parts = (place) => STATES.map((name) =>
+      [name, plan[name][0] === place ? bytes[name] : 0]);
+    const total = (place) => parts(place).reduce((sum, [, b]) => sum + b, 0);
+    const longest = Math.max(...rows.map(([place]) => total(place)));
+    for (const [place, title, one] of rows)
+      one.update(title, parts(place), longest, amount(total(place)));
+  };
+  return { box, update };
+}
+
 function render({ model, el }) {
   const get = (name) => model.get(name);
-  const set = (name, value) => {
-    model.set(name, value);
-    model.save_changes();
-  };
-  const parse = () => {
-    const config = JSON.parse(get("text"));
-    if (!isObject(config)) throw new Error("a config is an object in braces");
-    return config;
-  };
-  /** Change the text by changing what it means. */
-  const edit = (change) => {
-    try {
-      const config = parse();
-      change(config);
-      set("text", JSON.stringify(config, null, 2));
-    } catch {
-      update();
-    }
-  };
-  const zeroOf = (config) => (config.zero_optimization ??= {});
-  const select = (title, options, change) => {
-    const input = make("select", { onchange: () => edit((c) => change(c, input.value)) },
-      ...options.map(([value, text]) => make("option", { value }, text)));
-    return { input, label: make("label", {}, title, input) };
-  };
-  const places = Object.entries(ON);
-  const offload = (block) => (config, on) => {
-    const old = zeroOf(config)[block];
-    zeroOf(config)[block] = { ...(isObject(old) ? old : {}), device: on };
-    if (on === "nvme") zeroOf(config)[block].nvme_path ??= "files";
-    else delete zeroOf(config)[block].nvme_path;
-  };
-  const controls = {
-    stage: select("Stage", [0, 1, 2, 3].map((s) => [s, String(s)]),
-      (config, value) => { zeroOf(config).stage = Number(value); }),
-    precision: select("Precision", ["fp32", "bf16", "fp16"].map((p) => [p, p]),
-      (config, value) => {
-        delete config.fp16;
-        delete config.bf16;
-        if (value !== "fp32") config[value] = { enabled: true };
-      }),
-    offload_optimizer: select("Optimizer on", places, offload("offload_optimizer")),
-    offload_param: select("Parameters on", places, offload("offload_param")),
-  };
+  const sizes = sliders(model, CONTROLS);
   const area = make("textarea", { spellcheck: "false", "aria-label": "The config, as JSON",
-    oninput: () => set("text", area.value) });
-  const slider = (min, max, step, name, from) => {
-    const input = make("input", { type: "range", min, max, step,
-      oninput: () => set(name, from(input.value)) });
-    const shown = make("span");
-    return { input, shown, label: make("label", { class: "wide" }, shown, input) };
-  };
-  const size = slider(8, 12, 0.01, "n_params", (x) => Number((10 ** x).toPrecision(3)));
-  const ranks = slider(0, 10, 1, "world_size", (x) => 2 ** x);
-  const stripe = "color-mix(in srgb, black 32%, transparent)";
-  const fills = Object.fromEntries(NAMES.map((name) => {
-    const { colour, striped } = get("palette")[name];
-    const stripes = `repeating-linear-gradient(135deg, ${stripe} 0 1px, transparent 1px 7px), `;
-    return [name, `background: ${striped ? stripes : ""}${colour};`];
-  }));
-  const rows = Object.fromEntries(Object.entries(PLACES).map(([place, title]) => {
-    const bar = make("div", { class: "bar", role: "img" });
-    const total = make("span", { class: "total" });
-    const box = make("div", { class: "row", "data-place": place },
-      make("span", {}, title), bar, total);
-    return [place, { box, bar, total }];
-  }));
-  const chart = make("div", { class: "chart" },
-    make("div", { class: "key" }, ...NAMES.map((name) => make("span", {},
-      make("span", { class: "swatch", style: fills[name] }), name))),
-    ...Object.values(rows).map((row) => row.box));
+    oninput: () => put(model, "text", area.value) });
+  const controls = selects(model, () => update());
+  const chart = places(get("palette"));
   const said = make("ul", { role: "status" });
-  const host = make("div", { class: "config-explorer" });
-  const root = host.attachShadow({ mode: "open" });
-  root.append(make("style", {}, STYLE),
-    make("div", { class: "box", role: "group", "aria-label": "Config explorer" },
-      make("div", { class: "sides" },
-        make("label", {}, "ds_config.json", area),
-        make("div", { class: "choices" }, ...Object.values(controls).map((c) => c.label),
-          size.label, ranks.label)),
-      chart, said));
-  const theme = document.body.dataset.jpThemeLight;
-  if (theme) host.style.colorScheme = theme === "false" ? "dark" : "light";
-  el.append(host);
-
   const say = (sentences) => said.replaceChildren(...sentences.map(([fine, text]) =>
     make("li", fine ? {} : { class: "wrong" }, text)));
-
-  const update = () => {
-    const [n, N] = [get("n_params"), get("world_size")];
-    size.input.value = Math.log10(n);
-    size.shown.textContent = `${Number((n / 1e9).toPrecision(3))}B parameters`;
-    ranks.input.value = Math.log2(N);
-    ranks.shown.textContent = N === 1 ? "1 rank" : `${N} ranks`;
-    if (area.value !== get("text")) area.value = get("text");
-    let config, chosen, plan;
-    try {
-      config = parse();
-      chosen = choices(config);
-      plan = get("plans")[`${chosen.stage}/${chosen.offload_optimizer}/${chosen.offload_param}`];
-      if (!plan || typeof chosen.stage !== "number") throw new Error("stage is 0 to 3, and a device none, cpu or nvme");
-    } catch (error) {
-      area.setAttribute("aria-invalid", "true");
-      chart.classList.add("old");
-      say([[false, `The config cannot be read: ${error.message}.`]]);
-      return;
-    }
-    area.setAttribute("aria-invalid", "false");
-    chart.classList.remove("old");
-    for (const [name, { input }] of Object.entries(controls)) input.value = chosen[name];
+  const judge = (fine) => {
+    area.setAttribute("aria-invalid", String(!fine));
+    chart.box.classList.toggle("old", !fine);
+  };
+  const draw = (config) => {
+    const [chosen, n, ranks] = [choices(config), get("n_params"), get("world_size")];
+    const plan = planOf(get("plans"), chosen);
     const cost = get("costs")[`${chosen.precision}/${chosen.optimizer}`];
-    const parts = Object.fromEntries(Object.keys(PLACES).map((place) => [place, {}]));
-    for (const name of NAMES) {
-      const [place, sharded] = plan[name];
-      parts[place][name] = (n / (sharded ? N : 1)) * cost[name];
-    }
-    const sum = (part) => Object.values(part).reduce((a, b) => a + b, 0);
-    const longest = Math.max(...Object.values(parts).map(sum));
-    for (const [place, { box, bar, total }] of Object.entries(rows)) {
-      const held = Object.entries(parts[place]);
-      bar.replaceChildren(...held.map(([name, b]) => make("div",
-        { style: `${fills[name]} width: ${(100 * b) / longest}%`, title: `${name} ${amount(b)}` })));
-      const words = held.map(([name, b]) => `${name} ${amount(b)}`).join(", ");
-      bar.setAttribute("aria-label", words || "nothing");
-      box.dataset.bytes = JSON.stringify(NAMES.map((name) => parts[place][name] ?? 0));
-      total.textContent = amount(sum(parts[place]));
-    }
+    controls.show(chosen);
+    chart.update(Object.fromEntries(STATES.map((name) =>
+      [name, (n / (plan[name][1] ? ranks : 1)) * cost[name]])), plan);
     say([
-      batch(config, get("sizes"), N),
+      batch(config, get("sizes"), ranks),
       ...strangers(config, get("known")).map((text) => [false, text]),
       ...Object.entries(plan.idle).map(([block, why]) =>
         [false, `zero_optimization.${block} has no effect: ${why}`]),
     ]);
   };
-  const names = "change:text change:n_params change:world_size";
-  model.on(names, update);
-  update();
-  return () => model.off(names, update);
+  const update = () => {
+    sizes.update();
+    if (area.value !== get("text")) area.value = get("text");
+    try {
+      draw(parse(get("text")));
+      judge(true);
+    } catch (error) {
+      judge(false);
+      say([[false, `The config cannot be read: ${error.message}.`]]);
+    }
+  };
+  const sides = make("div", { class: "sides" },
+    make("label", {}, make("span", { class: "name" }, "ds_config.json"), area),
+    make("div", {}, controls.box, sizes.box));
+  return mount({ model, el }, "Config explorer", ["text", ...Object.keys(CONTROLS)], STYLE,
+    [sides, chart.box, said], update);
 }
 
 export default { render };

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import traitlets
@@ -17,7 +16,8 @@ from minizero.config.refused import REFUSED
 from minizero.config.schema import walk
 from minizero.memory import OPTIMIZERS, PRECISIONS, Breakdown, Plan, estimate
 
-from .explorer import CATEGORIES, Explorable, palette
+from .explorable import Explorable, module, table
+from .explorer import PALETTE, STATES
 from .style import amount
 
 EXAMPLE = """{
@@ -40,7 +40,7 @@ class ConfigExplorer(Explorable):
     world_size: ranks, 1 to 1,024.
     """
 
-    _esm = Path(__file__).with_suffix(".js")
+    _esm = module("config_explorer.js")
 
     text = traitlets.Unicode(EXAMPLE).tag(sync=True)
     n_params = traitlets.Float(7e9, min=1e8, max=1e12).tag(sync=True)
@@ -49,13 +49,24 @@ class ConfigExplorer(Explorable):
     costs = traitlets.Dict().tag(sync=True)
     known = traitlets.Dict().tag(sync=True)
     sizes = traitlets.List([TOTAL, MICRO, STEPS]).tag(sync=True)
-    palette = traitlets.Dict().tag(sync=True)
+    palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     def __init__(self, config: dict[str, Any] | None = None, **controls: Any) -> None:
         if config is not None:
             controls["text"] = json.dumps(config, indent=2)
-        facts = {"plans": plans(), "costs": costs(), "known": known_keys()}
-        super().__init__(**facts, palette=palette(), **controls)
+        super().__init__(**controls)
+
+    @traitlets.default("plans")
+    def _plans(self) -> dict[str, Any]:
+        return plans()
+
+    @traitlets.default("costs")
+    def _costs(self) -> dict[str, Any]:
+        return costs()
+
+    @traitlets.default("known")
+    def _known(self) -> dict[str, Any]:
+        return known_keys()
 
     def breakdown(self) -> Breakdown:
         """The bytes that are shown; raises ConfigError for a config that is wrong.
@@ -77,19 +88,10 @@ class ConfigExplorer(Explorable):
         except ConfigError as error:
             return f"<p>{html.escape(str(error))}</p>"
         places = {"device": there, "host": there.host, "disk": there.disk}
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{amount(part.total)}</td></tr>"
-            for name, part in places.items()
-        )
-        return (
-            f"<table><caption>{self._title()}</caption>"
-            f"<tr><th>place</th><th>bytes a rank</th></tr>{rows}</table>"
-        )
+        rows = {name: amount(part.total) for name, part in places.items()}
+        return table(self._title(), ("place", "bytes a rank"), rows)
 
-    def _title(self) -> str:
-        return f"{self.n_params / 1e9:g}B parameters on {self.world_size} ranks"
-
-    def __repr__(self) -> str:
+    def describe(self) -> str:
         try:
             there = self.breakdown()
         except ConfigError as error:
@@ -99,6 +101,9 @@ class ConfigExplorer(Explorable):
             f"{amount(there.host.total)} on the host, {amount(there.disk.total)} "
             "on disk."
         )
+
+    def _title(self) -> str:
+        return f"{self.n_params / 1e9:g}B parameters on {self.world_size} ranks"
 
 
 def plans() -> dict[str, dict[str, Any]]:
@@ -139,7 +144,7 @@ def costs() -> dict[str, dict[str, float]]:
     return {
         f"{precision}/{optimizer}": {
             category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
-            for category in CATEGORIES
+            for category in STATES
         }
         for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
     }

@@ -11,16 +11,15 @@ from matplotlib.figure import Figure
 from minizero.config import Config
 
 from .lanes import PHASE_COLOURS
-from .plots import DASHES, STYLE, WIDTH
-from .style import GREY, LINES
+from .plots.base import STYLE, line, name_rows, single
+from .style import GREY
 
 
 @rc_context(STYLE)
 def config_map(config: Config) -> Figure:
     """Which keys of a config decide which object, and what that is then."""
     rows = decisions(config)
-    figure = Figure(figsize=(WIDTH, 0.3 + 0.46 * len(rows)))
-    axes = figure.add_subplot()
+    figure, axes = single(0.3 + 0.46 * len(rows))
     arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2}
     for y, (keys, made, what) in enumerate(rows):
         code: Any = {"family": "monospace", "fontsize": 8.5, "va": "center"}
@@ -101,8 +100,7 @@ def phase_bars(runs: Mapping[str, Mapping[str, float]]) -> Figure:
     """A bar a run: the milliseconds of forward, backward and step, stacked."""
     if not runs:
         raise ValueError("There is nothing to draw; give the phases of a run.")
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.42 * len(runs)))
-    axes = figure.add_subplot()
+    figure, axes = single(0.9 + 0.42 * len(runs))
     colours = PHASE_COLOURS | {"step": PHASE_COLOURS["update"]}
     labels: set[str] = set()
     for y, phases in enumerate(runs.values()):
@@ -112,9 +110,7 @@ def phase_bars(runs: Mapping[str, Mapping[str, float]]) -> Figure:
             axes.barh(y, length, 0.62, start, color=colours[name], label=label)
             labels.add(name)
             start += length
-    axes.set_yticks(range(len(runs)), list(runs))
-    axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.tick_params(left=False)
+    name_rows(axes, runs)
     axes.set_xlabel("milliseconds a step")
     axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
@@ -125,12 +121,9 @@ def rate_curves(rates: Mapping[str, Sequence[float]]) -> Figure:
     """A line a schedule: the learning rate of updates 1, 2, ..."""
     if not rates:
         raise ValueError("There is nothing to draw; give the rates of a schedule.")
-    figure = Figure(figsize=(WIDTH, 3.0))
-    axes = figure.add_subplot()
+    figure, axes = single(3.0)
     for i, (name, used) in enumerate(rates.items()):
-        style = DASHES[i % len(DASHES)]
-        x = range(1, len(used) + 1)
-        axes.plot(x, used, color=LINES[i % len(LINES)], linestyle=style, label=name)
+        axes.plot(range(1, len(used) + 1), used, label=name, **line(i))
     axes.set(xlabel="update", ylabel="learning rate")
     axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1), handlelength=2.6)
     return figure

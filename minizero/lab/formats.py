@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from .explorer import Explorable
-from .plots import STYLE, WIDTH
+from .explorable import Explorable, module, table
+from .plots.base import STYLE, WIDTH, single
 from .style import CATEGORY_COLOURS, GREY, LINES
 
 FORMATS = {
@@ -45,8 +44,7 @@ def smallest(dtype: torch.dtype) -> float:
 @rc_context(STYLE)
 def bit_layout() -> Figure:
     """A row of boxes for each format, a box for each bit."""
-    figure = Figure(figsize=(WIDTH, 2.4))
-    axes = figure.add_subplot()
+    figure, axes = single(2.4)
     for y, (_, exponent, significand) in enumerate(FORMATS.values()):
         widths = {"sign": 1, "exponent": exponent, "significand": significand}
         x = 0
@@ -122,8 +120,7 @@ def scale_history(scales: Sequence[float], updated: Sequence[bool]) -> Figure:
     """The loss scale of each step, and a cross where the step was skipped."""
     if not scales:
         raise ValueError("There are no steps to draw; train at least one.")
-    figure = Figure(figsize=(WIDTH, 2.4))
-    axes = figure.add_subplot()
+    figure, axes = single(2.4)
     steps = range(len(scales))
     axes.step(steps, scales, where="mid", color=LINES[0], linewidth=1.8)
     skipped = [step for step in steps if not updated[step]]
@@ -149,14 +146,15 @@ class FormatExplorer(Explorable):
     weight, update: powers of two, from -20 to 18 and from -30 to 16.
     """
 
-    _esm = Path(__file__).with_suffix(".js")
+    _esm = module("formats.js")
 
     weight = traitlets.Float(0.0, min=-20, max=18).tag(sync=True)
     update = traitlets.Float(-10.0, min=-30, max=16).tag(sync=True)
     formats: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
-    def __init__(self, **controls: Any) -> None:
-        formats = [
+    @traitlets.default("formats")
+    def _formats(self) -> list[dict[str, Any]]:
+        return [
             {
                 "name": name,
                 "digits": digits,
@@ -165,7 +163,6 @@ class FormatExplorer(Explorable):
             }
             for name, (dtype, _, digits) in FORMATS.items()
         ]
-        super().__init__(formats=formats, **controls)
 
     def kept(self) -> dict[str, float]:
         """By format: what the sum gained over the weight, as a share of the update."""
@@ -178,15 +175,12 @@ class FormatExplorer(Explorable):
         return shares
 
     def fallback(self) -> str:
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{share:.0%}</td></tr>"
-            for name, share in self.kept().items()
-        )
-        return (
-            f"<table><caption>2^{self.update:g} added to 2^{self.weight:g}</caption>"
-            f"<tr><th>format</th><th>kept of the update</th></tr>{rows}</table>"
-        )
+        rows = {name: f"{share:.0%}" for name, share in self.kept().items()}
+        return table(self._title(), ("format", "kept of the update"), rows)
 
-    def __repr__(self) -> str:
+    def describe(self) -> str:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in self.kept().items())
-        return f"2^{self.update:g} added to 2^{self.weight:g}: kept of it {shares}."
+        return f"{self._title()}: kept of it {shares}."
+
+    def _title(self) -> str:
+        return f"2^{self.update:g} added to 2^{self.weight:g}"

@@ -16,7 +16,7 @@ from minizero.index import parse_index
 from minizero.launch import device, world_size
 
 if TYPE_CHECKING:
-    from .train import Job
+    from .job import Job
 
 # what a job that goes on may change: not what its losses depend on
 FREE = {"stage", "offload_optimizer", "offload_param", "nvme", "overlap"}

@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 
 from minizero.machine import Interval
 
-from .plots import STYLE, WIDTH
-from .style import GREY, OP_COLOURS
+from .plots.base import STYLE, WIDTH, legend, name_rows, single, waiting
+from .style import GREY, OP_COLOURS, ink
 
 PHASE_COLOURS = {
     "forward": "#2AAB7F",
@@ -32,8 +32,7 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
     """
     if not any(steps.values()):
         raise ValueError("There is nothing to draw; give the intervals of a step.")
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(steps)))
-    axes = figure.add_subplot()
+    figure, axes = single(0.9 + 0.62 * len(steps))
     for row, intervals in enumerate(steps.values()):
         for interval in intervals:
             computes = interval.lane == "compute"
@@ -51,9 +50,7 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
                 linewidth=0,
                 alpha=None if computes else 0.8,
             )
-    axes.set_yticks(range(len(steps)), list(steps))
-    axes.set_ylim(len(steps) - 0.5, -0.5)
-    axes.tick_params(left=False)
+    name_rows(axes, steps)
     axes.set_xlabel("milliseconds")
     used = {interval.what for step in steps.values() for interval in step}
     patches = [
@@ -61,15 +58,36 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
         for what, colour in (PHASE_COLOURS | OP_COLOURS).items()
         if what in used
     ]
-    patches.append(
-        Patch(facecolor="none", edgecolor=GREY, hatch="//////", label="waiting")
-    )
-    figure.legend(
-        handles=patches,
-        loc="outside upper left",
-        ncols=len(patches),
-        handlelength=1.4,
-        columnspacing=1.2,
-        borderpad=0,
-    )
+    legend(figure, [*patches, waiting()])
+    return figure
+
+
+@rc_context(STYLE)
+def stacked(
+    runs: Mapping[str, Sequence[Interval]], colours: Mapping[str, str]
+) -> Figure:
+    """A panel a run, and in it a row a lane; a bar has the name of its unit.
+
+    runs: intervals by label, in seconds. colours: by lane, from the top.
+    """
+    start = {name: min(i.begin for i in run) for name, run in runs.items()}
+    took = {name: max(i.end for i in run) - start[name] for name, run in runs.items()}
+    longest = 1e3 * max(took.values())
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.05 * len(runs)))
+    panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        for piece in run:
+            width, y = 1e3 * (piece.end - piece.begin), list(colours).index(piece.lane)
+            left, face = 1e3 * (piece.begin - start[name]), colours[piece.lane]
+            look = {"color": face, "edgecolor": "#FFFFFF", "linewidth": 0.8}
+            axes.barh(y, width, 0.8, left, **look)
+            if width > longest / 50:
+                middle = left + width / 2, y
+                look = {"ha": "center", "va": "center", "color": ink(face)}
+                axes.text(*middle, piece.unit, fontsize=8.5, **look)
+        title = f"{name}: {1e3 * took[name]:.3g} ms"
+        axes.set_title(title, loc="left", fontsize=9.5, color=GREY)
+        name_rows(axes, colours)
+        axes.set_xlim(0, longest)
+    panels[-1].set_xlabel("milliseconds")
     return figure

@@ -11,10 +11,12 @@ from matplotlib.figure import Figure
 
 from minizero.bandwidth import efficiency, intensity
 from minizero.files import AsyncFiles, aligned_buffer
+from minizero.machine import Interval
 from minizero.pieces import Span
 from minizero.scratch import RunFolder
 
-from .plots import DASHES, STYLE, WIDTH
+from .lanes import stacked
+from .plots.base import DASHES, STYLE, WIDTH, line, single
 from .style import CATEGORY_COLOURS, GREY, LINES
 
 LANES = {
@@ -48,8 +50,7 @@ def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
 
     rates: by queue depth, bytes a second written and read.
     """
-    figure = Figure(figsize=(WIDTH, 2.6))
-    axes = figure.add_subplot()
+    figure, axes = single(2.6)
     for i, name in enumerate(("write", "read")):
         values = [pair[i] / 1e9 for pair in rates.values()]
         axes.plot(
@@ -67,35 +68,13 @@ def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
     return figure
 
 
-@rc_context(STYLE)
 def lanes_figure(timelines: Mapping[str, Sequence[Span]]) -> Figure:
-    """Three lanes for each run, in milliseconds; pieces as bars."""
-    figure = Figure(figsize=(WIDTH, 0.7 + 1.1 * len(timelines)))
-    ends = {
-        name: 1e3 * (max(s.finished for s in spans) - min(s.started for s in spans))
+    """Three lanes for each run, in milliseconds; units in the bars."""
+    runs = {
+        name: [Interval(s.lane, s.lane, s.unit, s.started, s.finished) for s in spans]
         for name, spans in timelines.items()
     }
-    for place, (name, spans) in enumerate(timelines.items(), 1):
-        axes = figure.add_subplot(len(timelines), 1, place)
-        zero = min(s.started for s in spans)
-        for span in spans:
-            axes.barh(
-                list(LANES).index(span.lane),
-                1e3 * (span.finished - span.started),
-                0.8,
-                1e3 * (span.started - zero),
-                color=LANES[span.lane],
-                edgecolor="#FFFFFF",
-                linewidth=0.8,
-            )
-        axes.set_title(f"{name}: {ends[name]:.0f} ms", loc="left", color=GREY)
-        axes.set_yticks(range(len(LANES)), list(LANES))
-        axes.set(xlim=(0, max(ends.values())), ylim=(2.6, -0.6))
-        axes.tick_params(left=False)
-        if place < len(timelines):
-            axes.tick_params(labelbottom=False)
-    axes.set_xlabel("milliseconds")
-    return figure
+    return stacked(runs, LANES)
 
 
 def _curves(
@@ -108,9 +87,8 @@ def _curves(
         axes.plot(
             [b / 1e9 for b in bandwidths],
             [100 * efficiency(ait, b, peak) for b in bandwidths],
-            color=LINES[i % len(LINES)],
-            linestyle=DASHES[i % len(DASHES)],
             label=f"{batch}",
+            **line(i),
         )
     axes.set_xscale("log")
     axes.set(ylim=(0, 100), xlim=(0.1, 1e4))
@@ -155,14 +133,13 @@ def point_figure(
     predicted: by tokens a step (operations a byte, efficiency). bandwidth, peak: of
     the curve, bytes and operations a second. measured: efficiency by tokens.
     """
-    figure = Figure(figsize=(WIDTH, 2.9))
-    axes = figure.add_subplot()
+    figure, axes = single(2.9)
     aits = [ait for ait, _ in predicted.values()]
     low, high = min(aits) / 4, max(aits) * 4
-    line = [low * (high / low) ** (i / 100) for i in range(101)]
+    curve = [low * (high / low) ** (i / 100) for i in range(101)]
     axes.plot(
-        line,
-        [100 * efficiency(ait, bandwidth, peak) for ait in line],
+        curve,
+        [100 * efficiency(ait, bandwidth, peak) for ait in curve],
         color=LINES[0],
         label="formula",
     )
@@ -177,8 +154,9 @@ def point_figure(
         axes.annotate(
             f"{tokens:,} tokens",
             (ait, 100 * measured[tokens]),
-            xytext=(6, -12),
+            xytext=(-7, 5),
             textcoords="offset points",
+            ha="right",
             fontsize=8.5,
             color=GREY,
         )

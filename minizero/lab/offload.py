@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from minizero.machine import Interval
 from minizero.memory import PRECISIONS, Plan
 
-from .plots import STYLE, WIDTH
-from .style import CATEGORY_COLOURS, GREY, amount, ink
+from .lanes import stacked
+from .plots.base import STYLE, end_label, name_rows, no_numbers, single
+from .style import CATEGORY_COLOURS, GREY, amount
 
 
 def crossing(
@@ -41,20 +41,17 @@ def crossing(
     return down + inward, up + outward
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One unit's time in one lane: "in", "update" or "out"; seconds."""
-
-    lane: str
-    unit: str
-    start: float
-    end: float
+LANES = {
+    "in": CATEGORY_COLOURS["gradients"],
+    "update": CATEGORY_COLOURS["optimizer"],
+    "out": CATEGORY_COLOURS["parameters"],
+}
+"""What happens to a unit, in this order, and the colour of its lane."""
 
 
-LANES = ("in", "update", "out")
-
-
-def rounds(units: Mapping[str, Sequence[float]], pipelined: bool = True) -> list[Bar]:
+def rounds(
+    units: Mapping[str, Sequence[float]], pipelined: bool = True
+) -> list[Interval]:
     """When each unit comes in, is updated and goes out.
 
     units: seconds of the three, by unit. Pipelined, in(i+1), update(i) and out(i-1)
@@ -62,7 +59,7 @@ def rounds(units: Mapping[str, Sequence[float]], pipelined: bool = True) -> list
     order, and one comes in when the one before the last is out of its block. Else
     everything follows everything.
     """
-    bars: list[Bar] = []
+    bars: list[Interval] = []
     free = dict.fromkeys(LANES, 0.0)
     gone = [0.0, 0.0]  # when the last but one unit, and the last, are out
     for unit, seconds in units.items():
@@ -70,49 +67,14 @@ def rounds(units: Mapping[str, Sequence[float]], pipelined: bool = True) -> list
         for lane, taken in zip(LANES, seconds, strict=True):
             start = max(now, free[lane]) if pipelined else max(now, gone[1])
             now = free[lane] = start + taken
-            bars.append(Bar(lane, unit, start, now))
+            bars.append(Interval(lane, lane, unit, start, now))
         gone = [gone[1], now]
     return bars
 
 
-@rc_context(STYLE)
-def rounds_figure(runs: Mapping[str, Sequence[Bar]]) -> Figure:
+def rounds_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     """A row of three lanes for each run, in milliseconds; units in the bars."""
-    colours = {
-        "in": CATEGORY_COLOURS["gradients"],
-        "update": CATEGORY_COLOURS["optimizer"],
-        "out": CATEGORY_COLOURS["parameters"],
-    }
-    figure = Figure(figsize=(WIDTH, 0.7 + 1.05 * len(runs)))
-    last = max(bar.end for bars in runs.values() for bar in bars) * 1e3
-    for place, (name, bars) in enumerate(runs.items(), 1):
-        axes = figure.add_subplot(len(runs), 1, place)
-        for bar in bars:
-            face = colours[bar.lane]
-            start, width = bar.start * 1e3, (bar.end - bar.start) * 1e3
-            y = LANES.index(bar.lane)
-            axes.barh(
-                y, width, 0.8, start, color=face, edgecolor="#FFFFFF", linewidth=0.8
-            )
-            if width > last / 50:
-                axes.text(
-                    start + width / 2,
-                    y,
-                    bar.unit,
-                    ha="center",
-                    va="center",
-                    fontsize=8.5,
-                    color=ink(face),
-                )
-        end = max(bar.end for bar in bars) * 1e3
-        axes.set_title(f"{name}: {end:.1f} ms", loc="left", fontsize=9.5, color=GREY)
-        axes.set_yticks(range(3), LANES)
-        axes.set(xlim=(0, last), ylim=(2.6, -0.6))
-        axes.tick_params(left=False)
-        if place < len(runs):
-            axes.tick_params(labelbottom=False)
-    axes.set_xlabel("milliseconds")
-    return figure
+    return stacked(runs, LANES)
 
 
 @rc_context(STYLE)
@@ -121,8 +83,7 @@ def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
 
     plans: by name the bytes a parameter by category, down and up.
     """
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.42 * len(plans)))
-    axes = figure.add_subplot()
+    figure, axes = single(0.9 + 0.42 * len(plans))
     longest = max(sum(way.values()) for ways in plans.values() for way in ways)
     used = []
     for y, ways in enumerate(plans.values()):
@@ -133,14 +94,12 @@ def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
                 used.append(category)
                 axes.barh(y, sign * nbytes, 0.62, left, color=face)
                 left += sign * nbytes
-            _total(axes, left, y, sign)
+            end_label(axes, left, y, amount(abs(left)), sign)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_yticks(range(len(plans)), list(plans))
+    name_rows(axes, plans)
+    no_numbers(axes)
     axes.set(ylim=(len(plans) - 0.5, -0.7), xlim=(-1.3 * longest, 1.3 * longest))
-    axes.set_xticks([])
-    axes.tick_params(left=False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_visible(False)
     for x, text in ((-0.5, "down to the host"), (0.5, "up to the device")):
         axes.text(x * longest, -0.75, text, ha="center", va="bottom")
     figure.legend(
@@ -153,15 +112,3 @@ def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
         ncols=len(CATEGORY_COLOURS),
     )
     return figure
-
-
-def _total(axes: Axes, x: float, y: int, sign: int) -> None:
-    axes.annotate(
-        amount(abs(x)),
-        (x, y),
-        xytext=(5 * sign, 0),
-        textcoords="offset points",
-        ha="left" if sign > 0 else "right",
-        va="center",
-        fontweight="bold",
-    )

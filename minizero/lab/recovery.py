@@ -3,8 +3,8 @@
     torchrun --max-restarts 3 -m minizero.lab.recovery FOLDER --kill 7:1
 
 `FOLDER/losses` gets a line for each event, in the order in which they happen:
-"start 0" or "resume 6" when the job begins at a step, "loss 6 0x1.62e..." when it has
-made one, "saved 8" when the checkpoint before step 8 is known to be whole.
+"start 0 2" or "resume 6 2" when the job begins at a step, on 2 ranks; "loss 6 0x1.6..."
+when it has made one; "saved 8" when the checkpoint before step 8 is known to be whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Job:
     background: bytes that may be written behind the next steps.
     dropout: draws on each rank's random state. At another number of ranks other
         numbers are drawn, so losses can be compared there only without it.
-    pause: seconds added to each step, so that somebody can come between.
     """
 
     folder: str
@@ -55,7 +54,6 @@ class Job:
     keep: int = 2
     background: int = 0
     dropout: float = 0.0
-    pause: float = 0.0
     fp16: bool = False
 
 
@@ -64,12 +62,14 @@ class History:
     """What a job has written down, over all its lives.
 
     losses: by step. starts: the step where each life began; the first is 0.
+    ranks: of each life.
     saved: the step before which the newest checkpoint known to be whole was made.
     made: steps made in each life. differing: steps whose losses two lives disagree on.
     """
 
     losses: dict[int, float]
     starts: list[int]
+    ranks: list[int]
     made: list[int]
     saved: int
     differing: list[int]
@@ -110,7 +110,7 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
     net = build(job)
     schedule = torch.optim.lr_scheduler.ExponentialLR(net.optimizer, 0.99)
     first = restore(net, schedule, folder)
-    note(folder, f"resume {first}" if first else "start 0")
+    note(folder, f"{'resume' if first else 'start'} {first} {world_size()}")
     saving: Saving | None = None
     for step in range(first, job.steps):
         at("step", step)
@@ -123,7 +123,6 @@ def train(job: Job, at: Callable[[str, int], None] = lambda what, step: None) ->
         mean = loss.detach().clone().view(1)
         comm.all_reduce(mean)
         note(folder, f"loss {step} {(mean.item() / world_size()).hex()}")
-        time.sleep(job.pause)
         if (step + 1) % job.every == 0:
             at("save", step + 1)
             if saving:
@@ -169,7 +168,7 @@ def note(folder: Path, line: str) -> None:
 
 def history(folder: str | Path) -> History:
     """What the job in `folder` has written down so far."""
-    seen = History({}, [], [], 0, [])
+    seen = History({}, [], [], [], 0, [])
     path = Path(folder, "losses")
     for line in path.read_text().splitlines() if path.exists() else ():
         what, step, *value = line.split()
@@ -182,18 +181,27 @@ def history(folder: str | Path) -> History:
             seen.saved = int(step)
         else:
             seen.starts.append(int(step))
+            seen.ranks.append(int(value[0]))
             seen.made.append(0)
     return seen
 
 
-def killer(folder: Path, orders: Sequence[str]) -> Callable[[str, int], None]:
-    """Kills this process when its turn comes: "7:1" is rank 1 at step 7, once.
+def interruption(
+    folder: Path, kills: Sequence[str], hold: int | None
+) -> Callable[[str, int], None]:
+    """What happens to this process as its steps begin.
 
-    A file in the folder says that it has been done, to the ranks that come after.
+    kills: "7:1" kills rank 1 at step 7, once: a file in the folder tells the ranks that
+        come after.
+    hold: a step that waits until the folder has a file named "go".
     """
 
     def at(what: str, step: int) -> None:
-        if what == "step" and f"{step}:{rank()}" in orders:
+        if what != "step":
+            return
+        while step == hold and not (folder / "go").exists():
+            time.sleep(0.05)
+        if f"{step}:{rank()}" in kills:
             with contextlib.suppress(FileExistsError):
                 (folder / f"killed-{step}-{rank()}").touch(exist_ok=False)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -211,14 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.add_argument(f"--{name}", type=kind, default=default.default)
     parser.add_argument("--fp16", action="store_true")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK")
+    parser.add_argument("--hold", type=int, metavar="STEP", help="wait for FOLDER/go")
     parser.add_argument("--timeout", type=float, help="seconds for a collective")
     options = vars(parser.parse_args(arguments))
-    orders, timeout = options.pop("kill"), options.pop("timeout")
+    kills, hold, timeout = (options.pop(name) for name in ("kill", "hold", "timeout"))
     torch.set_num_threads(1)
     init_distributed("gloo", timeout)
     job = Job(**options)
     Path(job.folder).mkdir(parents=True, exist_ok=True)
-    train(job, killer(Path(job.folder), orders))
+    train(job, interruption(Path(job.folder), kills, hold))
 
 
 if __name__ == "__main__":

@@ -65,11 +65,11 @@ def amount(nbytes: float) -> str:
     """Bytes in words, in decimal units and four digits at most: "38.5 GB"."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
-            return f"{_short(nbytes / size)} {unit}"
-    return f"{_short(nbytes)} B"
+            return f"{short(nbytes / size)} {unit}"
+    return f"{short(nbytes)} B"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """At most four digits and no trailing zero: "112", "26.25", "0.4"."""
     decimals = max(0, 4 - len(str(int(abs(number)))))
     text = f"{number:,.{min(decimals, 2)}f}"

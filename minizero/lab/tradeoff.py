@@ -19,7 +19,17 @@ from minizero.tracker import Sample, Tracker
 
 from .activations import Lines
 from .gpt import GPT, GPTConfig
-from .plots import COLUMNS, DASHES, STYLE, WIDTH
+from .plots.base import (
+    STYLE,
+    WIDTH,
+    end_label,
+    legend,
+    line,
+    name_rows,
+    no_numbers,
+    single,
+)
+from .plots.memory import COLUMNS
 from .style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 
 MARKERS = "osD^vP*Xp"
@@ -129,15 +139,7 @@ def tradeoff(points: Mapping[str, Point]) -> Figure:
     left.set_xlabel("operations, relative")
     right.set_xlabel("time of a step, relative")
     left.set_ylim(0)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper left",
-        ncols=3,
-        handletextpad=0.2,
-        borderpad=0,
-    )
+    legend(figure, left.get_legend_handles_labels()[0], columns=3)
     return figure
 
 
@@ -155,8 +157,7 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
     Each run's changes of memory stand at equal distances, forward in the left half
     and backward in the right.
     """
-    figure = Figure(figsize=(WIDTH, 3.1))
-    axes = figure.add_subplot()
+    figure, axes = single(3.1)
     for i, (name, samples) in enumerate(runs.items()):
         middle = next(i for i, s in enumerate(samples) if s.event == "backward")
         for part, (a, b) in enumerate(((0, middle), (middle, len(samples) - 1))):
@@ -170,10 +171,9 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
             axes.plot(
                 x,
                 y,
-                color=LINES[i % len(LINES)],
-                linestyle=DASHES[i % len(DASHES)],
                 linewidth=1.6,
                 label=name if not part else None,
+                **line(i),
             )
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set(xlim=(0, 2), ylabel="activations, MB")
@@ -187,8 +187,7 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
 @rc_context(STYLE)
 def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
     """One bar a label: the bytes that a block saves, cut by operator."""
-    figure = Figure(figsize=(WIDTH, 0.7 + 0.5 * len(blocks)))
-    axes = figure.add_subplot()
+    figure, axes = single(0.7 + 0.5 * len(blocks))
     longest = max(sum(lines.values()) for lines in blocks.values())
     face = CATEGORY_COLOURS["activations"]
     for y, lines in enumerate(blocks.values()):
@@ -199,19 +198,10 @@ def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
             )
             _name(axes, left + nbytes / 2, y, module, nbytes / longest, face)
             left += nbytes
-        axes.annotate(
-            amount(left),
-            (left, y),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontweight="bold",
-        )
-    axes.set_yticks(range(len(blocks)), list(blocks))
-    axes.set_ylim(len(blocks) - 0.5, -0.5)
+        end_label(axes, left, y, amount(left))
+    name_rows(axes, blocks)
+    no_numbers(axes)
     axes.set_xlim(0, longest * 1.14)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.spines["bottom"].set_visible(False)
     return figure
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minizero import comm, zero
-from minizero.activations import Checkpointing, checkpoint_units
+from minizero.activations import checkpoint_units
 from minizero.ddp import DataParallel
 from minizero.launch import device, rank, world_size
-from minizero.ledger import Ledger
-from minizero.memory import Plan, estimate
 from minizero.nvme import NVMe
 from minizero.offload import Offload
 from minizero.overlap import Overlap
@@ -28,102 +22,12 @@ from minizero.tracker import Tracker
 from minizero.zero3 import parallelize
 
 from . import keeper
-from .corpus import Corpus, rows_per_rank
-from .gpt import GPT, GPTConfig, count_parameters, decay_groups
+from .corpus import Corpus
+from .gpt import GPT, count_parameters, decay_groups
+from .job import Job
+from .report import STATE, Report, expected, in_files, on_host, title, volume, write
 
-STATE = ("parameters", "gradients", "optimizer")
-CHECKS = ("gradient norm", "overflow")  # what is sent besides the states
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, and how; the fields are the options of the command line.
-
-    batch: sequences in the global batch, over all ranks.
-    clip: largest global norm of the gradient.
-    precision: "fp32", "bf16" or "fp16"; the last two with fp32 master weights.
-    offload_optimizer, offload_param: "cpu" or "nvme", or None for the device.
-    nvme: folder for what is on "nvme".
-    overlap: communicate while computing. checkpointing: "none", "selective", "full".
-    save_every: steps between two checkpoints in `out`; None for no checkpoints.
-    keep: how many of them stay. resume: go on from the newest, if there is one.
-    """
-
-    stage: int = 3
-    model: str = "1m"
-    steps: int = 200
-    batch: int = 16
-    sequence: int = 128
-    lr: float = 2e-3
-    clip: float = 1.0
-    weight_decay: float = 0.1
-    precision: str = "fp32"
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    nvme: str | None = None
-    overlap: bool = False
-    checkpointing: str = "none"
-    seed: int = 0
-    data: str | None = None
-    out: str = "runs/train"
-    save_every: int | None = None
-    keep: int = 2
-    resume: bool = False
-
-    def check(self, ranks: int) -> None:
-        """Find bad input before any rank is started; raises ValueError or OSError."""
-        estimate(1, ranks, self.plan(), self.precision)
-        Checkpointing(self.checkpointing)
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, not {self.steps}")
-        if not self.lr > 0 or not self.clip > 0:
-            raise ValueError(f"lr and clip must be above 0, not {self.lr}, {self.clip}")
-        self.config()
-        keeper.check(self)
-        rows_per_rank(self.batch, ranks)
-        Corpus(self.data).batch(0, 0, ranks, self.batch, self.sequence)
-        Path(self.out).mkdir(parents=True, exist_ok=True)
-
-    def plan(self) -> Plan:
-        return Plan.stage(self.stage, self.offload_optimizer, self.offload_param)
-
-    def config(self) -> GPTConfig:
-        config = GPTConfig.named(self.model)
-        if not 1 <= self.sequence <= config.sequence:
-            raise ValueError(
-                f"sequence must be between 1 and {config.sequence} for the model "
-                f"{self.model!r}, not {self.sequence}"
-            )
-        return config
-
-
-@dataclass
-class Report:
-    """What one rank measured; bytes are live bytes between two steps.
-
-    `formula` and `measured`: bytes by category, on the device and off it. `overhead`:
-    the bytes of padding and of the optimizer's step counters, which the formula
-    leaves out.
-    `sent`: elements a step by what sent them, on average. `sent_formula`: theirs.
-    `skipped_steps`: steps without an update, as a gradient was not finite in fp16.
-    """
-
-    plan: str
-    ranks: int
-    n_params: int
-    losses: list[float]
-    valid_loss: float
-    tokens_per_second: float
-    measured: dict[str, int]
-    formula: dict[str, float]
-    overhead: dict[str, int]
-    peak: int
-    sent: dict[str, float]
-    sent_formula: float
-    sent_padding: float
-    skipped_steps: int
-    sample: str
 
 
 def build(job: Job) -> tuple[DataParallel, int]:
@@ -273,126 +177,3 @@ def sample(net: DataParallel, corpus: Corpus, job: Job, length: int = 200) -> st
     text = prompt + model.generate(prompt, length, 0.7, generator)
     shown = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in shown)
-
-
-def title(job: Job) -> str:
-    """The plan in words."""
-    parts = [f"stage {job.stage}", job.precision]
-    for what, place in (
-        ("optimizer", job.offload_optimizer),
-        ("parameters", job.offload_param),
-    ):
-        if place:
-            parts.append(f"{what} on {place}")
-    return ", ".join(parts)
-
-
-def on_host(category: str) -> str:
-    """How a report calls what rests in host memory."""
-    return f"{category}, host"
-
-
-def in_files(category: str) -> str:
-    """How a report calls what rests on disk."""
-    return f"{category}, disk"
-
-
-def expected(net: DataParallel, n_params: int, job: Job) -> dict[str, Any]:
-    """Bytes between steps by the formula, and what it leaves out."""
-
-    def placed(n: float) -> dict[str, float]:
-        guess = estimate(n, world_size(), job.plan(), job.precision)
-        device = {c: getattr(guess, c) for c in STATE}
-        host = {on_host(c): getattr(guess.host, c) for c in STATE}
-        return device | host | {in_files(c): getattr(guess.disk, c) for c in STATE}
-
-    formula = placed(n_params)
-    flats = [flat for unit in net.units for flat in unit.trainable]
-    padded = placed(sum(flat.padded for flat in flats))
-    overhead = {c: round(padded[c] - formula[c]) for c in formula}
-    counters = sum(len(group["params"]) for group in net.optimizer.param_groups) * 4
-    optimizer = on_host("optimizer") if job.offload_optimizer else "optimizer"
-    overhead[optimizer] += counters
-    return {"formula": formula, "overhead": overhead}
-
-
-def volume(
-    net: DataParallel, n_params: int, calls: Ledger, steps: int, updates: int
-) -> dict[str, Any]:
-    """Elements sent a step by this rank, by the ledger and by the formula."""
-    counted: dict[str, int] = {}
-    per: dict[str, int] = {}  # steps
-    for call in calls:
-        if call.phase in ("forward", "backward", "step"):
-            what = call.unit if call.unit in CHECKS else call.op
-            name = f"{call.phase}: {what}"
-            updating = call.phase == "step" and call.unit not in CHECKS
-            times = updates if updating else steps
-            counted[name] = counted.get(name, 0) + call.sent
-            per[name] = times
-    factor = 3 if net.plan.parameters.sharded else 2
-    share = (world_size() - 1) / world_size()
-    flats = [flat for unit in net.units for flat in unit.flats]
-    padding = sum(flat.padded for flat in flats) - n_params
-    return {
-        "sent": {name: n / per[name] for name, n in counted.items()},
-        "sent_formula": factor * n_params * share,
-        "sent_padding": factor * padding * share,
-    }
-
-
-def write(job: Job, report: Report, weights: dict[str, torch.Tensor]) -> None:
-    """The weights, the report as data, and the loss curve as a picture."""
-    from .plots import loss_curves
-
-    out = Path(job.out)
-    # a file has no two names for one tensor: tied weights are written twice
-    save_file({k: v.clone() for k, v in weights.items()}, out / "weights.safetensors")
-    (out / "report.json").write_text(
-        json.dumps({"job": asdict(job), **asdict(report)}, indent=1)
-    )
-    name = f"{job.model}, {report.plan}, {report.ranks} ranks"
-    figure = loss_curves({name: report.losses})
-    figure.savefig(out / "loss.png", dpi=160, bbox_inches="tight")
-
-
-def describe(job: Job, report: Report) -> str:
-    """The report as text: loss, bytes beside their formula, elements beside theirs."""
-    lines = [
-        f"{report.n_params:,} parameters, {report.plan}, {report.ranks} ranks: "
-        f"loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}, "
-        f"{report.valid_loss:.3f} on held-out text, "
-        f"{report.tokens_per_second:,.0f} tokens/s"
-        + (f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""),
-        "",
-        "Bytes on a rank between two steps. The formula leaves out the padding to "
-        "equal",
-        "shards and the optimizer's step counters:",
-        f"{'':18}{'measured':>14}{'formula':>14}{'left out':>14}   equal",
-    ]
-    for c, m in report.measured.items():
-        f, o = report.formula[c], report.overhead[c]
-        same = "yes" if abs(f + o - m) < 1 else "NO"
-        if m or f:
-            lines.append(f"{c:18}{m:14,}{f:14,.0f}{o:14,}   {same}")
-    lines += [
-        f"{'device, peak':18}{report.peak:14,}   with activations and all else",
-        "",
-        "Elements that rank 0 sent a step:",
-    ]
-    lines += [f"{name:28}{n:14,.0f}" for name, n in report.sent.items()]
-    states = sum(
-        n for name, n in report.sent.items() if name.partition(": ")[2] not in CHECKS
-    )
-    formula, padding = report.sent_formula, report.sent_padding
-    same = "yes" if abs(states - formula - padding) < 1 else "NO"
-    lines += [
-        f"{'all but norm and overflow':28}{states:14,.0f}",
-        f"{'formula + padding':28}{formula + padding:14,.0f}   equal: {same}",
-        "",
-        "A sample:",
-        report.sample,
-        "",
-        f"Written to {job.out}: loss.png, weights.safetensors, report.json",
-    ]
-    return "\n".join(lines)

@@ -3,6 +3,7 @@
 It knows nothing of tensors or process groups. In the order to read it:
 
 - `worker`: what runs in a rank;
+- `server`: the process that ranks are forked from, and `forking`, its parent's side;
 - `child`: one rank, seen from its parent;
 - `output`: what the ranks print, in rank order;
 - `board`: what each rank is doing, readable while it is blocked;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import re
@@ -11,56 +12,62 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-import torch.multiprocessing
-
 from . import worker
+from .faults import LOST, RankError
+from .interrupts import uninterrupted
 from .output import Printer
+
+if sys.platform == "linux":
+    from . import forking
+    from .forking import Process
+else:
+    Process = multiprocessing.get_context("spawn").Process
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 PATIENCE = 2.0  # seconds that an interrupted rank has to come back
 LEAVE = 10.0  # seconds that ranks have to end when they are told to
 
 
-def _context() -> ForkServerContext | SpawnContext:
-    """How a rank's process comes to be.
+def prepare() -> None:
+    """Makes ready what a start of ranks needs, if it takes long.
 
-    To import torch takes seconds. A server does it once, and ranks are forked from it.
-    It has nothing of this process: no CUDA, which does not survive a fork, no threads,
-    and no module of the reader's, so ranks import those as they are now. The libraries
-    of other systems than Linux do not survive a fork either, so there each rank starts
-    from nothing.
+    To import torch takes seconds, so on Linux a server does it once, and ranks are
+    forked from that. The libraries of other systems do not survive a fork; there each
+    rank starts from nothing.
     """
-    if sys.platform != "linux":
-        return torch.multiprocessing.get_context("spawn")
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "cloudpickle"])
-    return context
+    if sys.platform == "linux":
+        forking.SERVERS.current()
 
 
 class Child:
     """A rank's process, the pipes to it, and what it has printed."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        context = _context()
         self.rank = rank
         self.printer = Printer(rank)
-        self.tasks, tasks = context.Pipe()
-        reader, writer = context.Pipe(duplex=False)
+        self.tasks, tasks = Pipe()
+        reader, writer = Pipe(duplex=False)
         os.set_blocking(reader.fileno(), False)
         self.output: Connection | None = reader
         self._stack = folder / f"stack{rank}"
-        self.process = context.Process(
+        self.process: BaseProcess = Process(
             target=worker.serve,
             args=(rank, ranks, folder, dict(os.environ), tasks, writer),
         )
-        self.process.start()
-        tasks.close()
-        writer.close()
+        try:
+            self.process.start()
+        except OSError as error:
+            self.tasks.close()
+            reader.close()
+            raise RankError(f"rank {rank} cannot be started: {error}.", rank) from None
+        finally:
+            tasks.close()
+            writer.close()
 
     def alive(self) -> bool:
         """Whether its process runs."""
@@ -110,12 +117,20 @@ class Child:
     def how_it_ended(self) -> str:
         """Its exit code or signal, in words that follow the rank's name."""
         code = self.process.exitcode
+        if code == LOST:
+            return "lost: the process that ranks are forked from has ended."
         if code is None or code >= 0:
-            return f"left with exit code {code} before it had finished."
+            before = "" if self._stack.exists() else self._said()
+            return f"left with exit code {code} before it had finished.{before}"
         names = {int(number): number.name for number in signal.Signals}
         short = code == -signal.SIGKILL
         hint = " The system does that when memory runs out." if short else ""
         return f"was killed by {names.get(-code, f'signal {-code}')}.{hint}"
+
+    def _said(self) -> str:
+        """What a rank has printed that could not start; its output goes to nobody."""
+        said = getattr(getattr(self.process, "_popen", None), "said", str)()
+        return f"\n\n{said}".rstrip()
 
     def ask_position(self) -> None:
         """Lets the rank write down where its program is, even if it is blocked."""
@@ -132,6 +147,19 @@ class Child:
         return "line {1} of {2} ({0})".format(*own[0]) if own else ""
 
 
+_turn = threading.RLock()  # else a thread could put another's `__main__` back
+
+
+def _renew() -> None:
+    """In a fork of this process: a thread that had the turn is not there."""
+    global _turn
+    _turn = threading.RLock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew)
+
+
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """Within it, new ranks are deaf to Ctrl-C and do not run the caller's script.
@@ -141,20 +169,13 @@ def starting() -> Iterator[None]:
     cloudpickle they travel, and a script needs no `if __name__ == "__main__"`.
     """
     resource_tracker.ensure_running()  # started later, it would unblock the signal
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Other threads of this process may get the signal all the same.
-    pressed: list[int] = []
-    handled = threading.current_thread() is threading.main_thread()
-    if handled:
-        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if handled:
-            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-    if pressed:
-        raise KeyboardInterrupt
+    with _turn, uninterrupted():
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        chosen = multiprocessing.get_start_method(allow_none=True)
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+            # to start a process chooses a method, which the program may do later
+            multiprocessing.set_start_method(chosen, force=True)

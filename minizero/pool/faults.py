@@ -15,6 +15,7 @@ LOOK = 0.25  # seconds between two looks at the board
 GRACE = 0.5  # seconds after a failure in which the other ranks may finish, or fail too
 OUT_OF_STEP = 0.5  # seconds of waiting in different collectives that prove a bug
 LEFT_ALONE = 2.0  # seconds of waiting for a rank that has returned that prove one
+LOST = 1 << 16  # in place of an exit code, where nobody can tell it any more
 
 
 class RankError(RuntimeError):

@@ -24,7 +24,7 @@ import cloudpickle
 
 from . import faults, worker
 from .board import Board
-from .child import LEAVE, PATIENCE, Child, starting
+from .child import LEAVE, PATIENCE, Child, prepare, starting
 from .faults import GRACE, LOOK, Call, RankError
 from .output import in_order
 from .worker import pack
@@ -63,6 +63,7 @@ class Processes:
         # To be called, by whoever comes first: close, the garbage collector, the exit.
         shared = (self._children, self._folder)
         self._end = util.Finalize(self, _end, shared, exitpriority=10)
+        prepare()
         with self._ended_by_errors(), starting():
             for rank in range(size):
                 self._children.append(Child(rank, size, self._folder))

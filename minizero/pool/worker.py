@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import gc
 import linecache
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -70,7 +69,8 @@ def serve(
     output: Connection,
 ) -> None:
     """The life of a rank, from start to an empty task."""
-    gc.freeze()  # torch's modules are never garbage: collections may pass them over
+    if "numpy" in sys.modules:  # forked, it has the random state of all other ranks
+        sys.modules["numpy"].random.seed()
     os.setpgrp()  # the parent decides what a Ctrl-C means, not the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -129,8 +129,12 @@ def _flush() -> None:
 def _follow_parent(folder: Path) -> None:
     """Ends this rank, and what it has started, as soon as its parent has ended."""
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    assert parent is not None and parent.pid is not None
+    ends: list[Any] = [parent.sentinel]
+    # What the parent has forked may hold its end of that pipe, and live on.
+    with contextlib.suppress(OSError, AttributeError):
+        ends.append(os.pidfd_open(parent.pid))
+    wait(ends)
     while folder.exists():  # other threads and ranks may still be making files there
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

@@ -105,6 +105,15 @@ def _cases() -> dict[str, Config]:
             ),
             "poison": [2, 3, 11],
         }
+        found[f"bf16-{stage}"] = {
+            "config": config(
+                stage,
+                accumulation=2,
+                bf16={"enabled": True},
+                gradient_clipping=0.5,
+                optimizer=sgd(momentum=0.9),
+            ),
+        }
     found["cosine-2"] = {
         "config": config(
             2,
@@ -168,6 +177,12 @@ def _cases() -> dict[str, Config]:
             },
         ),
     }
+    for stage in (0, 1):
+        # three micro-batches a step, two of which are not sent
+        found[f"held-{stage}"] = {
+            "config": config(stage, gradient_clipping=0.5, optimizer=sgd(0.1)),
+            "held": 2,
+        }
     found["client-1"] = {"config": config(1), "client": True, "groups": True}
     found["loader-2"] = {
         "config": config(2, micro=4, optimizer=adam()),

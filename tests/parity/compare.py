@@ -98,9 +98,9 @@ def same(values: list[Any]) -> bool:
 def unrounded(record: dict[str, Any], case: Config) -> Seen:
     """The inverse, but for the digits."""
     steps = case["steps"]
-    micro = steps * case["config"]["gradient_accumulation_steps"]
+    turns = case["config"]["gradient_accumulation_steps"] + case.get("held", 0)
     return {
-        name: [values["always"]] * (micro if name == "returned" else steps)
+        name: [values["always"]] * steps * (turns if name == "returned" else 1)
         if isinstance(values, dict)
         else values
         for name, values in record.items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
     optimizer and a scheduler of the script's own; `loader`: the engine's data loader;
     `poison`: steps at which the loss is multiplied until gradients overflow; `views`:
     steps at which each gradient and parameter is looked at; `rates`: learning rates
-    that are set by hand, by step.
+    that are set by hand, by step; `held`: micro-batches of a step, beyond those of the
+    config, whose gradients stay on their rank until the last.
     """
     torch.manual_seed(1)
     model = Model()
@@ -129,7 +131,8 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
         for group in optimizer.param_groups if step in case.get("rates", {}) else ():
             group["lr"] = case["rates"][step]
         gain = 1e30 if step in case.get("poison", []) else 1.0
-        for _ in range(engine.gradient_accumulation_steps()):
+        held = case.get("held", 0)
+        for turn in range(held + engine.gradient_accumulation_steps()):
             if repeating:
                 x, y = next(repeating)
             else:
@@ -137,9 +140,12 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
                 samples = [data[start + i] for i in range(micro)]
                 x, y = torch.utils.data.default_collate(samples)
                 taken += 1
-            loss = engine(x.to(engine.device), y.to(engine.device), gain=gain)
-            returned = engine.backward(loss)
+            with engine.no_sync() if turn < held else nullcontext():
+                loss = engine(x.to(engine.device), y.to(engine.device), gain=gain)
+                returned = engine.backward(loss)
             write(losses=number(loss), returned=number(returned / loss.detach()))
+            if turn < held:
+                continue
             boundary = engine.is_gradient_accumulation_boundary()
             if boundary and step in case.get("views", []):
                 write(

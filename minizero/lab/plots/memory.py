@@ -1,18 +1,10 @@
-"""Figures in one palette: memory by category, collectives over time, losses.
-
-Every function returns a Figure, so it is a cell's last line or is given to
-`display`. In a notebook they are PNG of two pixels to one, which is sharp and small,
-and which every viewer shows: JupyterLab hides the SVG of a notebook that is not yet
-trusted, and LaTeX takes none. Their background is clear and their text mid-grey, so
-that one file serves a light page, a dark page and paper.
-"""
+"""Memory by category: as bars, and over a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import matplotlib as mpl
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,63 +13,11 @@ from matplotlib.patches import Patch
 from minizero.memory import Bytes
 from minizero.tracker import CATEGORIES, Sample
 
-from .style import (
-    CATEGORY_COLOURS,
-    CATEGORY_HATCHES,
-    GREY,
-    LINES,
-    OP_COLOURS,
-    amount,
-    ink,
-)
-
-if TYPE_CHECKING:
-    from minizero.ledger import Call
-
-WIDTH = 6.4
-"""Inches: 614 pixels of a page, the text width of the book."""
+from ..style import CATEGORY_COLOURS, CATEGORY_HATCHES, GREY, amount, ink
+from .base import STYLE, end_label, legend, name_rows, no_numbers, single
 
 COLUMNS = 600
 """Most moments that `memory_over_step` draws, about one a pixel."""
-
-DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
-
-STYLE: Any = {
-    "figure.dpi": 96,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "figure.constrained_layout.use": True,
-    "font.size": 9.5,
-    "axes.labelsize": 9.5,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9.5,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "text.color": GREY,
-    "axes.labelcolor": GREY,
-    "axes.edgecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "hatch.linewidth": 0.6,
-    # Fixed ids, for a figure that is saved as SVG.
-    "svg.hashsalt": "minizero",
-}
-
-
-def use() -> None:
-    """Set the style, and in a notebook the format; call it in the first cell."""
-    mpl.rcParams.update(STYLE)
-    try:
-        from IPython import get_ipython
-        from IPython.core.pylabtools import select_figure_formats
-    except ImportError:
-        return
-    shell = get_ipython()
-    if shell is not None:
-        # Without the version of matplotlib, the same figure gives the same bytes.
-        select_figure_formats(shell, {"retina"}, metadata={"Software": None})
 
 
 @rc_context(STYLE)
@@ -96,18 +36,11 @@ def memory_bars(
     rows = {label: _by_category(b) for label, b in breakdowns.items()}
     totals = [sum(row.values()) for row in rows.values()]
     longest = max([*totals, budget or 0]) or 1.0
-    figure, axes = _figure(1.0 + 0.42 * len(rows))
+    figure, axes = single(1.0 + 0.42 * len(rows))
     for y, row in enumerate(rows.values()):
         _stack(axes, y, row, longest)
     for y, total in enumerate(totals):
-        axes.annotate(
-            amount(total),
-            (total, y),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontweight="bold",
-        )
+        end_label(axes, total, y, amount(total))
     if budget is not None:
         axes.axvline(budget, color=GREY, linestyle=(0, (4, 2)), linewidth=1.4)
         axes.annotate(
@@ -119,12 +52,10 @@ def memory_bars(
             ha="center",
             va="bottom",
         )
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    name_rows(axes, rows)
+    no_numbers(axes)
     axes.set_xlim(0, longest * 1.14)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.spines["bottom"].set_visible(False)
-    _legend(figure, _category_patches(rows.values()))
+    legend(figure, _category_patches(rows.values()))
     return figure
 
 
@@ -139,7 +70,7 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
     """
     if not samples:
         raise ValueError("There are no samples; run the step inside a Tracker.")
-    figure, axes = _figure(3.1)
+    figure, axes = single(3.1)
     shown = _thin(samples)
     names = [c for c in CATEGORIES if any(s.live.get(c) for s in samples)]
     total = [0] * len(shown)
@@ -177,88 +108,8 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
     axes.yaxis.set_major_formatter(lambda value, _: amount(value))
     axes.set_xlabel("allocations and frees, in order")
     axes.tick_params(bottom=False, labelbottom=False)
-    _legend(figure, [_patch(name) for name in names])
+    legend(figure, [_patch(name) for name in names])
     return figure
-
-
-@rc_context(STYLE)
-def timeline(calls_by_rank: Mapping[int, Sequence[Call]] | Sequence[Any]) -> Figure:
-    """One row a rank: each collective from its launch to its finish.
-
-    The hatched end of a bar is the time that the rank spent waiting for it; the
-    clear part ran beside computation. Calls that overlap are drawn below each other.
-
-    calls_by_rank: the calls of each rank, by number or in order, as `launch` returns
-        them. Their times are seconds of one clock.
-    """
-    ranks = dict(
-        calls_by_rank.items()
-        if isinstance(calls_by_rank, Mapping)
-        else enumerate(calls_by_rank)
-    )
-    ranks = {r: [c for c in row if c.finished] for r, row in ranks.items()}
-    calls = [call for row in ranks.values() for call in row]
-    if not calls:
-        raise ValueError("There are no calls; run a step inside comm.ledger().")
-    start = min(call.launched for call in calls)
-    figure, axes = _figure(0.9 + 0.5 * len(ranks))
-    for y, row in enumerate(ranks.values()):
-        lanes = _lanes(row)
-        height = 0.8 / (max(lanes) + 1) if lanes else 0.8
-        for call, lane in zip(row, lanes, strict=True):
-            _call(axes, call, y - 0.4 + lane * height, height * 0.92, start)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(len(ranks) - 0.4, -0.6)
-    axes.tick_params(left=False)
-    axes.set_xlabel("milliseconds since the first launch")
-    seen = [op for op in OP_COLOURS if any(call.op == op for call in calls)]
-    patches = [Patch(facecolor=OP_COLOURS[op], label=op) for op in seen]
-    waiting = Patch(facecolor="none", edgecolor=GREY, hatch="//////", label="waiting")
-    _legend(figure, [*patches, waiting])
-    return figure
-
-
-@rc_context(STYLE)
-def loss_curves(
-    curves: Mapping[str, Sequence[float] | Mapping[int, float]], ylabel: str = "loss"
-) -> Figure:
-    """A line a run; runs that are equal, number for number, share one.
-
-    curves: by name, the loss of steps 1, 2, ... or a loss by step.
-    """
-    runs: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for name, losses in curves.items():
-        steps = losses if isinstance(losses, Mapping) else dict(enumerate(losses, 1))
-        points = tuple((int(step), float(loss)) for step, loss in steps.items())
-        if not points:
-            raise ValueError(f"The run {name!r} has no losses; give at least one.")
-        runs.setdefault(points, []).append(name)
-    figure, axes = _figure(3.1)
-    lines = {}
-    for i, (points, names) in enumerate(runs.items()):
-        x, y = zip(*points, strict=True)
-        (lines[points],) = axes.plot(
-            x,
-            y,
-            color=LINES[i % len(LINES)],
-            linestyle=DASHES[i % len(DASHES)],
-            linewidth=1.8,
-            marker="o" if len(x) == 1 else "",
-            label=" = ".join(names),
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
-    # A loss falls, so this corner is free; the names stand in the lines' order.
-    last = sorted(runs, key=lambda points: points[-1][1], reverse=True)
-    handles = [lines[points] for points in last]
-    axes.legend(handles=handles, loc="upper right", handlelength=2.6)
-    return figure
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    # Not pyplot's: it would show the figure again at the end of the cell.
-    figure = Figure(figsize=(WIDTH, height))
-    return figure, figure.add_subplot()
 
 
 def _by_category(breakdown: Bytes | Mapping[str, float]) -> dict[str, float]:
@@ -290,18 +141,6 @@ def _patch(category: str) -> Patch:
 def _category_patches(rows: Iterable[Mapping[str, float]]) -> list[Patch]:
     used = list(rows)
     return [_patch(name) for name in CATEGORIES if any(row[name] for row in used)]
-
-
-def _legend(figure: Figure, patches: list[Patch]) -> None:
-    figure.legend(
-        handles=patches,
-        loc="outside upper left",
-        ncols=len(patches),
-        handlelength=1.4,
-        handleheight=1.0,
-        columnspacing=1.4,
-        borderpad=0,
-    )
 
 
 def _stack(axes: Axes, y: int, row: Mapping[str, float], longest: float) -> None:
@@ -374,28 +213,3 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
             ha="center" if crowded else "left",
             fontsize=8.5,
         )
-
-
-def _lanes(calls: Sequence[Call]) -> list[int]:
-    """For each call the first lane that is free when it is launched."""
-    ends: list[float] = []
-    lanes = []
-    for call in calls:
-        free = (i for i, end in enumerate(ends) if end <= call.launched)
-        lane = next(free, len(ends))
-        ends[lane : lane + 1] = [call.finished]
-        lanes.append(lane)
-    return lanes
-
-
-def _call(axes: Axes, call: Call, y: float, height: float, start: float) -> None:
-    begin, waited, end = (
-        (t - start) * 1e3 for t in (call.launched, call.waited, call.finished)
-    )
-    face = OP_COLOURS.get(call.op, GREY)
-    place: Any = {"y": y, "height": height, "align": "edge", "linewidth": 0}
-    axes.barh(width=end - begin, left=begin, color=face, **place)
-    if end > waited:
-        edge = ink(face)
-        place |= {"color": "none", "edgecolor": edge, "hatch": "//////"}
-        axes.barh(width=end - waited, left=waited, **place)

@@ -1,0 +1,178 @@
+// What the explorables share. It stands before the module of each.
+//
+// One module serves two hosts. In Jupyter it is an anywidget, and `model` is the
+// widget's; in a static page `model` is a stand-in over the state stored in the page.
+
+const LOOK = `
+  :host { all: initial; display: block; container-type: inline-size;
+    color-scheme: inherit; color: inherit; font: inherit; }
+  * { box-sizing: border-box; }
+  .box { font-size: 14px; line-height: 1.45; padding: 14px 16px;
+    border: 1px solid color-mix(in srgb, currentColor 28%, transparent);
+    border-radius: 8px; }
+  .controls { display: grid; gap: 12px 28px;
+    grid-template-columns: repeat(auto-fit, minmax(min(100%, 230px), 1fr)); }
+  label { display: block; }
+  .name { display: flex; flex-wrap: wrap; justify-content: space-between;
+    gap: 0 12px; font-weight: 600; margin-bottom: 3px; }
+  input, select, textarea, button { font: inherit; color: inherit;
+    accent-color: #2f86c8; }
+  input[type="range"] { appearance: none; display: block; width: 100%; height: 18px;
+    margin: 6px 0;
+    background: linear-gradient(color-mix(in srgb, currentColor 35%, transparent) 0 0)
+      center / 100% 4px no-repeat; }
+  input::-webkit-slider-thumb { appearance: none; width: 18px; height: 18px;
+    border-radius: 50%; background: #2f86c8; }
+  input::-moz-range-thumb { width: 18px; height: 18px; border: 0;
+    border-radius: 50%; background: #2f86c8; }
+  input[type="text"], select, textarea, button {
+    background: color-mix(in srgb, currentColor 6%, transparent); padding: 3px 8px;
+    border: 1px solid color-mix(in srgb, currentColor 45%, transparent);
+    border-radius: 5px; min-height: 30px; }
+  option { background: Canvas; color: CanvasText; }
+  button { cursor: pointer; }
+  :focus-visible { outline: 2px solid #2f86c8; outline-offset: 2px; }
+  [aria-invalid="true"] { border: 2px solid #cf5a2b; }
+  .chart { margin-top: 14px; padding-top: 12px;
+    border-top: 1px solid color-mix(in srgb, currentColor 18%, transparent); }
+  .key { display: flex; flex-wrap: wrap; gap: 4px 18px; margin-bottom: 6px; }
+  .swatch { display: inline-block; width: 14px; height: 14px; margin-right: 6px;
+    vertical-align: -2px; }
+  .bars { display: grid; grid-template-columns: max-content 1fr max-content;
+    gap: 8px 10px; align-items: center; }
+  .bars .row { display: contents; }
+  .bar { display: flex; height: 22px; min-width: 0; }
+  .bar div { flex: none; }
+  .bar, .swatch { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .after { text-align: right; font-weight: 600; font-variant-numeric: tabular-nums; }
+  .words { margin: 12px 0 0; }
+`;
+
+/** An element with attributes and children; "on..." attributes are listeners. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** At most four digits, two of them decimals: 112, 38.5, 26.25. */
+function short(number) {
+  const digits = Math.max(0, 4 - String(Math.trunc(Math.abs(number))).length);
+  return number.toLocaleString("en-US", { maximumFractionDigits: Math.min(digits, 2) });
+}
+
+/** A number in the largest of the units that is not above it. */
+function scaled(number, units) {
+  const [unit, size] = units.find(([, least]) => number >= least) ?? units.at(-1);
+  return short(number / size) + unit;
+}
+
+/** Bytes in decimal units, as Python's `amount`. */
+const amount = (bytes) =>
+  scaled(bytes, [[" TB", 1e12], [" GB", 1e9], [" MB", 1e6], [" kB", 1e3], [" B", 1]]);
+
+/** Parameters of a model: 7B, 0.35B, 1T. */
+const billions = (n) => scaled(n, [["T", 1e12], ["B", 1e9]]);
+
+// How the place of a slider stands for a value.
+const STEPS = { step: 1, at: (value) => value, of: (place) => place };
+const TWOS = { step: 1, at: Math.log2, of: (place) => 2 ** place };
+const TENS = {
+  step: 0.05, at: Math.log10, of: (place) => Number((10 ** place).toPrecision(2)),
+};
+const FINE = {
+  step: 0.01, at: Math.log10, of: (place) => Number((10 ** place).toPrecision(3)),
+};
+
+/** Change a value as the reader does: Python hears of it too. */
+function put(model, name, value) {
+  model.set(name, value);
+  model.save_changes();
+}
+
+/** A range input for a value; least and most are places on its scale. */
+function range(model, name, title, [least, most, scale], show) {
+  const input = make("input", {
+    type: "range", min: least, max: most, step: scale.step, "aria-label": title,
+    oninput: () => put(model, name, scale.of(input.valueAsNumber)),
+  });
+  const update = () => {
+    input.value = scale.at(model.get(name));
+    input.setAttribute("aria-valuetext", show(model.get(name)));
+  };
+  return { box: input, update };
+}
+
+/** Sliders under their names and values, by name: [title, places, text of a value]. */
+function sliders(model, specs) {
+  const all = Object.entries(specs).map(([name, [title, places, show]]) => {
+    const shown = make("output");
+    const { box, update } = range(model, name, title, places, show);
+    return {
+      box: make("label", {},
+        make("span", { class: "name" }, make("span", {}, title), shown), box),
+      update: () => {
+        update();
+        shown.textContent = show(model.get(name));
+      },
+    };
+  });
+  const box = make("div", { class: "controls" }, ...all.map((one) => one.box));
+  return { box, update: () => all.forEach((one) => one.update()) };
+}
+
+/** What is drawn in this colour has this background, and stripes where Python asks. */
+function fill({ colour, stripes }) {
+  const over = `repeating-linear-gradient(135deg, ${stripes} 0 1.5px, transparent 1.5px 7px)`;
+  return stripes ? `${over}, ${colour}` : colour;
+}
+
+/** The names of a palette, each beside its colour. */
+function key(palette) {
+  return make("div", { class: "key" }, ...Object.entries(palette).map(([name, look]) =>
+    make("span", {},
+      make("span", { class: "swatch", style: `background: ${fill(look)}` }), name)));
+}
+
+/** A row: a title, a bar in the colours of a palette, and a text at the end. */
+function row(palette, say) {
+  const title = make("span");
+  const bar = make("div", { class: "bar", role: "img" });
+  const after = make("span", { class: "after" });
+  const box = make("div", { class: "row" }, title, bar, after);
+  /** parts: [name, number] from left to right; `whole` would fill the row. */
+  const update = (name, parts, whole, text) => {
+    const there = parts.filter(([, number]) => number > 0);
+    const words = there.map(([part, number]) => `${part} ${say(number)}`);
+    title.textContent = name;
+    after.textContent = text;
+    bar.replaceChildren(...there.map(([part, number], i) => make("div", {
+      title: words[i],
+      style: `background: ${fill(palette[part])}; width: ${(100 * number) / whole}%`,
+    })));
+    bar.setAttribute("aria-label", words.join(", ") || "nothing");
+    box.dataset.parts = JSON.stringify(parts);
+  };
+  return { box, title, update };
+}
+
+/** Draw `content` into a frame, and call `update` now and whenever a value changes. */
+function mount({ model, el }, title, names, style, content, update) {
+  const host = make("div", { class: "explorable-frame" });
+  host.attachShadow({ mode: "open" }).append(make("style", {}, LOOK + style),
+    make("div", { class: "box", role: "group", "aria-label": title }, ...content));
+  // Jupyter's own theme does not tell the browser that it is dark.
+  const theme = document.body.dataset.jpThemeLight;
+  if (theme) host.style.colorScheme = theme === "false" ? "dark" : "light";
+  el.append(host);
+  const changed = names.map((name) => `change:${name}`).join(" ");
+  model.on(changed, update);
+  update();
+  return () => model.off(changed, update);
+}
+
+// The module of one explorable follows.

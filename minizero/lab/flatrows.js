@@ -1,0 +1,67 @@
+// A small flat buffer, cut into a row a rank and into buckets.
+
+const CONTROLS = {
+  ranks: ["ranks", [1, 8, STEPS], String],
+  bucket: ["bucket size", [1, 32, STEPS], (n) => `${n} elements`],
+};
+
+const STYLE = `
+  .rows { margin: 0.6em 0; overflow-x: auto; }
+  .rows div { white-space: nowrap; }
+  .rows div > span { display: inline-block; }
+  .rows .of { width: 4em; }
+  .cell { width: 1.9em; text-align: center; font-size: 85%; margin: 1px;
+    border: 1px solid #797979; }
+  .cell.last { margin-right: 0.8em; }
+  .cell.padding { border-style: dashed; }
+`;
+
+/** How n elements lie in rows, and what reducing them in buckets sends. */
+function layout(elements, ranks, bucket) {
+  const size = Math.ceil(elements / ranks);
+  const width = Math.max(1, Math.floor(bucket / ranks));
+  const padded = ranks * size;
+  return {
+    size, width, padded,
+    calls: Math.ceil(size / width),
+    most: Math.min(width, size) * ranks,
+    sent: 2 * padded * (ranks - 1) / ranks,
+  };
+}
+
+function render({ model, el }) {
+  const get = (name) => model.get(name);
+  const controls = sliders(model, CONTROLS);
+  const sizes = Object.entries(get("sizes"));
+  const names = sizes.flatMap(([name, count]) => Array(count).fill(name));
+  const table = make("div", { class: "rows", role: "img" });
+  const words = make("p", { class: "words", role: "status" });
+  const cell = (i, last) => {
+    const look = get("palette")[names[i]];
+    const style = look ? `background: ${fill(look)}; color: ${look.ink}` : "";
+    const kind = `cell${last ? " last" : ""}${look ? "" : " padding"}`;
+    return make("span", { class: kind, style, title: names[i] ?? "padding" }, String(i));
+  };
+  const update = () => {
+    controls.update();
+    const [n, bucket] = [get("ranks"), get("bucket")];
+    const { size, width, padded, calls, most, sent } = layout(names.length, n, bucket);
+    table.replaceChildren(...Array.from({ length: n }, (_, r) => make("div", {},
+      make("span", { class: "of" }, `row ${r}`),
+      ...Array.from({ length: size }, (_, c) =>
+        cell(r * size + c, c % width === width - 1)))));
+    words.textContent = `${n} ${n > 1 ? "ranks" : "rank"}, buckets of ${bucket} elements: ` +
+      `${names.length} elements and ${padded - names.length} of padding, ` +
+      `${calls} all-reduce${calls > 1 ? "s" : ""} of ${most} elements at most; ` +
+      `each rank sends 2 · ${padded} · ${n - 1}/${n} = ${short(sent)}.`;
+    words.dataset.layout = JSON.stringify({ padded, calls, most, sent });
+    table.setAttribute("aria-label", words.textContent);
+  };
+  const all = Object.fromEntries(sizes.map(([name, count]) =>
+    [`${name} ${count}`, get("palette")[name]]));
+  const chart = make("div", { class: "chart" }, key(all), table, words);
+  return mount({ model, el }, "Rows and buckets", Object.keys(CONTROLS), STYLE,
+    [controls.box, chart], update);
+}
+
+export default { render };

@@ -1,0 +1,166 @@
+// The memory explorer's chart: bytes of model state per GPU, for the four stages.
+//
+// It computes nothing but bytes = n_params · (whole + split / world_size), with the
+// coefficients that Python derived from minizero.memory.estimate.
+
+const STAGES = ["Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"];
+const SHARDS = [
+  "nothing is sharded",
+  "shards the optimizer state",
+  "shards gradients too",
+  "shards everything",
+];
+const STATES = ["parameters", "gradients", "optimizer"];
+
+const CHART_STYLE = `
+  .capacity { position: relative; height: 20px; font-size: 13px; }
+  .capacity span { position: absolute; transform: translateX(-50%);
+    white-space: nowrap; }
+  .row { margin: 0 -8px; padding: 5px 8px 10px; cursor: pointer; border-radius: 6px; }
+  .row:has(input:checked) { background: color-mix(in srgb, currentColor 7%, transparent); }
+  .head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0 8px; }
+  .head input { margin: 0; align-self: center; }
+  .head .stage { font-weight: 600; }
+  .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
+  .head .total { margin-left: auto; font-weight: 600; }
+  .verdict { min-width: 15.5em; }
+  .sign { font-weight: 700; }
+  .yes .sign { color: #1f8f62; }
+  .no .sign { color: #cf5a2b; }
+  .track { position: relative; height: 24px; margin-top: 4px; display: flex;
+    background: color-mix(in srgb, currentColor 7%, transparent); }
+  .track::after { content: ""; position: absolute; top: -3px; bottom: -3px;
+    left: var(--capacity); width: 2px;
+    background: repeating-linear-gradient(currentColor 0 4px, Canvas 4px 7px); }
+  .track .bar { overflow: hidden; width: 100%; height: auto; }
+  .torn { clip-path: polygon(0 0, 100% 0, calc(100% - 6px) 25%, 100% 50%,
+    calc(100% - 6px) 75%, 100% 100%, 0 100%); }
+  .bar div { overflow: hidden; text-align: center; font-size: 12.5px;
+    line-height: 24px; white-space: nowrap; }
+  .bar span { padding: 1px 4px; }
+  @container (max-width: 560px) {
+    .what { display: none; }
+    .verdict { flex-basis: 100%; }
+  }
+`;
+
+function gpus(count) {
+  return count === 1 ? "1 GPU" : `${count.toLocaleString("en-US")} GPUs`;
+}
+
+/** [whole, split] bytes a parameter of each category and of the host, for a stage.
+ *  What a stage cannot offload stays on the device. */
+function coefficients(get, stage) {
+  const base = `${stage}/${get("precision")}/${get("optimizer")}`;
+  const [o, p] = [Number(get("offload_optimizer")), Number(get("offload_param"))];
+  const table = get("coefficients");
+  return table[`${base}/${o}${p}`] ?? table[`${base}/${o}0`] ?? table[`${base}/00`];
+}
+
+/** Fewest GPUs on which the stage's device state fits; Infinity if it never does. */
+function fewest(rows, n, capacity) {
+  const [whole, split] = rows.reduce(([a, b], [c, d]) => [a + c, b + d], [0, 0]);
+  if (n * (whole + split) <= capacity) return 1;
+  if (n * whole >= capacity) return Infinity;
+  return Math.ceil((n * split) / (capacity - n * whole));
+}
+
+/** Bytes of each category and of the host, and whether a stage fits. */
+function state(get, stage) {
+  const [n, capacity] = [get("n_params"), get("device_memory") * 1e9];
+  const table = coefficients(get, stage);
+  const bytes = ([whole, split]) => n * (whole + split / get("world_size"));
+  const rows = STATES.map((name) => table[name]);
+  const parts = rows.map(bytes);
+  const total = parts.reduce((a, b) => a + b);
+  const least = fewest(rows, n, capacity);
+  return { parts, total, least, host: bytes(table.host), fits: total <= capacity };
+}
+
+function memoryChart(model) {
+  const get = (name) => model.get(name);
+  const tag = make("span");
+  const rows = STAGES.map((name, stage) => stageRow(model, name, stage));
+  const note = make("p", { class: "words", role: "status" });
+  const box = make("div", { class: "chart" }, key(get("palette")),
+    make("div", { class: "capacity" }, tag),
+    make("div", { role: "radiogroup", "aria-label": "Stage" }, ...rows.map((r) => r.box)),
+    note);
+  const update = () => {
+    const capacity = get("device_memory") * 1e9;
+    const states = STAGES.map((_, stage) => state(get, stage));
+    const longest = Math.max(...states.map(({ total }) => total));
+    // A bar far beyond the capacity is torn off, or the others would vanish.
+    const scale = Math.min(Math.max(longest, capacity * 1.2), capacity * 3);
+    tag.style.left = `${(100 * capacity) / scale}%`;
+    tag.textContent = `${get("device_memory")} GB`;
+    rows.forEach((row, stage) => row.update(states[stage], scale, capacity));
+    note.textContent = sentence(get, states[get("stage")]);
+  };
+  return { box, update };
+}
+
+/** The selected stage in words. */
+function sentence(get, { parts, total, host, fits, least }) {
+  const held = STATES.map((name, i) => `${name} ${amount(parts[i])}`).join(", ");
+  const off = host > 0 ? ` On the host, per GPU: ${amount(host)}.` : "";
+  const need = least === Infinity ? "It fits on no number of GPUs."
+    : `The fewest GPUs on which it fits: ${least.toLocaleString("en-US")}.`;
+  return `${STAGES[get("stage")]} on ${gpus(get("world_size"))}: ${amount(total)} on ` +
+    `each (${held}), which ${fits ? "fits" : "does not fit"} in ` +
+    `${get("device_memory")} GB.${off} ${need} Activations and buffers come on top.`;
+}
+
+function stageRow(model, name, stage) {
+  const radio = make("input", {
+    type: "radio", name: "stage", onchange: () => put(model, "stage", stage),
+  });
+  const total = make("span", { class: "total" });
+  const sign = make("span", { class: "sign", "aria-hidden": "true" });
+  const words = make("span");
+  const verdict = make("span", { class: "verdict" }, sign, " ", words);
+  const bar = make("div", { class: "bar" });
+  const track = make("div", { class: "track", role: "img" }, bar);
+  const box = make("label", { class: "row" },
+    make("div", { class: "head" }, radio, make("span", { class: "stage" }, name),
+      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict),
+    track);
+  const update = (state, scale, capacity) => {
+    radio.checked = model.get("stage") === stage;
+    total.textContent = amount(state.total);
+    verdict.className = `verdict ${state.fits ? "yes" : "no"}`;
+    sign.textContent = state.fits ? "✓" : "✗";
+    words.textContent = judgement(state);
+    track.style.setProperty("--capacity", `calc(${(100 * capacity) / scale}% - 1px)`);
+    track.setAttribute("aria-label",
+      STATES.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));
+    bar.className = state.total > scale ? "bar torn" : "bar";
+    bar.replaceChildren(...segments(state, scale, track.clientWidth, model.get("palette")));
+    box.dataset.bytes = JSON.stringify([...state.parts, state.host]);
+    box.dataset.least = state.least;
+  };
+  return { box, update };
+}
+
+function judgement({ fits, least }) {
+  if (fits) return least === 1 ? "fits, even on 1 GPU" : `fits, from ${gpus(least)} up`;
+  return least === Infinity ? "fits on no number of GPUs"
+    : `does not fit; ${gpus(least)} would do`;
+}
+
+/** The parts of a bar as far as they show, each with its bytes where there is room. */
+function segments({ parts }, scale, width, palette) {
+  let left = scale;
+  return parts.map((part, i) => {
+    const shown = Math.min(part, left);
+    left -= shown;
+    const text = amount(part);
+    const room = (width * shown) / scale > 7.5 * text.length + 8;
+    const look = palette[STATES[i]];
+    const style = `background: ${fill(look)}; color: ${look.ink}; ` +
+      `width: ${(100 * shown) / scale}%`;
+    // Without stripes behind the digits.
+    const behind = { style: `background: ${look.colour}` };
+    return make("div", { style }, ...(room ? [make("span", behind, text)] : []));
+  });
+}

@@ -1,0 +1,32 @@
+"""Figures in one palette: memory by category, collectives over time, losses.
+
+Every function returns a Figure, so it is a cell's last line or is given to
+`display`. In a notebook they are PNG of two pixels to one, which is sharp and small,
+and which every viewer shows: JupyterLab hides the SVG of a notebook that is not yet
+trusted, and LaTeX takes none. Their background is clear and their text mid-grey, so
+that one file serves a light page, a dark page and paper.
+"""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+
+from ..style import GREY, LINES
+from .base import DASHES, STYLE, WIDTH, use
+from .calls import timeline
+from .curves import loss_curves
+from .memory import memory_bars, memory_over_step
+
+__all__ = [
+    "DASHES",
+    "GREY",
+    "LINES",
+    "STYLE",
+    "WIDTH",
+    "loss_curves",
+    "memory_bars",
+    "memory_over_step",
+    "mpl",
+    "timeline",
+    "use",
+]

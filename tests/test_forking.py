@@ -1,0 +1,264 @@
+"""Ranks are forked from a server, and are as if they had been started from nothing."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+from minizero.launch import Pool, RankError, launch, rank
+from minizero.pool import forking, worker
+from minizero.pool.forking import SERVERS
+from minizero.pool.processes import Processes
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
+
+
+def server():
+    """The process id of the server in use."""
+    return SERVERS.current().process.pid
+
+
+def test_random_numbers_differ():
+    def draw():
+        import numpy
+
+        return random.random(), numpy.random.rand()
+
+    drawn = [pair for _ in range(2) for pair in launch(draw, 2, timeout=60)]
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == 4
+
+
+def test_ranks_are_of_this_moment(monkeypatch, tmp_path):
+    def look():
+        # what libraries found as they were loaded, and what Python has now
+        first = Path("/proc/self/environ").read_bytes().split(b"\0")
+        now = [os.environ.get(name) for name in ("MINIZERO_NEW", "MINIZERO_OLD")]
+        at_load = [b"MINIZERO_NEW=1" in first, b"MINIZERO_OLD=1" in first]
+        cores, files = os.sched_getaffinity(0), os.listdir()
+        return now, at_load, cores, files, sys.argv[0], sys.path[0], os.umask(0o22)
+
+    monkeypatch.setenv("MINIZERO_OLD", "1")
+    assert launch(look, 1, timeout=60)[0][:2] == ([None, "1"], [False, True])
+    monkeypatch.delenv("MINIZERO_OLD")
+    monkeypatch.setenv("MINIZERO_NEW", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").touch()
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cores, umask = os.sched_getaffinity(0), os.umask(0o77)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        found = launch(look, 1, timeout=60)[0]
+    finally:
+        os.sched_setaffinity(0, cores)
+        os.umask(umask)
+    one = {min(cores)}
+    expected = ["1", None], [True, False], one, ["here"], "program", str(tmp_path), 0o77
+    assert found == expected
+
+
+def test_a_server_serves_as_long_as_nothing_changes(monkeypatch):
+    first = server()
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
+    assert server() == first
+    with Pool(1, timeout=60) as pool:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert server() != first
+        assert pool.run(rank) == [0]  # of the server before
+        assert psutil.pid_exists(first)
+    SERVERS.current()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its last rank
+        psutil.Process(first).wait(20)
+
+
+def test_what_a_server_has_open_is_nobodys():
+    """A pipe that this process takes its output from for a while comes to its end."""
+    SERVERS.end()
+    reader, writer = os.pipe()
+    kept = os.dup(1), os.dup(2)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        launch(rank, 1, timeout=60)
+    finally:
+        for fd, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, fd)
+            os.close(copy)
+    ready = select.select([reader], [], [], 20)[0]
+    assert ready and os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_the_server_has_no_thread_and_no_module_of_ours():
+    tasks = Path(f"/proc/{server()}/task")
+    assert len(list(tasks.iterdir())) == 1
+    maps = Path(f"/proc/{server()}/maps").read_text()
+    assert "libtorch" in maps and "/dev/nvidia" not in maps
+
+    def fresh():
+        started = vars(sys.modules["minizero.pool.worker"])["__file__"]
+        import gc
+
+        return started, torch.cuda.is_initialized(), gc.get_freeze_count() > 10_000
+
+    assert launch(fresh, 1, timeout=60) == [(worker.__file__, False, True)]
+
+
+# The server is killed
+
+
+def test_the_server_is_killed_between_pools():
+    first = server()
+    os.kill(first, signal.SIGKILL)
+    assert launch(rank, 2, timeout=60) == [0, 1]
+    assert server() != first
+    assert not psutil.pid_exists(first)
+
+
+def test_the_server_is_killed_at_a_start(monkeypatch):
+    """After it has been asked whether it lives."""
+    first, fork = SERVERS.current(), forking.Server.fork
+
+    def kill_and_fork(self, files):
+        if self is first:
+            self.process.kill()
+        return fork(self, files)
+
+    monkeypatch.setattr(forking.Server, "fork", kill_and_fork)
+    assert launch(rank, 2, timeout=60) == [0, 1]
+    assert server() != first.process.pid
+
+
+def test_the_server_is_killed_while_ranks_run():
+    pool = Pool(2, timeout=60)
+    pids = pool.run(os.getpid)
+    os.kill(server(), signal.SIGKILL)
+    while pool.alive:
+        time.sleep(0.01)
+    message = r"^ranks 0, 1 lost: the process that ranks are forked from has ended\."
+    with pytest.raises(RankError, match=message):
+        pool.run(rank)
+    assert not pool.alive
+    psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 20)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_no_process_can_be_had(monkeypatch):
+    monkeypatch.setattr(forking, "read_number", lambda pipe: -11)
+    message = r"^rank 0 cannot be started: .*Resource temporarily unavailable\.$"
+    with pytest.raises(RankError, match=message) as caught:
+        Processes(2, 60)
+    assert caught.value.rank == 0
+
+
+def test_a_rank_that_cannot_start_says_why(tmp_path, monkeypatch):
+    """As when a module of this package has been broken meanwhile."""
+    (tmp_path / "minizero.py").write_text("raise ImportError('no such luck')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RankError, match="left with exit code 1") as caught:
+        Pool(1, timeout=60)
+    assert caught.match(r"\nImportError: no such luck$")
+
+
+# Programs that have processes of their own
+
+
+def test_a_fork_of_this_process_may_have_ranks_too():
+    with Pool(1, timeout=60) as pool:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                code = 0 if launch(rank, 2, timeout=60) == [0, 1] else 2
+                SERVERS.end()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert pool.run(rank) == [0]
+        assert server() == SERVERS.all[-1].process.pid
+
+
+def test_threads_may_start_ranks_at_once():
+    main, found = sys.modules["__main__"], []
+    threads = [
+        threading.Thread(target=lambda: found.append(launch(rank, 1, timeout=60)))
+        for _ in range(3)
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [[0]] * 3
+    assert sys.modules["__main__"] is main
+
+
+def test_a_rank_has_processes_of_its_own():
+    def work():
+        chosen = multiprocessing.get_start_method(allow_none=True)
+        data = torch.arange(4.0)
+        methods = "fork", "forkserver"
+        sums = []
+        for method in methods:
+            loader = torch.utils.data.DataLoader(
+                data, num_workers=1, multiprocessing_context=method
+            )
+            sums.append(sum(x.item() for x in loader))
+        return sums, chosen, launch(rank, 2, timeout=60)
+
+    assert launch(work, 1, timeout=120) == [([6.0, 6.0], None, [0, 1])]
+
+
+def test_a_program_may_use_multiprocessing_as_well(tmp_path):
+    """Before and after; and in a folder with modules that are not meant."""
+    for name in ("torch", "cloudpickle", "worker"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    program = """
+    import multiprocessing, signal
+
+    def say(queue):
+        queue.put(signal.pthread_sigmask(signal.SIG_BLOCK, []) == set())
+
+    def use(method):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=say, args=(queue,))
+        process.start()
+        process.join()
+        return process.exitcode, queue.get()
+
+    if __name__ == "__main__":
+        from minizero.launch import launch, rank
+        multiprocessing.set_forkserver_preload(["json"])
+        print(launch(rank, 2, timeout=60))
+        multiprocessing.set_start_method("spawn")  # an error if one is chosen
+        print(use("forkserver"), use("spawn"))
+        print(launch(rank, 1, timeout=60))
+        from multiprocessing.forkserver import _forkserver
+        print(_forkserver._preload_modules)
+    """
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "script.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(folder / "script.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        cwd=tmp_path,
+    )
+    lines = ["[0, 1]", "(0, True) (0, True)", "[0]", "['json']"]
+    assert (done.stdout.splitlines(), done.stderr) == (lines, "")

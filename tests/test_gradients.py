@@ -1,0 +1,373 @@
+"""No gradient is lost, whatever a forward and a backward look like.
+
+Weights and inputs are whole numbers and losses multiples of 6, so that a mean over
+one, two or three ranks is exact, and any order of adding gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minizero import Overlap, parallelize, zero
+from minizero.launch import Pool, rank, world_size
+from minizero.memory import Plan
+
+RANKS = (1, 2, 3)
+WIDTH = 4
+Call = Callable[..., Tensor]
+
+
+@dataclass
+class Out:
+    value: Tensor
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: Tensor
+
+
+class Mine(dict):
+    """A dictionary that pytree does not know."""
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda t: {"n": None, "t": t}, lambda out: out["t"]),
+    "dict of a class": (lambda t: Mine(t=t), lambda out: out["t"]),
+    "list with None": (lambda t: [None, 3, "a", t], lambda out: out[3]),
+    "dataclass": (Out, lambda out: out.value),
+    "dataclass with slots": (lambda t: {"o": Slotted(t)}, lambda out: out["o"].value),
+    "object": (lambda t: SimpleNamespace(a=[t]), lambda out: out.a[0]),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Parameter(torch.zeros(3))
+        self.wrap: Callable[[Tensor], Any] = lambda t: t
+
+    def forward(self, x: Tensor, *, twice: bool = False, extra: bool = False) -> Any:
+        y = self.linear(x)
+        y = y + self.linear(y) if twice else y
+        return self.wrap(y + self.extra.sum() if extra else y)
+
+
+class Zoo(nn.Module):
+    """`how` names the way in which forward uses the blocks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.tokens = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randint(-1, 2, p.shape, generator=generator))
+        if how in OUTPUTS:
+            for block in self.blocks:
+                block.wrap = OUTPUTS[how][0]
+        if how == "frozen":
+            self.tokens.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor, inner: bool = False) -> Tensor:
+        a, b, c = self.blocks
+        h = x @ self.tokens
+        if self.how == "in itself" and not inner:
+            return self(x, inner=True) + (self(2 * x, inner=True) @ self.tokens)
+        if self.how == "twice":
+            h = c(a(b(a(h))))
+        elif self.how == "in parallel":
+            h = c(a(h) + a(2 * h) + b(h, twice=True))
+        elif self.how == "two reentrant segments":
+            for _ in range(2):
+                h = checkpoint(a, h, use_reentrant=True)
+            h = c(b(h))
+        elif self.how == "two checkpointed calls":
+            for _ in range(2):
+                h = checkpoint(a, h, use_reentrant=False)
+            h = checkpoint(lambda t: c(b(t)), h, use_reentrant=False)
+        elif self.how == "tied in a reentrant segment":
+            h = c(b(a(h)))
+            h = checkpoint(lambda t: t @ self.tokens, h, use_reentrant=True)
+        elif self.how == "other parameters on each rank":
+            h = c(b(a(h, extra=rank_of(x) == 0), extra=rank_of(x) > 0))
+        elif self.how == "other blocks on each rank":
+            h = c(a(h)) if rank_of(x) else b(a(h))
+        elif self.how in OUTPUTS:
+            for block in (a, b, c):
+                h = OUTPUTS[self.how][1](block(h))
+        elif self.how == "outside of its block":
+            h = c(b(a(h))) @ self.blocks[0].linear.weight
+        else:
+            h = c(b(a(h)))
+        return h
+
+
+def rank_of(x: Tensor) -> int:
+    return int(x[0, 0])
+
+
+def data(r: int) -> Tensor:
+    """The rank's rows, its number in front."""
+    x = torch.randint(-1, 2, (2, WIDTH), generator=torch.Generator().manual_seed(r))
+    x[0, 0] = r
+    return x.float().requires_grad_()
+
+
+def loss(out: Tensor) -> Tensor:
+    return 6 * out.sum()
+
+
+Use = Callable[[Call, Callable[..., None], Tensor], None]
+
+
+def once(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    backward(loss(net(x)))
+
+
+def siamese(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    backward(loss(net(x)) + loss(net(2 * x)))
+
+
+def retained(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    both = loss(net(x)) + loss(net(2 * x))
+    backward(both, retain_graph=True)
+    backward(both)
+
+
+def in_turns(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    first, second = loss(net(x)), loss(net(2 * x))
+    backward(second)
+    backward(first)
+
+
+def looking(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    """Forwards without a backward, before, in between and after."""
+    dropped = net(x)
+    out = net(x)
+    with torch.no_grad():
+        net(2 * x)
+    backward(loss(out))
+    del dropped
+    net(x)
+
+
+def by_grad(net: Call, backward: Callable[..., None], x: Tensor) -> None:
+    """The gradient of the input goes into the next input."""
+    (slope,) = torch.autograd.grad(net(x).sum(), x)
+    backward(loss(net(slope)))
+
+
+USES: dict[str, Use] = {
+    "once": once,
+    "siamese": siamese,
+    "retained": retained,
+    "in turns": in_turns,
+    "looking": looking,
+    "by grad": by_grad,
+}
+HOW = [
+    "plain",
+    "frozen",
+    "twice",
+    "in parallel",
+    "in itself",
+    "two reentrant segments",
+    "two checkpointed calls",
+    "tied in a reentrant segment",
+    "other parameters on each rank",
+]
+
+
+def expected(how: str, use: Use) -> dict[str, Tensor]:
+    """Plain torch on every rank's data, and the mean of the gradients."""
+    model = Zoo(how)
+    for r in range(world_size()):
+        use(model, lambda t, **how: t.backward(**how), data(r))
+    with torch.no_grad():
+        return {
+            name: p if p.grad is None else p - p.grad / world_size()
+            for name, p in model.named_parameters()
+        }
+
+
+def trained(how: str, use: Use, stage: int, **options: Any) -> dict[str, Tensor]:
+    model = Zoo(how)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    net = parallelize(model, optimizer, Plan.stage(stage), **options)
+    use(net, net.backward, data(rank()))
+    net.step()
+    if stage == 3 and not options:
+        assert not any(flat.whole for unit in net.units for flat in unit.flats)
+    with zero.GatheredParameters(model.parameters()):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def wrong(hows: list[str], uses: list[str], stages: list[int]) -> list[str]:
+    """The cases in which the weights after a step are not the expected ones."""
+    found = []
+    for how in hows:
+        for use in uses:
+            wanted = expected(how, USES[use])
+            for stage in stages:
+                for schedule in (None, Overlap(param_persistence_threshold=0)):
+                    options = {"schedule": schedule} if schedule else {}
+                    got = trained(how, USES[use], stage, **options)
+                    if any(not torch.equal(got[name], wanted[name]) for name in wanted):
+                        found.append(f"{how}, {use}, plan {stage}, {[*options]}")
+    return found
+
+
+def check(pool: Pool, hows: list[str], uses: list[str], stages: list[int]) -> None:
+    for found in pool.run(wrong, hows, uses, stages):
+        assert found == []
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_as_plain_torch(pool: Pool, how: str) -> None:
+    # reentrant checkpointing refuses torch.autograd.grad
+    uses = [use for use in USES if not ("reentrant" in how and use == "by grad")]
+    check(pool, [how], uses, [0, 1, 2, 3])
+
+
+def test_outputs_of_any_kind(pool: Pool) -> None:
+    check(pool, list(OUTPUTS), ["once"], [2, 3])
+
+
+def test_what_only_plans_with_whole_parameters_do(pool: Pool) -> None:
+    hows = ["other blocks on each rank", "outside of its block"]
+    check(pool, hows, list(USES), [0, 1, 2])
+
+
+def build(how: str, stage: int) -> Any:
+    model = Zoo(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return parallelize(model, optimizer, Plan.stage(stage))
+
+
+def looks_inside(what: str) -> bool:
+    """A block's parameters stay whole when somebody has looked at them in forward."""
+    net = build("plain", 3)
+    block = net.model.blocks[1]
+
+    def look(*_: Any) -> None:
+        if what == "gathered":
+            with zero.GatheredParameters(block.parameters()):
+                pass
+        elif what == "nested":
+            with zero.GatheredParameters(block.parameters(), modifier_rank=0):
+                with zero.GatheredParameters(block.linear.weight):
+                    pass
+        else:
+            net.state_dict()
+
+    block.linear.register_forward_pre_hook(look)
+    block.linear.register_full_backward_pre_hook(look)
+    once(net, net.backward, data(rank()))
+    absent = not any(flat.whole for unit in net.units for flat in unit.flats)
+    net.step()
+    wanted = expected("plain", once)
+    with zero.GatheredParameters(net.model.parameters()):
+        got = dict(net.model.named_parameters())
+        return absent and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("what", ["gathered", "nested", "state_dict"])
+def test_a_look_inside_a_forward(pool: Pool, what: str) -> None:
+    assert all(pool.run(looks_inside, what))
+
+
+def refused() -> list[str]:
+    messages = []
+
+    def by_linear(net: Any, x: Tensor) -> None:
+        net.backward(loss(net.model.blocks[0].linear(x)))
+
+    def of_gradients(net: Any, x: Tensor) -> None:
+        torch.autograd.grad(loss(net(x)), x, create_graph=True)
+
+    def lazily(net: Any, x: Tensor) -> None:
+        net.model.blocks[1].wrap = lambda t: (row for row in t)
+        net(x)
+
+    def hidden(net: Any, x: Tensor) -> None:
+        deep = SimpleNamespace(inner=SimpleNamespace())
+        net.model.blocks[2].wrap = lambda t: vars(deep.inner).update(t=t) or deep
+        net.backward(loss(net(x).inner.t))
+
+    for act in (by_linear, of_gradients, lazily, hidden):
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            act(build("plain", 3), data(rank()))
+        messages.append(str(error.value))
+    net = build("outside of its block", 3)
+    with pytest.warns(UserWarning) as warned:
+        once(net, net.backward, data(rank()))
+    return [*messages, str(warned[0].message)]
+
+
+def test_what_cannot_be_right_is_told(pool: Pool) -> None:
+    linear, gradients, lazily, hidden, shared = pool.run(refused)[0]
+    assert "by blocks.0.linear.weight. A parameter was used outside" in linear
+    assert "create_graph=True" in gradients and "stage 0, 1 or 2" in gradients
+    assert "unit 'blocks.1' returns a generator" in lazily
+    assert "A value is missing" in hidden
+    assert "The first loss is NaN" in shared
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+def fails_first(how: str, where: str, stage: int) -> bool:
+    """A step that fails somewhere, is abandoned, and then the healthy one."""
+    net = build(how, stage)
+    block = net.model.blocks[1]
+
+    def fail(t: Tensor) -> Tensor:
+        if where == "backward":
+            return Broken.apply(t)
+        raise KeyboardInterrupt if where == "interrupt" else ArithmeticError
+
+    block.wrap = fail
+    kept = None
+    try:
+        once(net, net.backward, data(rank()))
+    except (ArithmeticError, KeyboardInterrupt) as error:
+        kept = error  # and with it every frame
+    assert kept is not None
+    block.wrap = lambda t: t
+    net.zero_grad()
+    once(net, net.backward, data(rank()))
+    absent = stage < 3 or not any(f.whole for unit in net.units for f in unit.flats)
+    net.step()
+    wanted = expected(how, once)
+    with zero.GatheredParameters(net.model.parameters()):
+        got = dict(net.model.named_parameters())
+        return absent and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("where", ["forward", "interrupt", "backward"])
+def test_a_healthy_step_after_a_failed_one(pool: Pool, where: str) -> None:
+    for how in ("plain", "two reentrant segments", "two checkpointed calls"):
+        for stage in (0, 1, 2, 3):
+            assert all(pool.run(fails_first, how, where, stage)), f"{how}, {stage}"
