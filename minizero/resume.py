@@ -203,6 +203,7 @@ def try_state(scheduler: Any, state: Any) -> None:
     optimizer = getattr(scheduler, "optimizer", None)
     copies: dict[int, Any] = {}
     if isinstance(optimizer, torch.optim.Optimizer):
+        # not a copy of the optimizer, which would be one of its states too
         groups = [{**g, "params": []} for g in optimizer.param_groups]
         stand_in = torch.optim.SGD([{"params": []}])
         stand_in.param_groups = copy.deepcopy(groups)

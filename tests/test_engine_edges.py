@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import operator
 import re
 import warnings
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 import minizero
 from minizero.checkpoint import CheckpointError
 from minizero.data import Loader
-from minizero.ddp import nets_of
 from minizero.launch import Pool, rank, world_size
 from minizero.settings import REFUSED
 
@@ -387,11 +385,8 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     engine.set_train_micro_batch_size(1)
     assert engine.get_batch_info() == (2, 1, 2)
     assert [len(b) for b in engine.training_dataloader or []] == [1] * 12
-    # a step that fails begins anew where the sizes changed
-    go(engine)
-    with pytest.raises(RuntimeError, match="outside"):
-        engine(torch.ones(1, 2)).mean().backward()
-    go(engine)
+    engine.set_train_batch_size(3)
+    go(engine, 3)
     assert engine.global_steps == 2
     engine.save_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path)
@@ -461,10 +456,9 @@ def test_a_model_has_one_engine() -> None:
         with pytest.raises(ValueError, match="taken over .* or make a new model"):
             minizero.initialize(**given)
         go(engine)
-        del engine, rest
-        gc.collect()
-        if stage < 3:  # there hooks of the model hold the engine's net
-            assert not nets_of(model.parameters())
+        if stage < 3:  # there, hooks of the model hold the engine's net
+            rest += [engine, rest]  # a cycle, as an exception would leave
+            del engine, rest
             go(minizero.initialize(**given)[0])
 
 
