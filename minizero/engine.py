@@ -67,7 +67,7 @@ class Engine(Resume):
             parts = [
                 f"step={self.global_steps}, skipped={self.skipped_steps}",
                 f"lr={self.get_lr()}, mom={self.get_mom()}",
-                f"loss_scale={self._trained().loss_scale:g}",
+                f"loss_scale={self._needed_optimizer().loss_scale:g}",
                 str(self.meter.recent),
             ]
             print(", ".join(filter(None, parts)), flush=True)

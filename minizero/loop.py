@@ -77,7 +77,7 @@ class Loop(Weights):
         micro-batches are gone too, and the next `step` does not count.
         RuntimeError without an optimizer.
         """
-        self._trained()
+        self._needed_optimizer()
         self._mend()
         check_loss(loss)
         if scale_wrt_gas:
@@ -97,7 +97,7 @@ class Loop(Weights):
         RuntimeError without an optimizer, TypeError if the scheduler needs
         other `lr_kwargs`; then nothing has happened.
         """
-        optimizer = self._trained()
+        optimizer = self._needed_optimizer()
         if self._held:
             raise RuntimeError(
                 "step() inside no_sync would update with gradients of this "
@@ -149,7 +149,7 @@ class Loop(Weights):
                 "and load a checkpoint into it"
             )
 
-    def _trained(self) -> EngineOptimizer:
+    def _needed_optimizer(self) -> EngineOptimizer:
         self._check_alive()
         if self.optimizer is None:
             raise RuntimeError(
