@@ -1,8 +1,9 @@
 """How ranks are forked from a server (on Linux), seen from their parent.
 
-It is not multiprocessing's own server, which a program may use for itself: that one
-knows one set of modules to import, fails in a parent that has forked, and leaves a
-folder behind if its parent is killed.
+It is not multiprocessing's own server, which a program may use for itself. That one
+cannot be interrupted while it starts, dies of a kill with an error in the next pool,
+changes how a rank's own processes start, fails in a parent that has forked, and leaves
+a folder behind when the parent is killed.
 """
 
 from __future__ import annotations
