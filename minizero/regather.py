@@ -61,9 +61,10 @@ class ShardedVerbs(ZeRO2):
 
 # %% ../notebooks/07_zero3.ipynb #zero3-backward
 _ABSENT = (
-    "A parameter was used outside the forward of its unit, where it is absent "
-    "and reads as NaN; let `units` make one unit of all that use it, or hold "
-    "it from forward to the end of backward with zero.GatheredParameters."
+    "A parameter was used outside the forward of its unit, where it is "
+    "absent and reads as NaN; let `units` make one unit of all that use it, "
+    "or hold it from forward to the end of backward with "
+    "zero.GatheredParameters."
 )
 
 
