@@ -166,7 +166,8 @@ class ShardedBackward(ShardedVerbs):
             super().backward(loss, retain_graph)
         except RuntimeError as error:
             if "storage of size 0" in str(error):
-                raise RuntimeError(f"A value is missing. {_ABSENT}") from error
+                told = f"A value is missing. {_ABSENT}"
+                raise RuntimeError(told) from error
             raise
         # not each time: to look at the loss, a host waits for its GPU
         if (self._strays or first) and loss.isnan().any():
