@@ -324,7 +324,7 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_right_is_told(pool: Pool) -> None:
     linear, gradients, lazily, hidden, shared = pool.run(refused)[0]
-    assert "by blocks.0.linear.weight. A parameter was used outside" in linear
+    assert "blocks.0.linear.weight. A parameter was used outside" in linear
     assert "create_graph=True" in gradients and "stage 0, 1 or 2" in gradients
     assert "unit 'blocks.1' returns a generator" in lazily
     assert "A value is missing" in hidden
