@@ -61,9 +61,10 @@ class ShardedVerbs(ZeRO2):
 
 # %% ../notebooks/07_zero3.ipynb #zero3-backward
 _ABSENT = (
-    "A parameter was used outside the forward of its unit, where it is absent "
-    "and reads as NaN; let `units` make one unit of all that use it, or hold "
-    "it from forward to the end of backward with zero.GatheredParameters."
+    "A parameter was used outside the forward of its unit, where it is "
+    "absent and reads as NaN; let `units` make one unit of all that use it, "
+    "or hold it from forward to the end of backward with "
+    "zero.GatheredParameters."
 )
 
 
@@ -165,7 +166,8 @@ class ShardedBackward(ShardedVerbs):
             super().backward(loss, retain_graph)
         except RuntimeError as error:
             if "storage of size 0" in str(error):
-                raise RuntimeError(f"A value is missing. {_ABSENT}") from error
+                told = f"A value is missing. {_ABSENT}"
+                raise RuntimeError(told) from error
             raise
         # not each time: to look at the loss, a host waits for its GPU
         if (self._strays or first) and loss.isnan().any():
