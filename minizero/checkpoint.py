@@ -12,34 +12,24 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from minizero.content import (
-    flats_of,
-    group_options,
-    module_state,
-    random_states,
-    row_sources,
-    saved_flat,
-    settle,
-    tied_names,
-)
-
 from . import comm
 from .agree import agreeing, broadcast_bytes
+from .commit import busy
+from .content import describe, settle
 from .ddp import DataParallel
-from .folder import checkpoints, is_tag, read_index, sweep
-from .index import INDEX, Index, SavedFlat, parse_index
+from .folder import checkpoints, is_tag, read_index
+from .index import INDEX, parse_index
 from .launch import rank, world_size
 from .loading import Fit, Loaded
-from .plain import dtype_name, encode
 from .reading import SavedRun
-from .saving import Saving, busy
-from .tensorfile import CheckpointError, Source, explained
+from .saving import Saving
+from .strays import make_folder, sweep
+from .tensorfile import CheckpointError, explained
 
 Folder = str | os.PathLike[str]
 
@@ -65,7 +55,8 @@ def save(
 
     Each rank writes the row that has its number: master weights (or, where
     there are none, the parameters), optimizer states, its random states.
-    Nothing is gathered. Gradients are not saved: call it after `step`.
+    Nothing is gathered. Gradients are not saved: call it after `step`. A
+    folder is for one job: another's files would count as a killed save's.
 
     `extra`: what else a resumed run needs, such as a scheduler's state:
         rank 0's is kept. `own`: likewise, each rank's (`plain.encode` says
@@ -85,25 +76,21 @@ def save(
         finish(net)
         settle(net)
         with agreeing():
-            _check(tag, keep, background)
-            index, sources = _describe(net, tag, extra, own)
+            _check(net, tag, keep, background)
+            index, sources = describe(net, tag, extra, own)
         where = Path(folder)
-        begun: dict[str, Any] = {}
-        with agreeing():
-            if rank() == 0:
-                begun = _begin(where, tag)
-        begun["options"] = [tag, keep, background > 0, latest]
-        agreed = json.loads(broadcast_bytes(json.dumps(begun).encode()))
-        with agreeing():
-            if agreed["options"] != begun["options"]:
-                raise CheckpointError(
-                    f"{where / tag}: rank {rank()} saves with tag, keep, "
-                    f"background, latest = {begun['options']}, and rank 0 "
-                    f"with {agreed['options']}; pass the same on all ranks"
-                )
-            _make_folder(where / tag)
-        index.number = agreed["number"]
-        saving = Saving(where, index, agreed["nonce"], keep, latest)
+        options = [str(where), tag, keep, background > 0, latest]
+        nonce = _agreed(options)
+        saving = Saving(where, index, nonce, keep, latest)
+        try:
+            with agreeing():
+                if rank() == 0:
+                    index.number = _begin(where, tag, nonce)
+            with agreeing():
+                _make_sure(where / tag)
+        except BaseException:
+            busy.discard(nonce)
+            raise
         saving.begin(sources, background)
         if background:
             _saves[net] = saving
@@ -119,94 +106,60 @@ def finish(net: DataParallel) -> None:
         before.wait()
 
 
-def _check(tag: str, keep: int | None, background: int) -> None:
+def _check(
+    net: DataParallel, tag: str, keep: int | None, background: int
+) -> None:
     if not is_tag(tag):
         raise CheckpointError(
             f"the tag {tag!r} cannot name a folder beside `latest`; take one "
             "such as 'step-100', without slashes"
         )
-    if keep is not None and keep < 1:
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
         raise CheckpointError(
             f"keep must be at least 1, or None for all, not {keep!r}"
         )
-    if background < 0:
+    if not (isinstance(background, int | float) and background >= 0):
         raise CheckpointError(
             f"background is a number of bytes, 0 or more, not {background!r}"
         )
+    if net.has_gradients:
+        raise CheckpointError(
+            "a checkpoint holds no gradients, and there are some since the "
+            "last step; save after step(), or give them up by zero_grad()"
+        )
 
 
-def _begin(folder: Path, tag: str) -> dict[str, Any]:
-    """Rank 0's part: which save this is, once killed ones have left."""
+def _agreed(options: list[Any]) -> str:
+    """What tells this save from others; rank 0 makes it up."""
+    said = {"nonce": secrets.token_hex(4), "options": options}
+    agreed = json.loads(broadcast_bytes(json.dumps(said).encode()))
+    with agreeing():
+        if agreed["options"] != options:
+            raise CheckpointError(
+                f"rank {rank()} saves with folder, tag, keep, background, "
+                f"latest = {options}, and rank 0 with {agreed['options']}; "
+                "pass the same on all ranks"
+            )
+    return str(agreed["nonce"])
+
+
+def _begin(folder: Path, tag: str, nonce: str) -> int:
+    """Rank 0's part: the number of this save, once killed ones have left."""
     try:
         sweep(folder, busy)
     except OSError as error:
         raise explained(folder, error) from error
-    _make_folder(folder / tag)
+    make_folder(folder / tag, nonce)
     numbers = [index.number for _, index in checkpoints(folder)]
-    return {
-        "nonce": secrets.token_hex(4),
-        "number": max(numbers, default=0) + 1,
-    }
+    return max(numbers, default=0) + 1
 
 
-def _make_folder(path: Path) -> None:
+def _make_sure(path: Path) -> None:
+    """A node that has just looked may not see the folder without that."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explained(path, error) from error
-
-
-def _describe(
-    net: DataParallel,
-    tag: str,
-    extra: dict[str, Any] | None,
-    own: dict[str, Any] | None,
-) -> tuple[Index, list[Source]]:
-    """The index, but for its files, and what this rank has to write."""
-    flats: list[SavedFlat] = []
-    sources: list[Source] = []
-    for unit, number, flat in flats_of(net):
-        saved = saved_flat(net, unit, number, flat)
-        flats.append(saved)
-        sources += row_sources(net, flat, saved)
-    state = module_state(net)
-    buffers = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-    sources += [Source.of(f"buffers/{k}", v) for k, v in buffers.items()]
-    trees: dict[str, Any] = {}
-    for name, value in {
-        "extra": {} if extra is None else extra,
-        "own": {} if own is None else own,
-        "random": random_states(),
-        "modules": {k: v for k, v in state.items() if k not in buffers},
-        "groups": group_options(net),
-        "precision": net.precision.state_dict(),
-    }.items():
-        trees[name], tensors = encode(value, name)
-        if rank() == 0 or name in ("own", "random", "modules"):
-            sources += [Source.of(k, v) for k, v in tensors.items()]
-    ours = {name: trees[name] for name in ("own", "random", "modules")}
-    text = bytearray(json.dumps(ours).encode())
-    sources.append(
-        Source.of("own", torch.frombuffer(text, dtype=torch.uint8))
-    )
-    # wide ones first keeps all aligned
-    sources.sort(key=lambda s: (not s.on_disk, -s.dtype.itemsize))
-    index = Index(
-        tag=tag,
-        number=0,
-        world_size=world_size(),
-        flats=flats,
-        tied=tied_names(net),
-        buffers={
-            k: [dtype_name(v.dtype), list(v.shape)]
-            for k, v in buffers.items()
-        },
-        optimizer=type(net.optimizer).__name__,
-        groups=trees["groups"],
-        precision=trees["precision"],
-        extra=trees["extra"],
-    )
-    return index, sources
 
 # %% ../notebooks/12_checkpoint.ipynb #checkpoint-load
 def load(
@@ -216,6 +169,7 @@ def load(
     *,
     strict: bool = True,
     optimizer: bool = True,
+    check: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
     """Load a checkpoint into a net of any plan, on any number of ranks.
 
@@ -226,10 +180,12 @@ def load(
         file. `strict`: whether parameters and buffers must have the same
         names. `optimizer`: whether to load optimizer states, options and
         loss scale, and random states (on as many ranks as saved), too.
+    `check`: is given what will be returned, before anything is changed; an
+        error that it raises refuses the checkpoint, on all ranks.
 
     Gradients are zero afterwards. Raises CheckpointError on all ranks, in
     the same words, which name the file or the parameter; the net is then as
-    it was.
+    it was (but for a disk that fails after the files were verified).
     """
     with comm.phase("checkpoint"):
         finish(net)
@@ -248,6 +204,8 @@ def load(
                 run.verify(rank(), world_size())
             with agreeing():
                 fit = Fit(net, run, strict, optimizer)
+                if check is not None:
+                    check(fit.loaded())
             with agreeing():
                 fit.apply()
             fit.publish()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from .ddp import DataParallel
 from .flat import Flat, Unit
-from .index import SavedFlat, SavedSlot
-from .launch import rank
+from .index import Index, SavedFlat, SavedSlot
+from .launch import rank, world_size
 from .plain import dtype_name, encode
-from .tensorfile import Source
+from .tensorwriter import Source
 from .verbs import Owned
 
 # how an optimizer computes, which is this machine's affair; and the names of
@@ -38,15 +39,16 @@ def settle(net: DataParallel) -> None:
 
 
 def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
-    """Every buffer that has elements, with its unit and its number there."""
+    """Every buffer, with its unit and its number there."""
     for unit in net.units:
         for number, flat in enumerate(unit.flats):
-            if flat.numel:
-                yield unit, number, flat
+            yield unit, number, flat
 
 
 def own_row(net: DataParallel, flat: Flat) -> Owned:
     """The row that this rank saves."""
+    if not flat.numel:  # parameters without elements: nothing is made of it
+        return Owned(rank(), flat.full, flat.full, {}, flat.full)
     rows = net.owned_states(flat)
     return next(owned for owned in rows if owned.index == rank())
 
@@ -57,7 +59,7 @@ def is_elementwise(value: Any, row: Tensor) -> TypeGuard[Tensor]:
 
 # %% auto #0
 __all__ = ['settle', 'flats_of', 'own_row', 'is_elementwise', 'saved_flat', 'row_sources', 'tied_names', 'module_state',
-           'group_options', 'random_states', 'set_random_states']
+           'group_options', 'random_states', 'set_random_states', 'describe']
 
 # %% ../notebooks/12_checkpoint.ipynb #content-flat
 def saved_flat(
@@ -157,3 +159,59 @@ def set_random_states(states: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(states["numpy"])
+
+# %% ../notebooks/12_checkpoint.ipynb #content-describe
+def describe(
+    net: DataParallel,
+    tag: str,
+    extra: dict[str, Any] | None,
+    own: dict[str, Any] | None,
+) -> tuple[Index, list[Source]]:
+    """The index, but for its files, and what this rank has to write.
+
+    Raises TypeError for a value that would need pickle.
+    """
+    flats: list[SavedFlat] = []
+    sources: list[Source] = []
+    for unit, number, flat in flats_of(net):
+        saved = saved_flat(net, unit, number, flat)
+        flats.append(saved)
+        sources += row_sources(net, flat, saved)
+    state = module_state(net)
+    buffers = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    sources += [Source.of(f"buffers/{k}", v) for k, v in buffers.items()]
+    trees: dict[str, Any] = {}
+    for name, value in {
+        "extra": {} if extra is None else extra,
+        "own": {} if own is None else own,
+        "random": random_states(),
+        "modules": {k: v for k, v in state.items() if k not in buffers},
+        "groups": group_options(net),
+        "precision": net.precision.state_dict(),
+    }.items():
+        trees[name], tensors = encode(value, name)
+        if rank() == 0 or name in ("own", "random", "modules"):
+            sources += [Source.of(k, v) for k, v in tensors.items()]
+    ours = {name: trees[name] for name in ("own", "random", "modules")}
+    text = bytearray(json.dumps(ours).encode())
+    sources.append(
+        Source.of("own", torch.frombuffer(text, dtype=torch.uint8))
+    )
+    # wide ones first keeps all aligned
+    sources.sort(key=lambda s: (not s.on_disk, -s.dtype.itemsize))
+    index = Index(
+        tag=tag,
+        number=0,
+        world_size=world_size(),
+        flats=flats,
+        tied=tied_names(net),
+        buffers={
+            k: [dtype_name(v.dtype), list(v.shape)]
+            for k, v in buffers.items()
+        },
+        optimizer=type(net.optimizer).__name__,
+        groups=trees["groups"],
+        precision=trees["precision"],
+        extra=trees["extra"],
+    )
+    return index, sources

@@ -20,17 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minizero.tensorfile import (
-    CheckpointError,
-    Source,
-    TensorWriter,
-    explained,
-)
-
-from .folder import read_index, replace_file
+from .folder import fsync_folder, read_index, replace_file
 from .index import SavedFlat, SavedSlot, parse_index
 from .plain import DTYPES
 from .reading import SavedRun
+from .tensorfile import CheckpointError, explained
+from .tensorwriter import Source, TensorWriter
 
 Folder = str | os.PathLike[str]
 
@@ -131,9 +126,10 @@ def export(
     `dtype`: of all floating-point numbers (default: as they were saved).
     Returns the files. Refuses a folder that has weights already.
     """
-    if max_shard_size < 1:
+    if not (isinstance(max_shard_size, int) and max_shard_size >= 1):
         raise CheckpointError(
-            f"max_shard_size must be at least 1 byte, not {max_shard_size!r}"
+            "max_shard_size is a number of bytes, at least 1, not "
+            f"{max_shard_size!r}"
         )
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(
@@ -148,11 +144,14 @@ def export(
         written: list[Path] = []
         try:
             for number, part in enumerate(parts, 1):
-                written.append(where / _name(number, len(parts)))
-                _write(written[-1], part)
+                path = where / _name(number, len(parts))
+                _write(path, part)
+                written.append(path)
             if len(parts) > 1:
-                written.append(where / "model.safetensors.index.json")
-                replace_file(written[-1], _map(parts), "export")
+                path = where / "model.safetensors.index.json"
+                replace_file(path, _map(parts), "export")
+                written.append(path)
+            fsync_folder(where)
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
@@ -196,6 +195,9 @@ def _write(path: Path, sources: list[Source]) -> None:
         for source in sources:
             writer.write(source)
         writer.finish()
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     finally:
         writer.close()
 

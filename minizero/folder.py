@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from .index import INDEX, OURS, Index, parse_index
+from .index import INDEX, OUR_FOLDER, OURS, Index, parse_index
 from .tensorfile import CheckpointError, explained
 
 LATEST = "latest"
@@ -32,7 +30,14 @@ def read_index(folder: Path, tag: str | None) -> tuple[bytes, Path]:
     Without a tag: the one that `latest` names or, where there is no such
     file, the newest that is complete.
     """
-    path = folder / (tag or _latest(folder)) / INDEX
+    if tag is None:
+        tag = _latest(folder)
+    if not is_tag(tag):
+        raise CheckpointError(
+            f"the tag {tag!r} is no name of a folder in {folder}; "
+            f"{_have(folder)}"
+        )
+    path = folder / tag / INDEX
     try:
         return path.read_bytes(), path
     except FileNotFoundError:
@@ -62,6 +67,8 @@ def _latest(folder: Path) -> str:
                 "folder that was given to save"
             ) from None
         return found[-1][0]
+    except NotADirectoryError as error:
+        raise explained(path, error) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: it cannot be read ({error}); give a tag: "
@@ -79,10 +86,13 @@ def is_tag(tag: object) -> bool:
     """Whether it can name a folder of its own, beside `latest`."""
     return (
         isinstance(tag, str)
-        and re.fullmatch(r"[^/\\\0\n]{1,200}", tag) is not None
+        and tag.isprintable()  # a line of `latest`, and what UTF-8 can write
+        and 0 < len(tag.encode()) <= 200
+        and not {"/", "\\"} & set(tag)
         and tag.strip() == tag
-        and tag not in (".", "..", LATEST)
-        and not OURS.fullmatch(tag)
+        # some file systems take upper case for lower case
+        and tag.casefold() not in (".", "..", LATEST)
+        and not (OURS.fullmatch(tag) or OUR_FOLDER.fullmatch(tag))
     )
 
 
@@ -106,7 +116,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 # %% auto #0
-__all__ = ['LATEST', 'exists', 'read_index', 'is_tag', 'checkpoints', 'fsync_folder', 'replace_file', 'retire', 'sweep']
+__all__ = ['LATEST', 'exists', 'read_index', 'is_tag', 'checkpoints', 'fsync_folder', 'replace_file']
 
 # %% ../notebooks/12_checkpoint.ipynb #folder-replace
 def replace_file(path: Path, data: bytes, nonce: str) -> None:
@@ -125,43 +135,6 @@ def replace_file(path: Path, data: bytes, nonce: str) -> None:
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise explained(path, error) from error
-
-# %% ../notebooks/12_checkpoint.ipynb #folder-sweep
-def retire(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, each index first.
-
-    What `latest` names stays, and so does what was given another name.
-    """
-    path = folder / LATEST
-    latest = path.read_text().strip() if path.exists() else None
-    own = [name for name, index in checkpoints(folder) if name == index.tag]
-    for name in own[:-keep]:
-        if name != latest:
-            # without its index it is none, and `sweep` takes the rest
-            os.unlink(folder / name / INDEX)
-
-
-def sweep(folder: Path, busy: Iterable[str]) -> None:
-    """Delete what no index names: what killed saves and `retire` have left.
-
-    Only files that are named as ours are, of no save in `busy`, and not
-    beside an index that cannot be read: they may still be saved by hand.
-    """
-    complete = dict(checkpoints(folder))
-    for path in [*folder.glob("*"), *folder.glob("*/*")]:
-        ours = OURS.fullmatch(path.name)
-        if not ours or not path.is_file():
-            continue
-        home = path.parent
-        index = complete.get(home.name) if home != folder else None
-        named = index and path.name in [file.name for file in index.files]
-        unclear = index is None and (home / INDEX).exists()
-        if (
-            not named
-            and not unclear
-            and {ours["a"], ours["b"]}.isdisjoint(busy)
-        ):
-            path.unlink(missing_ok=True)
-            if home != folder and not any(home.iterdir()):
-                home.rmdir()

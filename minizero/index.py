@@ -26,10 +26,11 @@ OURS = re.compile(
     r"rank-\d+-of-\d+-(?P<a>[0-9a-f]{8})\.(safetensors|json(\.tmp)?)"
     r"|(index\.json|latest)\.(?P<b>[0-9a-f]{8})\.tmp"
 )
+OUR_FOLDER = re.compile(r"[0-9a-f]{8}\.tmp")
 
 # %% auto #0
-__all__ = ['FORMAT', 'VERSION', 'INDEX', 'OURS', 'SavedSlot', 'SavedFlat', 'SavedFile', 'Index', 'sealed', 'unsealed',
-           'open_seal', 'parse_index', 'index_text']
+__all__ = ['FORMAT', 'VERSION', 'INDEX', 'OURS', 'OUR_FOLDER', 'SavedSlot', 'SavedFlat', 'SavedFile', 'Index', 'sealed',
+           'unsealed', 'open_seal', 'parse_index', 'index_text']
 
 # %% ../notebooks/12_checkpoint.ipynb #index-saved
 @dataclass
@@ -113,6 +114,8 @@ class Index:
         for file in self.files:
             if not OURS.fullmatch(file.name):
                 raise ValueError(f"a file called {file.name!r}")
+        if not isinstance(self.number, int):
+            raise ValueError(f"the number {self.number!r}")
         for flat in self.flats:
             known = {flat.dtype, *flat.states.values()} <= DTYPES.keys()
             ends = [slot.offset + slot.numel for slot in flat.slots]
@@ -121,6 +124,13 @@ class Index:
             fits = flat.size * self.world_size >= flat.numel
             if not (known and in_order and fits):
                 raise ValueError(f"no such buffer: {flat.tensor()}")
+        names = {slot.name for flat in self.flats for slot in flat.slots}
+        for name, first in self.tied.items():
+            if first not in names:
+                raise ValueError(f"{name!r} is tied to {first!r}: no such")
+        for name, (dtype, _) in self.buffers.items():
+            if dtype not in DTYPES:
+                raise ValueError(f"buffer {name!r} of dtype {dtype!r}")
 
 # %% ../notebooks/12_checkpoint.ipynb #index-seal
 _SEAL = ',\n "seal": "{}"\n}}\n'

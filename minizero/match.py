@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .content import flats_of, tied_names
 from .ddp import DataParallel
 from .flat import Flat, Slot
 from .index import SavedFlat, SavedSlot
+from .plain import DTYPES, dtype_name
 from .reading import SavedRun
 
 Place = tuple[SavedFlat, SavedSlot]
@@ -60,10 +62,10 @@ class Match:
                 f"{' and '.join(map(repr, names))} are one parameter here, "
                 "and not in the checkpoint"
             )
-        self.shape(
-            f"parameter {names[0]!r}", slot.shape, places[names[0]][1].shape
-        )
-        self.found[slot] = places[names[0]]
+        what, (flat, saved) = f"parameter {names[0]!r}", places[names[0]]
+        self.shape(what, slot.shape, saved.shape)
+        self.kind(what, slot.parameter.dtype, DTYPES[flat.dtype])
+        self.found[slot] = flat, saved
 
     def shape(
         self, what: str, here: Iterable[int], there: Iterable[int]
@@ -73,6 +75,17 @@ class Match:
             self.problems.append(
                 f"{what} has shape {tuple(here)} here and {tuple(there)} in "
                 "the checkpoint"
+            )
+
+    def kind(
+        self, what: str, here: torch.dtype, there: torch.dtype
+    ) -> None:
+        """Values may be rounded, but not become another kind of number."""
+        same = here.is_complex == there.is_complex
+        if not same or here.is_floating_point != there.is_floating_point:
+            self.problems.append(
+                f"{what} is {dtype_name(here)} here and {dtype_name(there)} "
+                "in the checkpoint"
             )
 
     def _names(self, kind: str, missing: set[str], further: set[str]) -> None:
@@ -93,9 +106,11 @@ class Match:
         strict: bool,
     ) -> None:
         """Compare buffers, and what else modules keep."""
-        for name, (_, shape) in buffers.items():
+        for name, (dtype, shape) in buffers.items():
             if isinstance(here.get(name), Tensor):
-                self.shape(f"buffer {name!r}", here[name].shape, shape)
+                what = f"buffer {name!r}"
+                self.shape(what, here[name].shape, shape)
+                self.kind(what, here[name].dtype, DTYPES[dtype])
         if strict:
             there = {*buffers, *others}
             self._names("buffer", here.keys() - there, there - here.keys())
@@ -124,7 +139,8 @@ class Match:
         if not saved.trainable:
             self.problems.append(
                 f"parameter {name!r} is trained here and was frozen, so it "
-                "has no optimizer state; load with optimizer=False"
+                "has no optimizer state; load with optimizer=False "
+                "(of an engine: load_optimizer_states=False)"
             )
         elif saved.group != group:
             self.problems.append(
@@ -133,7 +149,8 @@ class Match:
             )
 
     def _same_steps(self, flat: Flat) -> None:
-        saved = [self.found[s][0] for s in flat.slots if s in self.found]
+        found = [s for s in flat.slots if s in self.found and s.numel]
+        saved = [self.found[s][0] for s in found]
         kinds = {(*f.states, str(f.scalars)) for f in saved if f.trainable}
         if flat.trainable and len(kinds) > 1:
             names = ", ".join(repr(slot.name) for slot in flat.slots[:3])

@@ -43,7 +43,12 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     anything else: what only pickle could bring back.
     """
     encoder = _Encoder(name)
-    return encoder.tree(value, name), encoder.tensors
+    try:
+        return encoder.tree(value, name), encoder.tensors
+    except RecursionError:
+        raise TypeError(
+            f"{name} is nested too deeply for a checkpoint; save it flatter"
+        ) from None
 
 
 class _Encoder:
@@ -54,6 +59,11 @@ class _Encoder:
 
     def tree(self, value: Any, path: str) -> Any:
         kind = type(value)
+        if kind is int and value.bit_length() > 10_000:
+            raise TypeError(
+                f"{path} is an integer of {value.bit_length():,} bits, which "
+                "JSON readers refuse; save it as bytes"
+            )
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -108,7 +118,7 @@ class _Encoder:
     def _as_tensor(self, array: Any, path: str) -> Tensor:
         try:
             return torch.from_numpy(array.copy())
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise TypeError(f"{path}: {error}") from error
 
     def _tensor(self, value: Tensor, path: str) -> Any:

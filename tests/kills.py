@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minizero import saving
+from minizero import commit
 from minizero.folder import checkpoints, exists, read_index
 from minizero.index import Index, parse_index
 from minizero.lab.recovery import Job, build, history, train
@@ -92,7 +92,7 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
         log = os.open(f"{job.folder}/errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        saving.LAST = 2.0  # that a save waits for a dead rank when its program ends
+        commit.LAST = 2.0  # that a save waits for a dead rank when its program ends
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(store), ranks),

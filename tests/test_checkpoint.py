@@ -6,6 +6,7 @@ import ast
 import errno
 import gc
 import json
+import math
 import os
 import pickle
 import random
@@ -24,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minizero import Plan, parallelize, saving
+from minizero import Plan, commit, parallelize, saving
 from minizero.checkpoint import load, save
 from minizero.ddp import DataParallel
 from minizero.folder import checkpoints, exists, read_index
@@ -32,7 +33,8 @@ from minizero.index import Index, index_text, parse_index
 from minizero.launch import Pool, RankError, rank
 from minizero.plain import DTYPES, decode, encode
 from minizero.saving import Saving
-from minizero.tensorfile import CheckpointError, Source, TensorFile, TensorWriter
+from minizero.tensorfile import CheckpointError, TensorFile
+from minizero.tensorwriter import Source, TensorWriter
 
 WIDTH = 6
 
@@ -78,6 +80,8 @@ def names(folder: Path) -> list[str]:
 def complete(folder: Path, *tags: str, ranks: int = 1) -> bool:
     """Whether a folder has these checkpoints, `latest`, and nothing else."""
     found = names(folder)
+    if {p.name for p in folder.iterdir() if p.is_dir()} != {*tags}:
+        return False  # an empty one was left
     expected = 1 + sum(1 + ranks for _ in tags)
     indexes = {f"{tag}/index.json" for tag in tags}
     return len(found) == expected and {"latest", *indexes} <= set(found)
@@ -102,7 +106,7 @@ class Death:
     either. A write that is the last one is done in half.
     """
 
-    NAMES = ("open", "write", "fsync", "replace", "unlink", "mkdir", "rmdir")
+    NAMES = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
         self.left = after
@@ -133,7 +137,7 @@ def died(net: DataParallel, folder: Path, tag: str, after: int, keep: int) -> bo
         except Killed:
             return True
         finally:
-            saving.busy.clear()  # of a process that is no more
+            commit.busy.clear()  # of a process that is no more
             patch.undo()
     return False
 
@@ -174,18 +178,21 @@ def test_a_kill_at_any_step(tmp_path: Path, tag: str, keep: int) -> None:
 
 
 def test_a_kill_of_the_first_save(tmp_path: Path) -> None:
-    net = net_of()
-    after = 0
-    while died(net, tmp_path / "run", "a", after, 1):
-        if not (tmp_path / "run" / "a" / "index.json").exists():
-            assert not exists(tmp_path / "run")
+    """What it leaves is gone after another save, a folder without files too."""
+    net, after = net_of(), 0
+    folder = tmp_path / "run"
+    while died(net, folder, "a", after, 1):
+        if not (folder / "a" / "index.json").exists():
+            assert not exists(folder)
             with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
-                load(net, tmp_path / "run")
+                load(net, folder)
         else:
-            load(net, tmp_path / "run")
+            load(net, folder)
+        save(net, folder, "b", keep=1)
+        assert complete(folder, "b"), after
+        shutil.rmtree(folder)
         after += 1
-    save(net, tmp_path / "run", "b", keep=1)
-    assert complete(tmp_path / "run", "b") and after > 10
+    assert complete(folder, "a") and after > 10
 
 
 def test_strays_are_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -207,9 +214,12 @@ def test_strays_are_swept_and_nothing_else(tmp_path: Path) -> None:
     for name in ours + theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
+    for name in ("mine", "0123abcd.tmp"):
+        (tmp_path / name).mkdir()
     save(net, tmp_path, "c")
     assert not {*ours} & {*names(tmp_path)} and {*theirs} <= {*names(tmp_path)}
-    assert not (tmp_path / "gone").exists()
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {"a", "b", "c", "mine", "other"}
 
 
 # Finding, and what is kept
@@ -228,6 +238,42 @@ def test_the_last_are_kept(tmp_path: Path) -> None:
     save(net, tmp_path, "step-5", keep=1)
     assert complete(tmp_path, "best", "step-5")
     assert load(net, tmp_path, "best").tag == "best"
+
+
+def test_what_is_linked_is_kept(tmp_path: Path) -> None:
+    """By a link to a checkpoint, by `latest`, even if it is one; in a linked folder."""
+    folder, net = tmp_path / "link", net_of()
+    (tmp_path / "disk").mkdir()
+    folder.symlink_to(tmp_path / "disk")
+    for tag in "abcd":
+        save(net, folder, tag)
+        if tag == "a":
+            (folder / "best").symlink_to("a")
+        if tag == "b":
+            (folder / "latest").write_text("b\n")
+            save(net, folder, "x", latest=False, keep=1)
+            assert {"a", "b", "x"} <= {tag for tag, _ in checkpoints(folder)}
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("c")
+    save(net, folder, "e", keep=1, latest=False)
+    assert [tag for tag, _ in checkpoints(folder)] == ["a", "best", "c", "latest", "e"]
+    assert load(net, folder, "best").tag == "best"
+    save(net, folder, "f", keep=1)
+    assert load(net, folder).tag == "f"
+
+
+def test_a_latest_that_no_text_is(tmp_path: Path) -> None:
+    net = net_of()
+    save(net, tmp_path, "a")
+    (tmp_path / "latest").write_bytes(b"\xff")
+    save(net, tmp_path, "b", latest=False, keep=1)
+    assert [tag for tag, _ in checkpoints(tmp_path)] == ["b"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    save(net, tmp_path, "c", latest=False, keep=1)
+    with pytest.raises(CheckpointError, match="latest: this is a folder"):
+        save(net, tmp_path, "d")
+    assert load(net, tmp_path, "d").tag == "d"
 
 
 def test_a_save_that_is_not_the_latest(tmp_path: Path) -> None:
@@ -267,8 +313,16 @@ def test_latest_that_is_wrong(tmp_path: Path) -> None:
         ({"tag": "latest"}, "the tag 'latest' cannot"),
         ({"tag": ""}, "the tag '' cannot"),
         ({"tag": 5}, "the tag 5 cannot"),
+        ({"tag": "Latest"}, "the tag 'Latest' cannot"),
+        ({"tag": "a\rb"}, "the tag 'a.*b' cannot"),
+        ({"tag": "\ud800"}, "the tag '.*' cannot"),
+        ({"tag": "ä" * 101}, "the tag 'ä*' cannot"),
+        ({"tag": "0123abcd.tmp"}, "the tag '0123abcd.tmp' cannot"),
         ({"keep": 0}, "keep must be at least 1"),
+        ({"keep": "2"}, "keep must be at least 1, or None for all, not '2'"),
+        ({"keep": 1.5}, "keep must be at least 1"),
         ({"background": -1}, "background is a number of bytes"),
+        ({"background": "1GB"}, "background is a number of bytes"),
         (
             {"extra": {"f": [print]}},
             r"extra\['f'\]\[0\] is a builtins.builtin_function",
@@ -283,6 +337,34 @@ def test_bad_arguments(tmp_path: Path, options: dict[str, Any], text: str) -> No
     with pytest.raises(CheckpointError, match=text):
         save(net_of(), tmp_path, **{"tag": "a", **options})
     assert not names(tmp_path)
+
+
+def test_tags_that_are_no_names(tmp_path: Path) -> None:
+    """Another folder's index would come with this folder's files."""
+    for name in ("here", "there"):
+        save(net_of(), tmp_path / name, "a")
+    for tag in ("../there/a", str(tmp_path / "there" / "a"), "", "a/", "..", 5):
+        with pytest.raises(CheckpointError, match="is no name of a folder .* has 'a'"):
+            load(net_of(), tmp_path / "here", tag)  # type: ignore[arg-type]
+    for tag in ("ä ☃ 'quoted' $x", ".hidden", "x" * 200):
+        assert save(net_of(), tmp_path / "here", tag).path.name == tag
+        assert load(net_of(), tmp_path / "here").tag == tag
+
+
+def test_a_save_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    net, other = net_of(), net_of()
+    torch.manual_seed(1)
+    first, second = torch.rand(2, 4, WIDTH)
+    for each in (net, other):
+        each.backward(each(first).sum())
+        if each is net:
+            with pytest.raises(CheckpointError, match="gradients.* after step()"):
+                save(net, tmp_path, "a")
+            assert not names(tmp_path)
+        each.backward(each(second).sum())
+        each.step()
+    assert same(state(net), state(other))  # the refusal has changed nothing
+    save(net, tmp_path, "a")
 
 
 # Damage
@@ -384,6 +466,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"rank-0000.* it has no tensor 'elsewhere/0/",
     ),
     "value": (lambda f: f.update(extra={"$pickle": "x"}), "does not make sense"),
+    "number": (lambda f: f.update(number="x"), "make sense .the number 'x'"),
+    "tied": (lambda f: f.update(tied={"a": "b"}), "'a' is tied to 'b': no such"),
+    "buffer": (
+        lambda f: f["buffers"].update(x=["text", [1]]),
+        "buffer 'x' of dtype 'text'",
+    ),
 }
 
 
@@ -429,6 +517,16 @@ def buffered() -> DataParallel:
     return net
 
 
+def counted(dtype: torch.dtype) -> DataParallel:
+    net = small(4, 4)
+    net.model.register_buffer("count", torch.ones(3, dtype=dtype))
+    net.model[0].register_parameter(
+        "table", nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    )
+    trained = [p for p in net.model.parameters() if p.requires_grad]
+    return parallelize(net.model, torch.optim.AdamW(trained, lr=0.1))
+
+
 MISFITS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "shape": (
         lambda: small(4, 4, 4),
@@ -458,6 +556,11 @@ MISFITS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "thawed": (frozen, lambda: small(4, 4, 4), "'1.weight' is trained here and was fr"),
     "tied": (lambda: small(4, 4, 4), tied, "'0.weight' and '1.weight' are one param"),
     "buffer": (buffered, lambda: small(4, 4, 4), "buffer 'mean' of the checkpoint is"),
+    "numbers": (
+        lambda: counted(torch.int8),
+        lambda: counted(torch.float32),
+        "'0.table' is float32 here and int8 in.*'count' is float32 here and int8",
+    ),
     "no buffer": (lambda: small(4, 4, 4), buffered, "buffer 'mean' is not in the che"),
 }
 
@@ -576,8 +679,8 @@ def test_a_pickle_is_not_executed(tmp_path: Path, name: str, torch_s: bool) -> N
 
 
 MODULES = (
-    "plain tensorfile index folder agree content reading match saving loading "
-    "checkpoint export"
+    "plain tensorfile tensorwriter index folder strays agree content reading match "
+    "commit saving loading checkpoint export"
 ).split()
 
 
@@ -753,8 +856,8 @@ def test_a_rank_that_never_finishes(
 ) -> None:
     net = net_of()
     save(net, tmp_path, "a")
-    monkeypatch.setattr(saving, "TIMEOUT", 0.05)
-    monkeypatch.setattr(saving, "world_size", lambda: 2)
+    monkeypatch.setattr(commit, "TIMEOUT", 0.05)
+    monkeypatch.setattr(commit, "world_size", lambda: 2)
     under_way = save(net, tmp_path, "b", background=1 << 20)
     with pytest.raises(CheckpointError, match="rank 1 has not finished .* is whole"):
         under_way.wait()
@@ -765,10 +868,18 @@ def test_a_rank_that_never_finishes(
     assert alive() is None  # though the error knew where it came from
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/a: a part of the path is a file"):
         save(net_of(), tmp_path / "file", "a")
+    with pytest.raises(CheckpointError, match="latest: a part of the path is a file"):
+        load(net_of(), tmp_path / "file")
+    with pytest.raises(CheckpointError, match="file: a part of the path is a file"):
+        save(net_of(), tmp_path, "file")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="there is something of that name"):
+        save(net_of(), tmp_path / "nowhere", "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "nowhere"}
 
 
 def disagree(folder: Path) -> str:
@@ -833,6 +944,24 @@ def test_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
         assert mine.tolist() == its.tolist()
 
 
+def test_lazy_tensors(tmp_path: Path) -> None:
+    """Whose bytes are not yet what they stand for; and a name that is taken."""
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    lazy = [value.conj(), value.conj().imag, value.conj()[:1]]
+    assert lazy[0].is_conj() and lazy[1].is_neg()
+    sources = [Source.of(f"{n}", t) for n, t in enumerate(lazy)]
+    writer = TensorWriter(tmp_path / "f", sources)
+    for source in sources:
+        writer.write(source)
+    writer.finish()
+    with TensorFile(tmp_path / "f") as file:
+        assert all(torch.equal(file.tensor(f"{n}"), t) for n, t in enumerate(lazy))
+    for name in ("0", "__metadata__"):
+        with pytest.raises(CheckpointError, match=f"two tensors of the name '{name}'"):
+            TensorWriter(tmp_path / "g", [*sources, Source.of(name, value)])
+    assert names(tmp_path) == ["f"]
+
+
 def test_numpy_s_values() -> None:
     array = numpy.arange(3, dtype=numpy.uint32)
     tree, tensors = encode([numpy.float64(0.1), numpy.int8(3), array], "x")
@@ -844,6 +973,9 @@ def test_numpy_s_values() -> None:
 def test_what_would_need_pickle_is_refused() -> None:
     loop: list[Any] = []
     loop.append({"again": loop})
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
     for value, text in (
         (loop, r"x\[0\]\['again'\] contains itself"),
         ({"a": [object()]}, r"x\['a'\]\[0\] is a builtins.object"),
@@ -851,6 +983,9 @@ def test_what_would_need_pickle_is_refused() -> None:
         ({object(): 1}, "a key of x is a builtins.object"),
         (torch.ones(2).to_sparse(), "x is a torch.sparse_coo tensor"),
         (numpy.array(["a"]), "x: "),
+        ([numpy.arange(3, dtype=">f4")], r"x\[0\]: .* byte order"),
+        ({"big": 1 << 20_000}, r"x\['big'\] is an integer of 20,001 bits"),
+        (deep, "x is nested too deeply"),
     ):
         with pytest.raises(TypeError, match=text):
             encode(value, "x")
@@ -973,6 +1108,78 @@ def test_two_nets_save_into_one_folder(tmp_path: Path) -> None:
         under_way.wait()
     assert complete(tmp_path, "a", "b")
     load(first, tmp_path, "a")
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    """The second cannot know that the first's files are not a killed save's."""
+    first, other = net_of(), net_of(model(1))
+    save(first, tmp_path, "good")
+    Gate.opened.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "TensorWriter", Gate)
+        under_way = save(first, tmp_path, "a", keep=1, background=1 << 20)
+        commit.busy.clear()  # as in another process
+        save(other, tmp_path, "b", latest=False)
+        Gate.opened.set()
+        with pytest.raises(CheckpointError, match="give every job a folder of its own"):
+            under_way.wait()
+    assert load(first, tmp_path).tag == "good"
+    save(first, tmp_path, "c")
+    assert complete(tmp_path, "good", "b", "c")
+
+
+def test_loading_twice_and_saving_again(tmp_path: Path) -> None:
+    net = net_of()
+    step(net)
+    save(net, tmp_path, "a")
+    before = state(net)
+    load(net, tmp_path)
+    load(net, tmp_path)
+    assert same(state(net), before)
+    save(net, tmp_path, "b", extra={"loss": float("nan")})
+    files = [data_file(tmp_path, tag).read_bytes() for tag in "ab"]
+    assert files[0] == files[1] and math.isnan(load(net, tmp_path).extra["loss"])
+
+
+class Odd(nn.Module):
+    """Names that a shell, a path or JSON would mind; alone: a group for each."""
+
+    NAMES = ("a/b", "ä b", "'\"", "~up", "$tensor", "0")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for n, name in enumerate(self.NAMES):
+            self.register_parameter(name, nn.Parameter(torch.full((2,), n + 1.0)))
+            self.register_buffer(f"{name} buffer", torch.full((2,), n + 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([p * x for p in self.parameters()]).sum()
+
+
+def odd(ranks_state: bool) -> DataParallel:
+    module = nn.ModuleDict({"extra": nn.Sequential(Odd()), "own/0": Odd()})
+    params = list(module.parameters())
+    groups = [{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(params)]
+    net = parallelize(module, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    if ranks_state:
+        net.backward(module["extra"](torch.ones(2)))  # the others have no gradient
+        net.step()
+    return net
+
+
+def test_odd_names_and_groups(tmp_path: Path) -> None:
+    net, other = odd(True), odd(False)
+    save(net, tmp_path, "a")
+    load(other, tmp_path)
+    assert same(state(net), state(other))
+    for mine, its in zip(
+        net.optimizer.param_groups, other.optimizer.param_groups, strict=True
+    ):
+        assert mine["lr"] == its["lr"]
+    load(net, tmp_path)
+    save(odd(False), tmp_path, "b")  # an optimizer without any state
+    load(net, tmp_path, "b")
+    assert not any("momentum" in key for key in state(net))
 
 
 def test_a_scheduler_does_not_hide_the_optimizer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_memory_of_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         read(self, flat, state, start, out)
 
     monkeypatch.setattr(reading.SavedRun, "read", measured)
-    monkeypatch.setattr("minizero.tensorfile.CHUNK", 256)
+    monkeypatch.setattr("minizero.tensorwriter.CHUNK", 256)
     export(tmp_path, tmp_path / "out")
     assert largest == 256
     assert torch.equal(
@@ -122,7 +123,8 @@ def test_a_folder_with_weights_is_refused(tmp_path: Path) -> None:
         export(tmp_path, out)
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     for options, text in (
-        ({"max_shard_size": 0}, "at least 1 byte, not 0"),
+        ({"max_shard_size": 0}, "a number of bytes, at least 1, not 0"),
+        ({"max_shard_size": "5GB"}, "at least 1, not '5GB'"),
         ({"dtype": torch.int8}, "floating-point dtype, not torch.int8"),
         ({"tag": "q"}, "index.json: there is no such checkpoint"),
     ):
@@ -131,6 +133,33 @@ def test_a_folder_with_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: "):
         export(tmp_path, tmp_path / "file")
+
+
+def test_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes away what it has written, and nothing that another has."""
+    trained(tmp_path, stage=1)
+    out, write, left = tmp_path / "out", os.write, 5
+
+    def full(fd: int, data: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(CheckpointError, match="model-0.*the disk is full"):
+            export(tmp_path, out, max_shard_size=1000)
+    assert not list(out.iterdir())
+
+    def other(where: Path) -> None:
+        (where / "model-00002-of-00003.safetensors").write_text("another's")
+
+    monkeypatch.setattr("minizero.export._check_empty", other)
+    with pytest.raises(CheckpointError, match="there is something of that name"):
+        export(tmp_path, out, max_shard_size=3000)
+    assert [path.read_text() for path in out.iterdir()] == ["another's"]
 
 
 def gpt2(folder: Path) -> tuple[list[bool], list[int]]:

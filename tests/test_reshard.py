@@ -20,12 +20,14 @@ from minizero import Delayed, NVMe, Offload, Plan, parallelize
 from minizero.checkpoint import load, save
 from minizero.content import flats_of
 from minizero.ddp import DataParallel
+from minizero.export import consolidate, export
 from minizero.folder import read_index
 from minizero.index import parse_index
 from minizero.launch import Pool, rank, world_size
 from minizero.precision import LossScale, MixedPrecision
 from minizero.reading import SavedRun
 from minizero.seams import Home
+from minizero.tensorfile import CheckpointError, TensorFile
 from minizero.tracker import Tracker
 
 RANKS = (1, 2, 3, 4)
@@ -261,6 +263,91 @@ def test_units_may_differ(pools: dict[int, Any], tmp_path: Path) -> None:
     near(got, saved)
 
 
+class Hollow(nn.Module):
+    """Parameters and buffers without elements: one alone in its buffer, as its group
+    is, one frozen alone, one beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.alone = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.empty(2, 0), requires_grad=False)
+        self.layers[1].beside = nn.Parameter(torch.empty(0))
+        self.register_buffer("none", torch.empty(0, 2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x @ self.alone.T).sum() + x.square().sum()
+
+
+def hollow(
+    folder: Path, load_it: bool, one_unit: bool, **kind: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(load_it)
+    model = Hollow()
+    first, *others = (p for p in model.parameters() if p.requires_grad)
+    groups = [{"params": others}, {"params": [first], "lr": 0.05}]
+    assert first is model.alone
+    net = of_kind(model, torch.optim.AdamW(groups, lr=0.1), one_unit, **kind)
+    if load_it:
+        load(net, folder)
+    losses = []
+    for n in range(2 * load_it, 2 + 2 * load_it):
+        loss = net(torch.full((2, 3), n / 3))
+        net.backward(loss)
+        net.step()
+        losses.append(loss.detach())
+    if not load_it:
+        save(net, folder, "a")
+    return losses, net.state_dict()
+
+
+def of_kind(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    one_unit: bool,
+    stage: int,
+    where: str = "device",
+    precision: bool = False,
+) -> DataParallel:
+    on = None if where == "device" else where
+    plan = Plan.stage(stage, on, on if stage == 3 else None)
+    return parallelize(
+        model,
+        optimizer,
+        plan,
+        units=(lambda m: False) if one_unit else None,
+        precision=MixedPrecision(torch.bfloat16) if precision else None,
+        home=Offload(plan) if on else None,
+    )
+
+
+@pytest.mark.parametrize("kind", ["0", "3", "3 cpu", "1 bf16"])
+def test_parameters_without_elements(
+    pools: dict[int, Any], tmp_path: Path, kind: str
+) -> None:
+    """Saved, found missing, loaded, consolidated and exported as others are."""
+    options = KINDS.get(kind, {"stage": 1, "precision": True})
+    weights = pools[2].run(hollow, tmp_path, False, False, **options)[0][1]
+    names = ["alone", "frozen", "layers.1.beside", "none"]
+    whole = consolidate(tmp_path)
+    assert whole.keys() == weights.keys() and {*names} <= whole.keys()
+    for name in names:
+        assert whole[name].shape == weights[name].shape and not whole[name].numel()
+    export(tmp_path, tmp_path / "out")
+    with TensorFile(tmp_path / "out" / "model.safetensors") as file:
+        assert all(file.entries[n].shape == weights[n].shape for n in names)
+    for ranks in (1, 2):
+        for one_unit in (False, True):
+            pools[ranks].run(hollow, tmp_path, True, one_unit, **options)
+    model = Hollow()
+    model.further = nn.Parameter(torch.empty(0))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(CheckpointError, match="'further' is not in the checkpoint"):
+        load(parallelize(model, torch.optim.AdamW(trained)), tmp_path, optimizer=False)
+
+
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm)
 
@@ -397,7 +484,7 @@ def peaks_of_save(
     save(net, folder, "first")
     gc.collect()
     with monkeypatch.context() as patch, Tracker() as seen:
-        patch.setattr("minizero.tensorfile.CHUNK", CHUNK)
+        patch.setattr("minizero.tensorwriter.CHUNK", CHUNK)
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         save(net, folder, "second", background=background).wait()
