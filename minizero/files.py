@@ -130,7 +130,7 @@ def explained(path: Path, error: BaseException) -> BaseException:
     problem = advice.get(error.errno or 0, f"{error.strerror or error}")
     return DiskFault(path, problem)
 
-
+# %% ../notebooks/11_nvme.ipynb #files-engine
 # from the blocks' checksums, what to write after the blocks, and where
 Last = Callable[[list[int]], tuple[Tensor, int]]
 
