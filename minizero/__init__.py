@@ -14,8 +14,9 @@ from .zero3 import parallelize
 
 if TYPE_CHECKING:
     from . import checkpoint, checkpointing, utils
+    from .arguments import add_config_arguments
     from .delayed import Delayed
-    from .engine import Engine, add_config_arguments, initialize
+    from .engine import Engine, initialize
     from .export import consolidate
     from .nvme import NVMe
     from .offload import Offload
@@ -58,7 +59,7 @@ _LATER = {
     "NVMe": "nvme",
     "Offload": "offload",
     "Overlap": "overlap",
-    "add_config_arguments": "engine",
+    "add_config_arguments": "arguments",
     "checkpoint": "checkpoint",
     "checkpointing": "checkpointing",
     "consolidate": "export",

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
-from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +21,13 @@ from minizero.wiring import (
 )
 
 from . import checkpointing
-from .config import Config, read
+from .arguments import Source, check_model, overruled, refuse, the_source
+from .config import read
 from .data import Loader
 from .facade import EngineOptimizer
 from .launch import init_distributed, rank, world_size
 from .meter import Throughput
 from .resume import Resume
-
-Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class Engine(Resume):
@@ -42,11 +38,14 @@ class Engine(Resume):
     looked up in the model.
 
     `net`: the model in its plan. `optimizer`, `lr_scheduler`,
-    `training_dataloader`: what `initialize` returns too.
+    `training_dataloader`: what `initialize` returns too. Without an
+    optimizer it evaluates: there is `forward`, and `backward` is refused.
     `global_steps`: updates, those included that were skipped for gradients
         that were not finite (`skipped_steps`). `global_samples`: samples of
         all ranks in these. `micro_steps`: calls of `step`.
     """
+
+    is_compiled = False
 
     @property
     def skipped_steps(self) -> int:
@@ -68,7 +67,7 @@ class Engine(Resume):
             parts = [
                 f"step={self.global_steps}, skipped={self.skipped_steps}",
                 f"lr={self.get_lr()}, mom={self.get_mom()}",
-                f"loss_scale={self.optimizer.loss_scale:g}",
+                f"loss_scale={self._needed_optimizer().loss_scale:g}",
                 str(self.meter.recent),
             ]
             print(", ".join(filter(None, parts)), flush=True)
@@ -91,6 +90,8 @@ class Engine(Resume):
         inf if the update was skipped. None before the first one, and where
         the config neither clips nor has `compute_grad_norm`.
         """
+        if self.optimizer is None:
+            return None
         if self.optimizer.overflow:
             return float("inf")
         norm = self.optimizer.norm
@@ -98,24 +99,59 @@ class Engine(Resume):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next update."""
-        return [g.get("lr", 0.0) for g in self.optimizer.param_groups]
+        return [group.get("lr", 0.0) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas; else 0.0."""
         return [
             group.get("momentum", group.get("betas", 0.0))
-            for group in self.optimizer.param_groups
+            for group in self._groups()
         ]
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def empty_partition_cache(self) -> None:
+        """Free the sharded parameters that are whole; every rank calls it."""
+        for unit in self.net.units:
+            self.net.release(unit)
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Compile the forward of each unit, but the root's; in place.
+
+        Between them, and so outside of what is compiled, hooks gather, free
+        and reduce. `compile_kwargs`: of `torch.compile`. A second call does
+        nothing.
+        """
+        if self.is_compiled:
+            return
+        self.is_compiled = True
+        modules = [unit.module for unit in self.net.units]
+        inner = [module for module in modules if module is not self.module]
+        for module in inner or modules:
+            module.forward = torch.compile(
+                module.forward, backend=backend, **(compile_kwargs or {})
+            )
+
     def destroy(self) -> None:
-        """Finish the save that is under way, and delete offloaded files."""
-        self.finish_checkpoint()
-        close = getattr(self.net.home, "close", None)
-        if close is not None:
-            close()
+        """Finish the save that is under way, and delete offloaded files.
+
+        The engine is of no use afterwards; a second call does nothing.
+        """
+        self._over = True
+        try:
+            self.finish_checkpoint()
+        finally:
+            close = getattr(self.net.home, "close", None)
+            if close is not None:
+                close()
 
 # %% auto #0
-__all__ = ['Source', 'Engine', 'initialize', 'add_config_arguments']
+__all__ = ['Engine', 'initialize']
 
 # %% ../notebooks/13_engine.ipynb #engine-initialize
 def initialize(
@@ -132,10 +168,13 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
-) -> tuple[Engine, EngineOptimizer, Loader | None, Any]:
+) -> tuple[Engine, EngineOptimizer | None, Loader | None, Any]:
     """An engine for `model`, its optimizer, its data loader, its scheduler.
 
-    The arguments are DeepSpeed's, in its order.
+    The arguments are DeepSpeed's, in its order. What is neither given nor in
+    the config is None. Without an optimizer the engine evaluates: it has no
+    gradients and no optimizer state, parameters are frozen, and at stage 3
+    they are sharded.
 
     Args:
         args: parsed arguments; `args.deepspeed_config` is the config, if
@@ -143,10 +182,11 @@ def initialize(
         model: any module; parameters and buffers get rank 0's values.
         optimizer: an element-wise `torch.optim` optimizer over the model's
             parameters, or a function that makes one of `model_parameters`;
-            without it the config's is made.
+            without it the config's is made, if it names one.
         model_parameters: parameters, or groups (dicts) of them with options;
             default: all of the model.
-        training_data: a map-style dataset.
+        training_data: a dataset with `len` and `[index]`, or one that is
+            iterated over; the same on every rank, which sees its part.
         lr_scheduler: a scheduler, or a function that makes one of the
             optimizer; without it the config's, if any. `engine.step` steps
             it.
@@ -159,10 +199,10 @@ def initialize(
         ConfigError: a sentence for each problem of the config.
         ValueError, TypeError: what is missing, or no such thing.
     """
-    _refuse(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
-    source = _source(args, config, config_params)
+    refuse(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
+    check_model(model)
+    assert model is not None
+    source = the_source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed()
     elif not torch.distributed.is_initialized():
@@ -171,14 +211,16 @@ def initialize(
             "call minizero.init_distributed() first, or leave it out"
         )
     settings = read(source, world_size())
-    overruled = _overruled(
-        settings, optimizer=optimizer, scheduler=lr_scheduler
-    )
-    if rank() == 0:
-        for sentence in (*settings.warnings, *overruled):
-            warnings.warn(sentence, stacklevel=2)
-    parameters: list[Any] = list(model_parameters or model.parameters())
+    if model_parameters is None:
+        model_parameters = model.parameters()
+    parameters: list[Any] = list(model_parameters)
     made = make_optimizer(settings, optimizer, parameters)
+    idle = overruled(settings, optimizer=optimizer, scheduler=lr_scheduler)
+    if made is None and settings.scheduler is not None:
+        idle.append("scheduler has no effect: there is no optimizer")
+    if rank() == 0:
+        for sentence in (*settings.warnings, *idle):
+            warnings.warn(sentence, stacklevel=2)
     loader = None
     if training_data is not None:
         loader = Loader(
@@ -190,60 +232,5 @@ def initialize(
     scheduler = make_scheduler(settings, lr_scheduler, made)
     if not checkpointing.is_configured():
         checkpointing.use(settings.activation_checkpointing)
-    engine = Engine(settings, model, made, scheduler, loader)
+    engine = Engine(settings, model, made, scheduler, loader, collate_fn)
     return engine, engine.optimizer, loader, scheduler
-
-# %% ../notebooks/13_engine.ipynb #engine-rest
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"minizero does not do {name}={value!r}: its ranks are all "
-                "data-parallel, and find each other as torchrun says; leave "
-                "it out"
-            )
-
-
-def _overruled(config: Config, **given: Any) -> list[str]:
-    """A sentence for each section that an argument takes the place of."""
-    return [
-        f"{name}.type = {json.dumps(getattr(config, name).type)} has no "
-        f"effect: initialize was given another {name}"
-        for name, value in given.items()
-        if value is not None and getattr(config, name) is not None
-    ]
-
-
-def _source(
-    args: Any, config: Source | None, config_params: Source | None
-) -> Source:
-    """The one config that was given."""
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    found = {k: v for k, v in given.items() if v is not None}
-    if len(found) != 1:
-        those = " and ".join(found) or "none"
-        raise ValueError(
-            f"initialize takes one config, and got {those}; give "
-            "config=..., a dict or the path of a JSON file"
-        )
-    return found.popitem()[1]
-
-
-def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Let a script take `--deepspeed` and `--deepspeed_config FILE`."""
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--deepspeed",
-        action="store_true",
-        help="for the script's own use; the engine does not look at it",
-    )
-    group.add_argument(
-        "--deepspeed_config",
-        metavar="FILE",
-        help="the config, a JSON file",
-    )
-    return parser

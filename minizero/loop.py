@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,32 +22,40 @@ from .wiring import wrap
 
 
 class Loop(Weights):
-    """Micro-batches become steps: what is reduced, updated, counted when."""
+    """Micro-batches become steps: what is reduced, updated, counted when.
+
+    Without an optimizer (`optimizer` is None) it evaluates only.
+    """
 
     def __init__(
         self,
         config: Config,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any,
     ) -> None:
         super().__init__(config, model, wrap(model, optimizer, config))
-        self.optimizer = EngineOptimizer(
-            self.net,
-            config.gradient_clipping,
-            config.zero_optimization.compute_grad_norm,
-        )
+        self.optimizer: EngineOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = EngineOptimizer(
+                self.net,
+                config.gradient_clipping,
+                config.zero_optimization.compute_grad_norm,
+            )
         self.lr_scheduler = lr_scheduler
         self.meter = Meter(config.wall_clock_breakdown)
         self.device = device()
         self.global_steps = self.global_samples = self.micro_steps = 0
+        self._first = 0  # of the `micro_steps` since sizes changed
         self._boundary: bool | None = None
+        self._over = False  # whether destroyed
         self._torn = False  # whether a backward or an update failed
         self._held = False  # whether inside `no_sync`
         self._applied = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
+        self._check_alive()
         self._mend()
         training = torch.is_grad_enabled()
         with self.meter.phase("forward") if training else nullcontext():
@@ -66,7 +75,9 @@ class Loop(Weights):
 
         If it raises, the step begins anew: the gradients of its earlier
         micro-batches are gone too, and the next `step` does not count.
+        RuntimeError without an optimizer.
         """
+        self._needed_optimizer()
         self._mend()
         check_loss(loss)
         if scale_wrt_gas:
@@ -83,7 +94,10 @@ class Loop(Weights):
 
         Then it clips, updates, and steps the scheduler (with `lr_kwargs`) if
         the update was not skipped. Without any gradient nothing is updated.
+        RuntimeError without an optimizer, TypeError if the scheduler needs
+        other `lr_kwargs`; then nothing has happened.
         """
+        optimizer = self._needed_optimizer()
         if self._held:
             raise RuntimeError(
                 "step() inside no_sync would update with gradients of this "
@@ -93,19 +107,20 @@ class Loop(Weights):
         if self._mend():
             return
         boundary = self.is_gradient_accumulation_boundary()
+        lr_kwargs = lr_kwargs or {}
         with self.meter.phase("step"):
             if boundary and self.net.has_gradients:
-                self._update(lr_kwargs or {})
+                check_step(self.lr_scheduler, lr_kwargs)
+                with self._tearing():
+                    optimizer.step()
+                self._applied = not optimizer.overflow
         self.micro_steps += 1
-        if boundary:
-            self.count()
-
-    def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        with self._tearing():
-            self.optimizer.step()
-        self._applied = not self.optimizer.overflow
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+        try:
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        finally:  # the update has taken place, whatever a scheduler raises
+            if boundary:
+                self.count()
 
     def count(self) -> None:
         """Called at the end of a boundary's `step`."""
@@ -124,9 +139,25 @@ class Loop(Weights):
         torn, self._torn = self._torn, False
         if torn:
             self.zero_grad()
-            micro_batches = self.gradient_accumulation_steps()
-            self.micro_steps -= self.micro_steps % micro_batches
+            self.micro_steps -= self.position()
         return torn
+
+    def _check_alive(self) -> None:
+        if self._over:
+            raise RuntimeError(
+                "this engine was destroyed; make a new one, of a new model, "
+                "and load a checkpoint into it"
+            )
+
+    def _needed_optimizer(self) -> EngineOptimizer:
+        self._check_alive()
+        if self.optimizer is None:
+            raise RuntimeError(
+                "this engine has no optimizer: it evaluates, and does not "
+                "train; give minizero.initialize an optimizer, or name one "
+                "in the config"
+            )
+        return self.optimizer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,12 +174,16 @@ class Loop(Weights):
             finally:
                 self._held = False
 
+    def position(self) -> int:
+        """Micro-batches of this step that have had their `step`."""
+        since = self.micro_steps - self._first
+        return since % self.gradient_accumulation_steps()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last one of its step."""
         if self._boundary is not None:
             return self._boundary
-        number = self.micro_steps + 1
-        return number % self.gradient_accumulation_steps() == 0
+        return self.position() + 1 == self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(
         self, is_boundary: bool | None
@@ -162,10 +197,10 @@ class Loop(Weights):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step."""
-        self.optimizer.zero_grad()
+        self.net.zero_grad()
 
 # %% auto #0
-__all__ = ['Loop', 'check_loss']
+__all__ = ['Loop', 'check_loss', 'check_step']
 
 # %% ../notebooks/13_engine.ipynb #loop-check
 def check_loss(loss: Any) -> None:
@@ -185,3 +220,20 @@ def check_loss(loss: Any) -> None:
             "the loss requires no gradient; compute it outside of "
             "torch.no_grad(), from the engine's output"
         )
+
+
+def check_step(scheduler: Any, options: dict[str, Any]) -> None:
+    """Raise TypeError if the scheduler's step does not take the options.
+
+    Called before an update: after it, the two would be at different steps.
+    """
+    if scheduler is None:
+        return
+    try:
+        inspect.signature(scheduler.step).bind(**options)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(scheduler).__name__}.step has other arguments than "
+            f"{options} ({error}); pass them by name, as in "
+            'engine.step(lr_kwargs={"metrics": loss})'
+        ) from None

@@ -5,38 +5,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from .agree import agreeing, broadcast_bytes
+from .agree import broadcast_bytes
 from .checkpoint import finish, load, save
-from .config import Config
-from .data import Loader
+from .feeding import Feeding
 from .folder import exists
 from .launch import rank
-from .loop import Loop
+from .loading import Loaded
+from .tensorfile import CheckpointError
 
 Folder = str | os.PathLike[str]
 
 
-class Resume(Loop):
+class Resume(Feeding):
     """Saves and loads all that a training run consists of."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        training_dataloader: Loader | None,
-    ) -> None:
-        super().__init__(config, model, optimizer, lr_scheduler)
-        self.training_dataloader = training_dataloader
 
     def save_checkpoint(
         self,
@@ -64,22 +53,26 @@ class Resume(Loop):
         if it cannot be written: then on all ranks, and the checkpoints that
         there were are as before.
         """
+        self._check_alive()
         self._mend()
         if self.net.has_gradients:
             of = self.gradient_accumulation_steps()
             raise RuntimeError(
                 "a checkpoint holds no gradients, and this step has some "
-                f"(it is at micro-batch {self.micro_steps % of + 1} of {of}"
-                "); save after the step() at the boundary, or give them up "
-                "by zero_grad()"
+                f"(it is at micro-batch {self.position() + 1} of {of}); save "
+                "after the step() at the boundary, or give them up by "
+                "zero_grad()"
             )
         scheduler, loader = self.lr_scheduler, self.training_dataloader
-        engine = {
+        engine: dict[str, Any] = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
-            "scheduler": scheduler and scheduler.state_dict(),
-            "data": loader and loader.state_dict(),
+            "scheduler": None,
+            "data": None if loader is None else loader.state_dict(),
         }
+        if scheduler is not None:
+            engine["scheduler"] = scheduler.state_dict()
+            engine["scheduler_type"] = type(scheduler).__name__
         extra = {"engine": engine, "client": client_state or {}}
         if tag is None:
             tag = f"global_step{self.global_steps}"
@@ -112,11 +105,13 @@ class Resume(Loop):
 
         Every rank calls it. Returns the checkpoint's folder and the
         client's state; None and None, and a warning, if `load_dir` has no
-        checkpoint and no tag is given. Gradients are zero afterwards.
+        checkpoint and no tag is given. Gradients are zero afterwards. An
+        engine without an optimizer takes the weights and the counters.
 
         Raises CheckpointError, on all ranks, for what is damaged, missing
-        or of another model; the run is then as it was.
+        or of another model, scheduler or data; the run is then as it was.
         """
+        self._check_alive()
         if tag is None and _is_empty(Path(load_dir)):
             if rank() == 0:
                 warnings.warn(
@@ -125,6 +120,12 @@ class Resume(Loop):
                     stacklevel=2,
                 )
             return None, None
+        parts = Parts(
+            None if load_module_only else self.training_dataloader,
+            self.lr_scheduler
+            if load_lr_scheduler_states and not load_module_only
+            else None,
+        )
         whole = load_optimizer_states and not load_module_only
         with self.gathering():
             loaded = load(
@@ -132,56 +133,86 @@ class Resume(Loop):
                 load_dir,
                 tag,
                 strict=load_module_strict,
-                optimizer=whole,
+                optimizer=whole and self.optimizer is not None,
+                check=parts.check,
             )
-        self._torn = self.optimizer.overflow = False
-        self.optimizer.norm = None
-        engine = loaded.extra.get("engine")
-        if engine is None:  # saved by `minizero.checkpoint.save` itself
+        self._torn = False
+        if self.optimizer is not None:
+            self.optimizer.overflow, self.optimizer.norm = False, None
+        engine = saved_by_engine(loaded)
+        if engine is None:
             return str(loaded.path), loaded.extra
         if not load_module_only:
-            self._restore(engine, load_lr_scheduler_states)
+            self.global_steps = engine["global_steps"]
+            self.global_samples = engine["global_samples"]
+            micro_batches = self.gradient_accumulation_steps()
+            self.micro_steps = self.global_steps * micro_batches
+            self._first = self.micro_steps
+            parts.load(engine)
         return str(loaded.path), loaded.extra["client"]
 
-    def _restore(self, saved: dict[str, Any], with_scheduler: bool) -> None:
-        self.global_steps = saved["global_steps"]
-        self.global_samples = saved["global_samples"]
-        micro_batches = self.gradient_accumulation_steps()
-        self.micro_steps = self.global_steps * micro_batches
-        rates, place = saved["scheduler"], saved["data"]
-        if with_scheduler and rates and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(rates)
-        if place and self.training_dataloader is not None:
-            self.training_dataloader.load_state_dict(place)
 
-    def save_16bit_model(
-        self,
-        save_dir: Folder,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model's weights, in their dtype, into one file.
+class Parts:
+    """What of a run is no part of the net; None is not loaded."""
 
-        Every rank calls it; rank 0 writes: a safetensors file if the name
-        ends so, else one for `torch.load`. Returns whether it did: sharded
-        parameters are gathered only if the config has
-        `stage3_gather_16bit_weights_on_model_save`.
-        """
-        zero = self.config.zero_optimization
-        gathers = zero.stage3_gather_16bit_weights_on_model_save
-        if self.config.plan.parameters.sharded and not gathers:
-            if rank() == 0:
-                warnings.warn(
-                    "the model is not saved: its parameters are sharded, and "
-                    "stage3_gather_16bit_weights_on_model_save is false",
-                    stacklevel=2,
-                )
-            return False
-        weights = self.module_state_dict(exclude_frozen_parameters)
-        with agreeing():
-            if rank() == 0:
-                _write(Path(save_dir) / save_filename, weights)
-        return True
+    def __init__(self, loader: Any, scheduler: Any) -> None:
+        self.loader, self.scheduler = loader, scheduler
+
+    def check(self, loaded: Loaded) -> None:
+        """Raise CheckpointError unless `load` can do it; changes nothing."""
+        engine = saved_by_engine(loaded)
+        if engine is None:
+            return
+        place, state = engine["data"], engine["scheduler"]
+        kind = type(self.scheduler).__name__
+        before = engine.get("scheduler_type", kind)
+        try:
+            if place and self.loader is not None:
+                self.loader.check_state(place)
+            if state and self.scheduler is not None:
+                if before != kind:
+                    raise ValueError(
+                        f"the scheduler is {kind} here and was {before}"
+                    )
+                try_state(self.scheduler, state)
+        except Exception as error:
+            raise CheckpointError(
+                f"{loaded.path}: this checkpoint does not fit: {error}; "
+                "without its scheduler it loads with "
+                "load_lr_scheduler_states=False, and without its place in "
+                "the data once engine.training_dataloader is None"
+            ) from error
+
+    def load(self, engine: dict[str, Any]) -> None:
+        """Take over what was checked."""
+        if engine["scheduler"] and self.scheduler is not None:
+            self.scheduler.load_state_dict(engine["scheduler"])
+        if engine["data"] and self.loader is not None:
+            self.loader.load_state_dict(engine["data"])
+
+
+def saved_by_engine(loaded: Loaded) -> dict[str, Any] | None:
+    """An engine's part; None if `minizero.checkpoint.save` saved it."""
+    engine = loaded.extra.get("engine")
+    ours = isinstance(engine, dict) and {"scheduler", "data"} <= engine.keys()
+    return engine if ours and "client" in loaded.extra else None
+
+
+def try_state(scheduler: Any, state: Any) -> None:
+    """Raise what loading the state would, on a copy that moves nothing."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    copies: dict[int, Any] = {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # not a copy of the optimizer, which would be one of its states too
+        groups = [{**g, "params": []} for g in optimizer.param_groups]
+        stand_in = torch.optim.SGD([{"params": []}])
+        stand_in.param_groups = copy.deepcopy(groups)
+        copies[id(optimizer)] = stand_in
+    try:
+        trial = copy.deepcopy(scheduler, copies)
+    except Exception:
+        return  # it holds something that has no copy; then it is not tried
+    trial.load_state_dict(copy.deepcopy(state))
 
 
 def _is_empty(folder: Path) -> bool:
@@ -189,23 +220,5 @@ def _is_empty(folder: Path) -> bool:
     found = rank() == 0 and exists(folder)
     return broadcast_bytes(b"1" if found else b"0") == b"0"
 
-
-def _write(path: Path, weights: dict[str, Tensor]) -> None:
-    """In one step: others see the old file, or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import save_file
-
-            # tied ones share memory, which the format has no name for
-            apart = {k: v.detach().clone() for k, v in weights.items()}
-            save_file(apart, temporary, metadata={"format": "pt"})
-        else:
-            torch.save(weights, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
 # %% auto #0
-__all__ = ['Folder', 'Resume']
+__all__ = ['Folder', 'Resume', 'Parts', 'saved_by_engine', 'try_state']

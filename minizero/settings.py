@@ -13,6 +13,20 @@ from torch import nn
 from .config import Config
 from .launch import rank, world_size
 
+# Methods of DeepSpeed's engine that there are not here, and what to do.
+REFUSED = {
+    "allreduce_gradients": "backward reduces them as the plan says; leave it "
+    "out",
+    "offload_states": "states rest where the config says; give it "
+    "offload_optimizer or offload_param",
+    "reload_states": "states rest where the config says; leave it out",
+    "scale": "backward scales the loss; call engine.backward(loss) in place "
+    "of engine.scale(loss).backward()",
+    "set_data_post_process_func": "batches are not processed after loading; "
+    "give initialize a collate_fn",
+    "register_compile_pass": "nothing is compiled here",
+}
+
 
 class Settings(nn.Module):
     """What a script asks an engine about its config.
@@ -34,9 +48,13 @@ class Settings(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-            return getattr(module, name)
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            if name in REFUSED:
+                raise AttributeError(
+                    f"minizero's engine has no {name}: {REFUSED[name]}"
+                ) from None
+            raise
 
     def train_batch_size(self) -> int:
         """Samples of all ranks in a step."""
@@ -50,6 +68,14 @@ class Settings(nn.Module):
         """Micro-batches in a step."""
         return self.config.gradient_accumulation_steps
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The three sizes: of a step, of a micro-batch, and the steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
     def gradient_clipping(self) -> float:
         """Largest norm of all gradients; 0 does not clip."""
         return self.config.gradient_clipping
@@ -62,6 +88,19 @@ class Settings(nn.Module):
         """Whether anything is sharded."""
         return self.config.plan.optimizer.sharded
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.config.plan.gradients.sharded
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.config.plan.parameters.sharded
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` gathers sharded parameters."""
+        zero = self.config.zero_optimization
+        return zero.stage3_gather_16bit_weights_on_model_save
+
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16."""
         return self.config.fp16.enabled
@@ -71,4 +110,4 @@ class Settings(nn.Module):
         return self.config.bf16.enabled
 
 # %% auto #0
-__all__ = ['Settings']
+__all__ = ['REFUSED', 'Settings']

@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .agree import agreeing
 from .config import Config
 from .ddp import DataParallel
+from .launch import rank
 from .settings import Settings
 from .sharded import owners
 from .zero import GatheredParameters
@@ -62,6 +68,37 @@ class Weights(Settings):
             if exclude_frozen_parameters and not p.requires_grad
         }
         return {k: v for k, v in whole.items() if k not in frozen}
+
+    # under this name Hugging Face's Trainer and Accelerate ask for it
+    _zero3_consolidated_16bit_state_dict = module_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's weights, in their dtype, into one file.
+
+        Every rank calls it; rank 0 writes: a safetensors file if the name
+        ends so, else one for `torch.load`. Returns whether it did: sharded
+        parameters are gathered only if the config has
+        `stage3_gather_16bit_weights_on_model_save`.
+        """
+        gathers = self.zero_gather_16bit_weights_on_model_save()
+        if self.config.plan.parameters.sharded and not gathers:
+            if rank() == 0:
+                warnings.warn(
+                    "the model is not saved: its parameters are sharded, and "
+                    "stage3_gather_16bit_weights_on_model_save is false",
+                    stacklevel=2,
+                )
+            return False
+        weights = self.module_state_dict(exclude_frozen_parameters)
+        with agreeing():
+            if rank() == 0:
+                _write(Path(save_dir) / save_filename, weights)
+        return True
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -122,6 +159,24 @@ def _refresh(engine: Weights | None) -> None:
     """Masters would undo what has been loaded."""
     if engine is not None:
         engine.net.refresh()
+
+
+def _write(path: Path, weights: dict[str, Tensor]) -> None:
+    """In one step: others see the old file, or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            # tied ones share memory, which the format has no name for
+            apart = {k: v.detach().clone() for k, v in weights.items()}
+            save_file(apart, temporary, metadata={"format": "pt"})
+        else:
+            torch.save(weights, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 # %% auto #0
 __all__ = ['Weights']

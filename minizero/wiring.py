@@ -90,21 +90,26 @@ def make_optimizer(
     config: Config,
     given: torch.optim.Optimizer | MakeOptimizer | None,
     parameters: Parameters,
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | None:
     """The optimizer: the client's, what its factory makes, or the config's.
 
-    Raises ValueError if there is none, TypeError if it is none of these.
+    None if there is none. Raises TypeError if it is none of these,
+    ValueError for a plan that shards what only an optimizer has.
     """
     if isinstance(given, torch.optim.Optimizer):
         return given
     if given is None and config.optimizer is not None:
         name, options = config.optimizer.torch_call()
         return getattr(torch.optim, name)(parameters, **options)
-    if given is None:
+    if given is None and config.zero_optimization.stage in (1, 2):
         raise ValueError(
             "there is no optimizer; give one as optimizer=..., or name one "
-            'in the config: {"optimizer": {"type": "AdamW"}}'
+            'in the config: {"optimizer": {"type": "AdamW"}}. To evaluate '
+            "without one, take stage 0 or 3: the others shard only what it "
+            "needs"
         )
+    if given is None:
+        return None
     made = given(parameters) if callable(given) else given
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
@@ -117,14 +122,19 @@ def make_optimizer(
 def make_scheduler(
     config: Config,
     given: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
 ) -> Any:
     """The scheduler: the client's, what its factory makes, or the config's.
 
-    None if there is none. Raises ValueError if it moves another optimizer,
-    TypeError if it cannot step.
+    None if there is none, or only the config's and no optimizer. Raises
+    ValueError if it moves another optimizer, TypeError if it cannot step.
     """
-    if given is None and config.scheduler is None:
+    if optimizer is None and given is not None:
+        raise ValueError(
+            "lr_scheduler= moves the rate of an optimizer, and there is "
+            "none; leave it out, or give an optimizer"
+        )
+    if optimizer is None or (given is None and config.scheduler is None):
         return None
     if given is None:
         chosen = config.scheduler
@@ -148,11 +158,17 @@ def make_scheduler(
 
 # %% ../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> DataParallel:
-    """The model as the config places it, on this rank's device."""
+    """The model as the config places it, on this rank's device.
+
+    Without an optimizer its parameters are frozen: none has a gradient.
+    """
     if not owners(model.parameters()):
         model.to(device())
+    if optimizer is None:
+        model.requires_grad_(False)
+        optimizer = torch.optim.SGD([{"params": []}])
     return parallelize(
         model,
         optimizer,

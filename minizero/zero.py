@@ -119,9 +119,9 @@ class Init(TorchFunctionMode):
         zero = _zero_optimization(source)
         stage = zero.get("stage", 0)
         on = (zero.get("offload_param") or {}).get("device") or "none"
-        plan = Plan.stage(
-            stage, offload_param=None if on == "none" else "cpu"
-        )
+        # below stage 3 it has no effect, of which `initialize` warns
+        off = stage == 3 and on != "none"
+        plan = Plan.stage(stage, offload_param="cpu" if off else None)
         self.enabled = enabled and plan.parameters.sharded
         self.home = home or Home(plan)
 

@@ -743,6 +743,17 @@ BAD: list[tuple[Any, str]] = [
     (3, "a config is a dict, the path of a JSON file or JSON text, not 3"),
     ("", "the config is empty; give a dict, the path of a JSON file or JSON text"),
     ("[1, 2]", "a config is an object in braces, not a list"),
+    ('{"a": ' * 5000, "braces are nested too deeply"),
+    ("ds\0config", "'ds\\x00config' is no path of a config file: embedded null byte"),
+    (
+        {"train_batch_size": 10**400},
+        "train_batch_size must be a whole number of samples, at least 1, not "
+        f"1{'0' * 56}...",
+    ),
+    (
+        top(**{"": 1}),
+        'the config has no key ""; remove it, or look for it in the config reference',
+    ),
     (
         '{\n "train_batch_size": 8,\n}',
         "the config is not JSON: line 3, column 1: Expecting property name enclosed "
@@ -771,6 +782,7 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text("\ufeff" + json.dumps(EXAMPLE))
     assert read(path, 4) == read(str(path), 4) == read(EXAMPLE, 4)
+    assert read(path.read_text(), 4) == read(EXAMPLE, 4)
 
     def told(source: Path) -> str:
         with pytest.raises(ConfigError) as error:
@@ -787,6 +799,8 @@ def test_files(tmp_path: Path) -> None:
         "there is no config file DIR/no/a.json, and no folder DIR/no"
     )
     assert told(tmp_path) == "DIR is a folder; give the JSON file in it"
+    path.write_text(" \n")
+    assert told(path) == "the config file DIR/ds_config.json is empty"
     path.write_text('{"train_batch_size": 7}')
     assert told(path) == (
         "DIR/ds_config.json: train_batch_size = 7 is no multiple of the number of "

@@ -23,8 +23,6 @@ from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 
 import minizero
-from minizero import data
-from minizero.data import Loader, ShardSampler
 from minizero.launch import Pool, rank
 from minizero.offload import Offload
 from minizero.overlap import Overlap
@@ -69,9 +67,7 @@ def feed(engine: minizero.Engine, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-def trained(
-    stage: int, accumulation: int = 1, steps: int = 6, **more: Any
-) -> Run:
+def trained(stage: int, accumulation: int = 1, steps: int = 6, **more: Any) -> Run:
     engine = start(stage, accumulation, **more)
     losses, norms = [], []
     for x, y in batches(steps, accumulation, rows=2):
@@ -101,9 +97,7 @@ def test_a_config_is_as_parallelize_by_hand(four: Pool, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation(four: Pool, stage: int) -> None:
     """Stages 0 and 1 reduce at the boundary, 2 and 3 each micro-batch."""
-    by_hand = four.run(
-        train, stage, micro_batches=3, postpone=stage < 2, steps=6
-    )
+    by_hand = four.run(train, stage, micro_batches=3, postpone=stage < 2, steps=6)
     assert equal(four.run(trained, stage, 3), by_hand)
 
 
@@ -559,132 +553,6 @@ def test_the_norm_without_clipping(two: Pool) -> None:
     assert two.run(normless, 0.0, compute_grad_norm=False) == [None] * 2
 
 
-# the loader
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes this process rank r of n for the loader."""
-
-    def become(r: int, n: int) -> None:
-        monkeypatch.setattr(data, "rank", lambda: r)
-        monkeypatch.setattr(data, "world_size", lambda: n)
-
-    return become
-
-
-def test_samples_are_distributed_as_by_torch(ranks: Callable[..., None]) -> None:
-    from torch.utils.data import DistributedSampler
-
-    for n, length, epoch in ((1, 7, 0), (2, 7, 1), (3, 10, 2), (4, 3, 0), (5, 2, 1)):
-        samples = range(length)
-        for r in range(n):
-            ranks(r, n)
-            mine, theirs = ShardSampler(samples), DistributedSampler(samples, n, r)
-            mine.set_epoch(epoch)
-            theirs.set_epoch(epoch)
-            assert list(mine) == list(theirs) and len(mine) == len(theirs)
-
-
-def test_epochs(ranks: Callable[..., None]) -> None:
-    loaders = []
-    for r in range(3):
-        ranks(r, 3)
-        loader = Loader(torch.arange(24), 4)
-        assert len(loader) == 2
-        loaders.append((list(loader), list(loader)))
-        loader.data_sampler.set_epoch(1)
-        assert not torch.equal(next(iter(loader)), loaders[-1][0][0])
-    for epoch in (0, 1):
-        seen = torch.cat([torch.cat(each[epoch]) for each in loaders])
-        assert sorted(seen.tolist()) == list(range(24))
-    # the same order, unless the script sets the epoch
-    assert all(map(torch.equal, loaders[0][0], loaders[0][1]))
-
-
-def test_the_last_batch(ranks: Callable[..., None]) -> None:
-    ranks(0, 2)
-    whole, dropped = Loader(range(14), 3), Loader(range(14), 3, drop_last=True)
-    assert [len(b) for b in whole] == [3, 3, 1] and len(whole) == 3
-    assert [len(b) for b in dropped] == [3, 3] and len(dropped) == 2
-    named = Loader(range(14), 3, collate_fn=lambda samples: {"x": samples})
-    assert [len(b["x"]) for b in named] == [3, 3, 1]
-
-
-def split_epoch(
-    become: Callable[..., None], batches: int, before: tuple[int, int], n: int
-) -> list[int]:
-    """`batches` on `before` = ranks, batch size; the rest on n others."""
-    seen: list[int] = []
-    ranks, size = before
-    states = []
-    for r in range(ranks):
-        become(r, ranks)
-        loader = Loader(range(48), size)
-        it = iter(loader)
-        for _ in range(batches):
-            seen += next(it).tolist()
-        states.append(loader.state_dict())
-    assert all(state == states[0] for state in states)
-    for r in range(n):
-        become(r, n)
-        loader = Loader(range(48), 2)
-        loader.load_state_dict(json.loads(json.dumps(states[0])))
-        for batch in loader:
-            seen += batch.tolist()
-        # and then a new epoch
-        assert len(list(loader)) == len(loader) == 48 // (2 * n)
-    return seen
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_resumed_in_mid_epoch_on_any_number_of_ranks(
-    ranks: Callable[..., None], n: int
-) -> None:
-    for taken, before in ((0, (2, 2)), (3, (2, 2)), (1, (4, 3)), (6, (4, 2))):
-        seen = split_epoch(ranks, taken, before, n)
-        assert sorted(seen) == list(range(48)), f"{taken} batches of {before}"
-
-
-def test_resumed_on_the_same_ranks_it_is_the_same_run(
-    ranks: Callable[..., None],
-) -> None:
-    ranks(1, 2)
-    torch.manual_seed(0)
-    loader = Loader(range(21), 2)
-    loader.data_sampler.set_epoch(3)
-    rest, numbers = [], torch.empty(0)
-    for i, batch in enumerate(loader):
-        if i == 2:
-            state, random = loader.state_dict(), torch.get_rng_state()
-        if i > 2:
-            rest.append(batch)
-            numbers = torch.cat([numbers, torch.rand(1)])
-    resumed = Loader(range(21), 2)
-    iterator = iter(resumed)  # as a RepeatingLoader has done, before the load
-    torch.set_rng_state(random)
-    resumed.load_state_dict(state)
-    got, drawn = [], torch.empty(0)
-    for batch in iterator:
-        got.append(batch)
-        drawn = torch.cat([drawn, torch.rand(1)])
-    assert len(got) == len(rest) and all(map(torch.equal, got, rest))
-    assert torch.equal(drawn, numbers)
-
-
-def test_bad_data() -> None:
-    with pytest.raises(ValueError, match="training data is empty"):
-        Loader([], 2)
-    with pytest.raises(ValueError, match="has 2 samples, fewer than a micro"):
-        Loader(range(2), 3, drop_last=True)
-    stream = (x for x in range(3))
-    with pytest.raises(TypeError, match="map-style dataset.* not a generator"):
-        Loader(stream, 2)
-    loader = Loader(range(5), 2)
-    with pytest.raises(ValueError, match="of 4 samples, and this has 5"):
-        loader.load_state_dict(Loader(range(4), 2).state_dict())
-
-
 # what initialize takes
 
 
@@ -750,7 +618,15 @@ SGD = {"optimizer": {"type": "SGD"}}
             "got config and config_params",
         ),
         ({"config": {}}, "the config has no batch size|train_batch_size"),
-        ({"config": {"train_batch_size": 1}}, "there is no optimizer"),
+        (
+            {"config": {"train_batch_size": 1, "zero_optimization": {"stage": 2}}},
+            "there is no optimizer.* take stage 0 or 3",
+        ),
+        (
+            {"config": {"train_batch_size": 1}, "lr_scheduler": lambda o: 3},
+            "moves the rate of an optimizer, and there is none",
+        ),
+        ({"config": SGD, "model_parameters": []}, "empty parameter list|batch"),
         ({"config": SGD, "mpu": object()}, "does not do mpu="),
         ({"config": SGD, "model": None}, "takes a torch.nn.Module, not None"),
         (

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from minizero import Overlap, parallelize, zero
 from minizero.launch import Pool, rank, world_size
 from minizero.memory import Plan
+from minizero.tracker import Tracker
 
 RANKS = (1, 2, 3)
 WIDTH = 4
@@ -51,16 +52,17 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, extra: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.extra = nn.Parameter(torch.zeros(3))
+        # a unit that has an unused parameter is never complete before the end
+        self.extra = nn.Parameter(torch.zeros(3)) if extra else None
         self.wrap: Callable[[Tensor], Any] = lambda t: t
 
     def forward(self, x: Tensor, *, twice: bool = False, extra: bool = False) -> Any:
         y = self.linear(x)
         y = y + self.linear(y) if twice else y
-        return self.wrap(y + self.extra.sum() if extra else y)
+        return self.wrap(y if self.extra is None or not extra else y + self.extra.sum())
 
 
 class Zoo(nn.Module):
@@ -70,7 +72,8 @@ class Zoo(nn.Module):
         super().__init__()
         self.how = how
         self.tokens = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        extra = how == "other parameters on each rank"
+        self.blocks = nn.ModuleList(Block(extra) for _ in range(3))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for p in self.parameters():
@@ -328,6 +331,23 @@ def test_what_cannot_be_right_is_told(pool: Pool) -> None:
     assert "The first loss is NaN" in shared
 
 
+def reductions_after_a_dropped_forward() -> list[str]:
+    net = build("plain", 3)
+    dropped = net(data(rank()))
+    out = net(data(rank()))
+    del dropped
+    with Tracker() as tracker:
+        net.backward(loss(out))
+    return [s.event + s.unit[-2:] for s in tracker.samples if s.unit[:-1] == "blocks."]
+
+
+def test_a_dropped_graph_is_not_waited_for(pool: Pool) -> None:
+    for seen in pool.run(reductions_after_a_dropped_forward):
+        assert [s for s in seen if "release" not in s] == [
+            f"{event}.{block}" for block in (2, 1, 0) for event in ("gather", "reduce")
+        ]
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -357,10 +377,11 @@ def fails_first(how: str, where: str, stage: int) -> bool:
     assert kept is not None
     block.wrap = lambda t: t
     net.zero_grad()
-    once(net, net.backward, data(rank()))
+    use = by_grad if how == "plain" else once
+    use(net, net.backward, data(rank()))
     absent = stage < 3 or not any(f.whole for unit in net.units for f in unit.flats)
     net.step()
-    wanted = expected(how, once)
+    wanted = expected(how, use)
     with zero.GatheredParameters(net.model.parameters()):
         got = dict(net.model.named_parameters())
         return absent and all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -124,10 +124,11 @@ def train(
 
 
 def test_every_plan_is_equal(ranks: Ranks, tmp_path: Path) -> None:
-    reference = ranks.run(train, None)
+    """All of them on two ranks; on one and on three a part."""
+    reference = ranks.run(train, None, steps=4)
     assert reference[0].norms.max() > 0.5  # clipping took part
-    for plan in PLANS:
-        assert same(ranks.run(train, plan, tmp_path), reference), name(plan)
+    for plan in PLANS if len(reference) == 2 else PLANS[len(reference) % 2 :: 3]:
+        assert same(ranks.run(train, plan, tmp_path, 4), reference), name(plan)
     assert not list(tmp_path.iterdir())
 
 
@@ -135,7 +136,7 @@ def test_every_plan_is_equal(ranks: Ranks, tmp_path: Path) -> None:
 def test_mixed_precision(two: Ranks, tmp_path: Path, precision: str) -> None:
     """fp16 starts with a loss scale so high that steps are skipped."""
     reference = two.run(train, Plan.stage(1), precision=precision)
-    for plan in PLANS:
+    for plan in PLANS if precision == "fp16" else PLANS[::4]:
         got = two.run(train, plan, tmp_path, precision=precision)
         assert same(got, reference), name(plan)
 

@@ -67,11 +67,14 @@ def test_all_combinations_are_listed() -> None:
 
 
 def test_every_combination_is_equal(pool: Pool) -> None:
-    """Losses, norms and weights; two micro-batches, clipped."""
+    """Losses, norms and weights; two micro-batches, clipped.
+
+    All of them on two ranks; on one and on three a part.
+    """
     options = {"micro_batches": 2, "steps": 4}
     reference = pool.run(train, 0, **options)
     assert reference[0].norms.max() > 0.5  # clipping took part
-    for plan in PLANS:
+    for plan in PLANS if len(reference) == 2 else PLANS[len(reference) % 2 :: 3]:
         assert same(pool.run(offloaded, plan, **options), reference), name(plan)
 
 
@@ -124,7 +127,7 @@ def test_mixed_precision(two: Pool, which: str) -> None:
         return done
 
     reference = two.run(run, Plan.stage(1), False)
-    for plan in PLANS:
+    for plan in PLANS if which == "fp16" else PLANS[::3]:
         assert same(two.run(run, plan, True), reference), name(plan)
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,10 +31,12 @@ REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))
 PATIENCE = 300.0  # seconds; a machine that does much else is slow
 
 
-def until(happened: Callable[[], bool], what: str) -> None:
-    """Wait for it."""
+def until(happened: Callable[[], bool], what: str, nodes: Sequence[Node] = ()) -> None:
+    """Wait for it, as long as all nodes run."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
+        for node in nodes:
+            assert node.started[-1].poll() is None, f"{what}: {node.output()}"
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
 
@@ -68,14 +70,12 @@ class Node:
         """Start its agent, as a supervisor would after a reboot."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", *self.options]
         script = ["-m", "minizero.lab.recovery", str(self.folder), *self.job]
-        # A test that was a rank of its own has left there how ranks reach each other.
-        own = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
         with open(f"{self.folder}-output", "ab") as output:
             agent = subprocess.Popen(
                 [*self.before, *torchrun, *script],
                 stdout=output,
                 stderr=output,
-                env=own | {"OMP_NUM_THREADS": "1"} | self.settings,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | self.settings,
             )
         self.started.append(agent)
 
@@ -90,7 +90,11 @@ class Node:
             status = self.started[-1].wait(PATIENCE)
         except subprocess.TimeoutExpired:
             status = None
-        assert status == 0, Path(f"{self.folder}-output").read_text()[-6000:]
+        assert status == 0, self.output()
+
+    def output(self) -> str:
+        """The last of what all nodes have printed."""
+        return Path(f"{self.folder}-output").read_text()[-6000:]
 
 
 @pytest.fixture
@@ -111,6 +115,9 @@ def unbroken(pool: Pool, folder: Path, **options: float) -> dict[int, float]:
 # Without it an agent that joins later is not told where the ranks meet: those that
 # are there already keep to what they agreed on at first (torch 2.13).
 FRESH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# What a process that was alone has left in the environment: no way to other nodes.
+ALONE = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def lives(seen: History) -> list[tuple[int, int]]:
@@ -161,7 +168,7 @@ def test_torchrun_starts_killed_ranks_again_and_then_fewer(
         options = rendezvous("127.0.0.1", port, here, "1:2", 1)
         nodes.append(Node(folder, [*options, "--local-addr=127.0.0.1"], job))
         nodes[-1].start()
-    until(lambda: history(folder).saved >= 8, "the ranks have not come back")
+    until(lambda: history(folder).saved >= 8, "the ranks have not come back", nodes)
     nodes[1].kill()
     (folder / "go").touch()
     nodes[0].ends_well()
@@ -221,9 +228,9 @@ def test_a_node_is_cut_off_and_comes_back(
         options = rendezvous("10.213.9.1", 29400, i == 0, "2", 2)
         inside = ("ip", "netns", "exec", name)
         local = f"--local-addr=10.213.9.{i + 1}"
-        nodes.append(Node(folder, [*options, local], job, inside, FRESH))
+        nodes.append(Node(folder, [*options, local], job, inside, FRESH | ALONE))
         nodes[-1].start()
-    until(lambda: history(folder).saved >= 2, "the job has not begun")
+    until(lambda: history(folder).saved >= 2, "the job has not begun", nodes)
     ip(f"-n {network[1]} link set wire down")
     (folder / "go").touch()
     time.sleep(1.0)  # long enough for some steps

@@ -163,7 +163,7 @@ def _meant(known: Mapping[str, Entry], name: str, path: str) -> str:
         return f"it belongs in {names}"
     lower = {key.lower(): key for key in known}
     close = get_close_matches(name.lower(), lower, n=1) or [
-        key for key in lower if key.startswith(name.lower())
+        key for key in lower if name and key.startswith(name.lower())
     ]
     if not close:
         refused = [key for where in REFUSED if (key := _in(here, where))]

@@ -27,7 +27,7 @@ _LOG = "log losses and engine.get_lr() where you want them"
 _DATA = "choose the batches in the data loader"
 _BYTES = "nothing is quantized on its way; use bf16, half of fp32"
 _MASTERS = "master weights are fp32, as exact resuming needs"
-_COMPILE = "call torch.compile on the model's blocks"
+_COMPILE = "call engine.compile()"
 _PARALLEL = "minizero is data-parallel; remove it"
 
 SECTIONS = {

@@ -37,7 +37,8 @@ def load(
                 f"not {source!r}"
             ]
         )
-    text = os.fspath(source)
+    # a file's mark of its encoding, if the text was read without that
+    text = os.fspath(source).removeprefix("\ufeff")
     if not text.strip():
         raise ConfigError(
             [
@@ -47,7 +48,10 @@ def load(
         )
     if text.lstrip()[:1] in ("{", "["):
         return _parsed(text, ""), ""
-    return _parsed(_contents(Path(text)), text), text
+    found = _contents(Path(text))
+    if not found.strip():
+        raise ConfigError([f"the config file {text} is empty"])
+    return _parsed(found, text), text
 
 
 def _contents(path: Path) -> str:
@@ -67,6 +71,10 @@ def _contents(path: Path) -> str:
     except OSError as error:
         raise ConfigError(
             [f"the config file cannot be read: {error.strerror}"], str(path)
+        ) from None
+    except ValueError as error:  # a null byte in the path
+        raise ConfigError(
+            [f"{str(path)!r} is no path of a config file: {error}"]
         ) from None
 
 
@@ -99,6 +107,8 @@ def _parsed(text: str, name: str) -> Mapping[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError([str(error)], name) from None
+    except RecursionError:
+        raise ConfigError(["braces are nested too deeply"], name) from None
     if not isinstance(found, dict):
         kind = "a list" if isinstance(found, list) else json.dumps(found)
         raise ConfigError(

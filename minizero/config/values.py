@@ -42,7 +42,10 @@ def fit(kind: Any, about: Key, value: Any) -> Any:
 def _number(about: Key, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise Misfit
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise Misfit from None
     least = -math.inf if about.least is None else about.least
     most = math.inf if about.most is None else about.most
     if not math.isfinite(number) or not least <= number <= most:
