@@ -69,8 +69,8 @@ def serve(
     output: Connection,
 ) -> None:
     """The life of a rank, from start to an empty task."""
-    if "numpy" in sys.modules:  # forked, it has the random state of all other ranks
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:  # with the state of all ranks of the server
+        sys.modules["numpy.random"].seed()
     os.setpgrp()  # the parent decides what a Ctrl-C means, not the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
