@@ -420,10 +420,12 @@ def test_the_parent_is_killed_but_not_what_it_has_forked():
     process.kill()
     process.wait()
     limit = time.monotonic() + SLACK
-    while any("server.py" in line for line in marked(os.environ["MINIZERO_TEST"])):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    os.kill(fork, signal.SIGKILL)
+    try:
+        while any("server.py" in line for line in marked(os.environ["MINIZERO_TEST"])):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
