@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero.arguments import (
+    Source,
+    check_model,
+    overruled,
+    refuse,
+    the_source,
+)
 from minizero.wiring import (
     MakeOptimizer,
     MakeScheduler,
@@ -21,7 +28,6 @@ from minizero.wiring import (
 )
 
 from . import checkpointing
-from .arguments import Source, check_model, overruled, refuse, the_source
 from .config import read
 from .data import Loader
 from .facade import EngineOptimizer
