@@ -82,12 +82,22 @@ def _zero_optimization(source: Source | None) -> dict[str, Any]:
     if source is None:
         return {"stage": 3}
     if not isinstance(source, dict):
-        text = os.fspath(source)
+        text = name = os.fspath(source)
         if not text.lstrip().startswith("{"):
             text = Path(source).read_text()
-        source = json.loads(text)
-    assert isinstance(source, dict)
-    return source.get("zero_optimization", {})
+        try:
+            source = json.loads(text)
+        except ValueError as error:
+            message = f"the config {name} is no JSON: {error}"
+            raise ValueError(message) from None
+    if isinstance(source, dict):
+        zero = source.get("zero_optimization", {})
+        if isinstance(zero, dict):
+            return zero
+    raise TypeError(
+        "a config is a dict, and its zero_optimization is one; not "
+        f"{source!r}"
+    )
 
 
 class Init(TorchFunctionMode):

@@ -330,3 +330,20 @@ def test_misuse_is_told(pool: Pool) -> None:
     zero0, zero3, no_sync = pool.run(wrong_backward)[0]
     assert "net.backward(loss)" in zero0 and "net.backward(loss)" in zero3
     assert "every micro-batch is reduced" in no_sync
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{stage: 3}", r"the config \{stage: 3\} is no JSON: Expecting property name"),
+        ("[3]", "a config is a dict, and its zero_optimization is one; not .3."),
+        ({"zero_optimization": 3}, "not {'zero_optimization': 3}"),
+        ({"zero_optimization": {"stage": "3"}}, "stage must be 0, 1, 2 or 3, not '3'"),
+    ],
+)
+def test_a_config_of_init_that_is_none(config, message, tmp_path):
+    if config == "[3]":
+        (tmp_path / "config.json").write_text(config)
+        config = tmp_path / "config.json"
+    with pytest.raises((TypeError, ValueError), match=message):
+        zero.Init(config)
