@@ -85,7 +85,8 @@ def stacked(
                 middle = left + width / 2, y
                 look = {"ha": "center", "va": "center", "color": ink(face)}
                 axes.text(*middle, piece.unit, fontsize=8.5, **look)
-        title = f"{name}: {1e3 * took[name]:.3g} ms"
+        ms = 1e3 * took[name]
+        title = f"{name}: {ms:{'.3g' if ms < 1000 else '.0f'}} ms"
         axes.set_title(title, loc="left", fontsize=9.5, color=GREY)
         name_rows(axes, colours)
         axes.set_xlim(0, longest)
