@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from . import comm
 from .agree import agreeing, broadcast_bytes
-from .commit import busy
+from .commit import Commit, busy
 from .content import describe, settle
 from .ddp import DataParallel
 from .folder import checkpoints, is_tag, read_index
@@ -81,7 +81,7 @@ def save(
         where = Path(folder)
         options = [str(where), tag, keep, background > 0, latest]
         nonce = _agreed(options)
-        saving = Saving(where, index, nonce, keep, latest)
+        saving = Saving(Commit(where, index, nonce, keep, latest))
         try:
             with agreeing():
                 if rank() == 0:

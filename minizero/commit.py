@@ -74,7 +74,10 @@ def commit(
 
 # %% ../notebooks/12_checkpoint.ipynb #commit-class
 class Commit:
-    """Rank 0's part of a save: wait for the markers, commit, clean up."""
+    """Rank 0's part of a save: wait for the markers, commit, clean up.
+
+    `path`: the checkpoint's folder. `nonce`: tells this save from others.
+    """
 
     def __init__(
         self,
@@ -84,13 +87,14 @@ class Commit:
         keep: int | None,
         latest: bool,
     ) -> None:
-        self._folder, self._index, self._nonce = folder, index, nonce
+        self.path, self.nonce = folder / index.tag, nonce
+        self._folder, self._index = folder, index
         self._keep, self._latest = keep, latest
         self._abandoned = threading.Event()
 
     def run(self) -> None:
         """Raises CheckpointError, mostly; the last checkpoint is whole."""
-        folder, nonce = self._folder, self._nonce
+        folder, nonce = self._folder, self.nonce
         try:
             markers = self._markers()
             for marker in markers:
@@ -110,7 +114,7 @@ class Commit:
             sweep(folder, busy)
         except OSError as error:
             raise CheckpointError(
-                f"{folder / self._index.tag}: the checkpoint is complete, "
+                f"{self.path}: the checkpoint is complete, "
                 f"but what is older cannot be deleted: {error}"
             ) from error
 
@@ -125,9 +129,8 @@ class Commit:
     def _markers(self) -> list[dict[str, Any]]:
         """What each rank has written, when all have said so."""
         began, markers = time.monotonic(), []
-        home = self._folder / self._index.tag
         for r in range(world_size()):
-            path = home / f"{file_name(r, self._nonce)}.json"
+            path = self.path / f"{file_name(r, self.nonce)}.json"
             while not path.exists():
                 if self._abandoned.is_set():
                     raise CheckpointError(f"{path}: the save was given up")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from . import tracker
 from .agree import agree
 from .commit import Commit, busy, file_name, leave_marker
-from .index import Index
 from .launch import rank
 from .tensorfile import explained
 from .tensorwriter import Source, TensorWriter
@@ -49,23 +47,16 @@ class Saving:
     No collective is called but by `wait`, so a thread can do all of it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        index: Index,
-        nonce: str,
-        keep: int | None,
-        latest: bool,
-    ) -> None:
-        self.path = folder / index.tag
-        self._nonce = nonce
-        self._commit = Commit(folder, index, nonce, keep, latest)
-        self._file = self.path / f"{file_name(rank(), nonce)}.safetensors"
+    def __init__(self, commit: Commit) -> None:
+        self.path, self._nonce = commit.path, commit.nonce
+        self._commit = commit
+        name = file_name(rank(), self._nonce)
+        self._file = self.path / f"{name}.safetensors"
         self._error: Exception | None = None
         self._written = threading.Event()
         self._thread: threading.Thread | None = None
         self._over = False
-        busy.add(nonce)
+        busy.add(self._nonce)
 
     def begin(self, sources: list[Source], background: int) -> None:
         """Write at once what does not fit into `background` bytes.

@@ -57,6 +57,18 @@ class Nasty(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+class Fails(torch.autograd.Function):
+    """Identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("on purpose")
+
+
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups: weight decay or none, and two learning rates."""
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nasty import Run, same, train
+from nasty import Fails, Run, same, train
 from test_zero3 import HOW, Odd
 from torch import Tensor, nn
 
@@ -373,16 +373,6 @@ def evaluate(chosen: Settings) -> bool:
 @pytest.mark.parametrize("persist", [0, HUGE])
 def test_evaluation_export_and_surgery(two: Pool, persist: int) -> None:
     assert two.run(evaluate, settings(persist=persist)) == [True, True]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("on purpose")
 
 
 def failing(stage: int, chosen: Settings | None) -> dict[str, Tensor]:

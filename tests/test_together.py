@@ -16,7 +16,7 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, batches, own
+from nasty import Fails, Nasty, batches, own
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, checkpoint, parallelize
@@ -51,16 +51,6 @@ class Nothing(nn.Module):
 
     def forward(self, x: Tensor, *, gain: float = 1.0) -> Tensor:
         return x + gain * self.trained.sum()
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("on purpose")
 
 
 @dataclass(frozen=True)
