@@ -6,8 +6,8 @@ Their numbers come from `minizero.estimate`, their colours from the laboratory.
 from pathlib import Path
 
 from minizero.lab.plots import memory_bars, use
-from minizero.lab.style import CATEGORY_COLOURS
-from minizero.memory import estimate
+from minizero.lab.plots.style import CATEGORY_COLOURS
+from minizero.memory.plan import estimate
 
 ASSETS = Path(__file__).parent / "assets"
 LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")

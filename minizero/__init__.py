@@ -3,23 +3,31 @@
 Names under `minizero.` are the public surface; each is told of in its chapter.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import comm, zero
-from .launch import default_ranks, init_distributed, launch
-from .memory import Placement, Plan, estimate, estimate_activations
-from .tracker import Tracker, see_memory_usage
-from .zero3 import parallelize
+from .memory import (
+    Placement,
+    Plan,
+    Tracker,
+    estimate,
+    estimate_activations,
+    see_memory_usage,
+)
+from .ranks import default_ranks, init_distributed, launch
+from .zero import parallelize
 
 if TYPE_CHECKING:
-    from . import checkpoint, checkpointing, utils
-    from .arguments import add_config_arguments
-    from .delayed import Delayed
-    from .engine import Engine, initialize
-    from .export import consolidate
-    from .nvme import NVMe
-    from .offload import Offload
+    from . import checkpoint
+    from .checkpoint import consolidate
+    from .deepspeed import checkpointing, utils
+    from .engine import Engine, add_config_arguments, initialize
+    from .offload import Delayed, NVMe, Offload
     from .overlap import Overlap
 
 __version__ = "0.1.0"
@@ -50,21 +58,21 @@ __all__ = [
     "zero",
 ]
 
-# Names and the modules they are in, modules under themselves. They are
-# imported when one is asked for: reading configs and files costs time that a
-# program without them should not pay.
+# Names and the folders they are in, modules under themselves. They are imported
+# when one is asked for: reading configs and files costs time that a program without
+# them should not pay.
 _LATER = {
-    "Delayed": "delayed",
+    "Delayed": "offload",
     "Engine": "engine",
-    "NVMe": "nvme",
+    "NVMe": "offload",
     "Offload": "offload",
     "Overlap": "overlap",
-    "add_config_arguments": "arguments",
+    "add_config_arguments": "engine",
     "checkpoint": "checkpoint",
-    "checkpointing": "checkpointing",
-    "consolidate": "export",
+    "checkpointing": "deepspeed.checkpointing",
+    "consolidate": "checkpoint",
     "initialize": "engine",
-    "utils": "utils",
+    "utils": "deepspeed.utils",
 }
 
 
@@ -72,13 +80,33 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'minizero' has no attribute {name!r}")
     module = import_module(f".{_LATER[name]}", __name__)
-    found = module if name == _LATER[name] else getattr(module, name)
+    found = getattr(module, name, module)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
+
+
+class _ShortNames(MetaPathFinder, Loader):
+    """`import minizero.utils` is `import minizero.deepspeed.utils`, likewise others.
+
+    As DeepSpeed has them, so that a script needs one word changed.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        package, _, short = name.rpartition(".")
+        told = package == __name__ and short in ("checkpointing", "utils")
+        return ModuleSpec(name, self) if told else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        short = module.__name__.rpartition(".")[2]
+        # what stands here when this returns is what the import gives
+        sys.modules[module.__name__] = import_module(f".{_LATER[short]}", __name__)
+
+
+sys.meta_path.append(_ShortNames())
 
 
 def load_ipython_extension(ipython: Any) -> None:

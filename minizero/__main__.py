@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from minizero import default_ranks, estimate, init_distributed, launch
-from minizero.launch import RankError, rank, world_size
+from minizero import default_ranks, estimate, init_distributed
+from minizero.ranks import launch
+from minizero.ranks.launch import RankError, rank, world_size
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -106,9 +107,9 @@ def _estimate(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from minizero.lab.job import Job
-    from minizero.lab.report import describe
-    from minizero.lab.train import train
+    from minizero.lab.training.job import Job
+    from minizero.lab.training.report import describe
+    from minizero.lab.training.train import train
 
     settings = {k: v for k, v in vars(options).items() if k in Job.__annotations__}
     job = Job(**settings)
@@ -129,7 +130,7 @@ def _train(options: argparse.Namespace) -> None:
 def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
-    from minizero.export import export
+    from minizero.checkpoint.export import export
 
     dtype = getattr(torch, _DTYPES[options.dtype])
     size = int(options.max_shard_size)

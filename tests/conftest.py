@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from minizero.launch import Pool
+from minizero.ranks.launch import Pool
 
 # A shell starts a command in the background with interrupts ignored, and what a test
 # starts would inherit that; some tests are about interrupts.

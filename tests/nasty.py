@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minizero import comm, parallelize
-from minizero.launch import rank, world_size
-from minizero.memory import Plan
+from minizero.memory.plan import Plan
+from minizero.ranks.launch import rank, world_size
 
 VOCABULARY, HIDDEN, STEPS = 17, 12, 20
 
@@ -118,9 +118,7 @@ def train(
     plan = stage if isinstance(stage, Plan) else Plan.stage(stage)
     torch.manual_seed(rank())  # rank 0's values must win
     model = Nasty()
-    net = parallelize(
-        model, make_optimizer(groups(model)), plan, **options
-    )
+    net = parallelize(model, make_optimizer(groups(model)), plan, **options)
     losses, norms = [], []
     data = batches(steps, micro_batches, rows=2)
     chosen = comm.algorithm(algorithm) if algorithm else contextlib.nullcontext()

@@ -12,10 +12,10 @@ from nasty import HIDDEN, VOCABULARY, Block, groups
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize
-from minizero.checkpoint import load, save
-from minizero.ddp import DataParallel
-from minizero.launch import rank, world_size
-from minizero.precision import DynamicLossScale, MixedPrecision
+from minizero.checkpoint.api import load, save
+from minizero.precision.mixed import DynamicLossScale, MixedPrecision
+from minizero.ranks.launch import rank, world_size
+from minizero.zero.data_parallel import DataParallel
 
 ROWS = 12  # of a global batch: as many for each of 1, 2, 3 or 4 ranks
 Run = tuple[list[Tensor], dict[str, Tensor]]

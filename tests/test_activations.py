@@ -16,18 +16,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from minizero import comm, parallelize, stores
-from minizero.activations import Checkpointing, checkpoint_units
-from minizero.lab.activations import Activations, step_flops
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.lab.tensor_parallel import tensor_parallel
+from minizero import comm, parallelize
+from minizero.activations import stores
+from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.saved_tensors import SavedTensors, by_operator
+from minizero.activations.selective import keep_matmuls
+from minizero.activations.stores import Offloaded, Sharded, Store
+from minizero.lab.models.activations import Activations, step_flops
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.lab.toygpu import ToyGPU
-from minizero.launch import Pool, RankError, rank, world_size
-from minizero.memory import Plan
-from minizero.saved import SavedTensors, by_operator
-from minizero.selective import keep_matmuls
-from minizero.stores import Offloaded, Sharded, Store
-from minizero.tracker import Tracker, on_host
+from minizero.memory.labels import on_host
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.ranks.launch import Pool, RankError, rank, world_size
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
 

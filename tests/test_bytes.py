@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from minizero import comm, estimate, parallelize
-from minizero.lab.gpt import GPT, GPTConfig, count_parameters
-from minizero.launch import Pool, world_size
-from minizero.memory import Plan
-from minizero.tracker import Tracker
+from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.ranks.launch import Pool, world_size
 
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 STATE = ("parameters", "gradients", "optimizer")

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import minizero
-from minizero import checkpointing, parallelize
-from minizero.launch import Pool, rank
-from minizero.memory import Plan
-from minizero.tracker import Tracker
+from minizero import parallelize
+from minizero.deepspeed import checkpointing
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.ranks.launch import Pool, rank
 
 HIDDEN = 24
 

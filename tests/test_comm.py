@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minizero import algorithms, comm, exchange
-from minizero.launch import Pool, RankError, rank, world_size
+from minizero import comm
+from minizero.comm import algorithms, point_to_point
+from minizero.ranks.launch import Pool, RankError, rank, world_size
 
 NUMBERS = [0, 1, 7, 12]
 
@@ -60,11 +61,11 @@ def collectives(
         stage(original_staged)
 
 
-original_staged = exchange.staged
+original_staged = point_to_point.staged
 
 
 def stage(staged: Callable[[Tensor], bool]) -> None:
-    exchange.staged = algorithms.staged = staged
+    point_to_point.staged = algorithms.staged = staged
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -219,7 +220,7 @@ def forget() -> float:
 
 def test_a_collective_that_nobody_waits_for_stops_no_other(pool: Pool) -> None:
     assert set(pool.run(forget)) == {5.0}
-    assert set(pool.run(lambda: len(exchange._forgotten))) == {0}
+    assert set(pool.run(lambda: len(point_to_point._forgotten))) == {0}
 
 
 def test_ledgers_nest(pool: Pool) -> None:

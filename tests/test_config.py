@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from minizero.config import Config, ConfigError, read
 from minizero.config.optimizer import Optimizer
-from minizero.config.refused import ON, REFUSED
 from minizero.config.schema import entries, walk
+from minizero.config.unsupported import ON, REFUSED
 from minizero.lab import config_reference
-from minizero.lab.engine import config_map, decisions, phase_bars, rate_curves
-from minizero.memory import Plan
+from minizero.lab.plots.engine import config_map, decisions, phase_bars, rate_curves
+from minizero.memory.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 DEEPSPEED = json.loads((ROOT / "tests/deepspeed_keys.json").read_text())

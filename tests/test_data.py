@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from minizero import data, sampling
-from minizero.data import Loader
-from minizero.sampling import ShardSampler
+from minizero.engine import data, sampling
+from minizero.engine.data import Loader
+from minizero.engine.sampling import ShardSampler
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 
 import minizero
-from minizero.launch import Pool, rank
-from minizero.offload import Offload
-from minizero.overlap import Overlap
+from minizero.offload.host import Offload
+from minizero.overlap.prefetch import Overlap
+from minizero.ranks.launch import Pool, rank
 
 STAGES = (0, 1, 2, 3)
 
@@ -1114,7 +1114,7 @@ def test_model_flops() -> None:
 
 def test_model_flops_of_attention() -> None:
     """b heads of s tokens and size d: 2 b s^2 d, twice."""
-    meter = minizero.meter.Meter(detailed=True)
+    meter = minizero.engine.throughput.Meter(detailed=True)
     with meter.phase("forward"):
         q = torch.randn(2, 3, 16, 8, requires_grad=True)
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)

@@ -19,10 +19,10 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import minizero
-from minizero.checkpoint import CheckpointError
-from minizero.data import Loader
-from minizero.launch import Pool, rank, world_size
-from minizero.settings import REFUSED
+from minizero.checkpoint.api import CheckpointError
+from minizero.engine.data import Loader
+from minizero.engine.getters import REFUSED
+from minizero.ranks.launch import Pool, rank, world_size
 
 STAGES = (0, 1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}

@@ -11,8 +11,8 @@ from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 
 from minizero import parallelize
-from minizero.launch import Pool, rank, world_size
-from minizero.memory import Plan
+from minizero.memory.plan import Plan
+from minizero.ranks.launch import Pool, rank, world_size
 
 
 def test_plans_and_bucket_sizes_are_equal(pool: Pool) -> None:

@@ -14,17 +14,21 @@ import pytest
 import traitlets
 from conftest import LIVE, ROOT, Show, find
 
-from minizero.lab.blocktime import BlockTime
-from minizero.lab.config_explorer import ConfigExplorer
-from minizero.lab.exchanges import WAYS, Exchanges
-from minizero.lab.explorable import MOUNT, Explorable, module
-from minizero.lab.explorer import MemoryExplorer
-from minizero.lab.flatrows import FlatRows
-from minizero.lab.formats import FormatExplorer
-from minizero.lab.saves import SaveInterval, best_interval, lost
-from minizero.lab.saves.interval import duration
-from minizero.lab.stepcost import StepCost
-from minizero.lab.style import amount
+from minizero.lab.explorables.base import MOUNT, Explorable, module
+from minizero.lab.explorables.blocktime import BlockTime
+from minizero.lab.explorables.config import ConfigExplorer
+from minizero.lab.explorables.exchanges import WAYS, Exchanges
+from minizero.lab.explorables.flatrows import FlatRows
+from minizero.lab.explorables.formats import FormatExplorer
+from minizero.lab.explorables.interval import (
+    SaveInterval,
+    best_interval,
+    duration,
+    lost,
+)
+from minizero.lab.explorables.memory import MemoryExplorer
+from minizero.lab.explorables.stepcost import StepCost
+from minizero.lab.plots.style import amount
 
 ALL: list[type[Explorable]] = [
     MemoryExplorer,

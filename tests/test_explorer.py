@@ -14,10 +14,15 @@ from conftest import LIVE, Cells, Show, find
 
 from minizero import estimate
 from minizero.config import ConfigError
-from minizero.lab.config_explorer import ConfigExplorer, plans
-from minizero.lab.explorer import STATES, MemoryExplorer, coefficients, explorer
-from minizero.lab.style import amount
-from minizero.memory import OPTIMIZERS
+from minizero.lab.explorables.config import ConfigExplorer, plans
+from minizero.lab.explorables.memory import (
+    STATES,
+    MemoryExplorer,
+    coefficients,
+    explorer,
+)
+from minizero.lab.plots.style import amount
+from minizero.memory.plan import OPTIMIZERS
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -14,11 +14,12 @@ from resumed import Small, make, steps
 from torch import Tensor
 
 from minizero import Plan, parallelize
+from minizero.checkpoint import reader
 from minizero.__main__ import main
-from minizero.checkpoint import save
-from minizero.export import consolidate, export
-from minizero.launch import Pool
-from minizero.tensorfile import CheckpointError, TensorFile
+from minizero.checkpoint.api import save
+from minizero.checkpoint.export import consolidate, export
+from minizero.checkpoint.tensor_file import CheckpointError, TensorFile
+from minizero.ranks.launch import Pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -94,19 +95,18 @@ def test_exported_dtypes(tmp_path: Path, dtype: torch.dtype | None) -> None:
 
 def test_memory_of_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but a chunk is ever read."""
-    from minizero import reading
 
     trained(tmp_path, stage=1)
     largest = 0
-    read = reading.SavedRun.read
+    read = reader.SavedRun.read
 
     def measured(self: Any, flat: Any, state: Any, start: int, out: Tensor) -> None:
         nonlocal largest
         largest = max(largest, out.nbytes)
         read(self, flat, state, start, out)
 
-    monkeypatch.setattr(reading.SavedRun, "read", measured)
-    monkeypatch.setattr("minizero.tensorwriter.CHUNK", 256)
+    monkeypatch.setattr(reader.SavedRun, "read", measured)
+    monkeypatch.setattr("minizero.checkpoint.tensor_writer.CHUNK", 256)
     export(tmp_path, tmp_path / "out")
     assert largest == 256
     assert torch.equal(

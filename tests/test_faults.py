@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from minizero import comm
-from minizero.launch import Pool, RankError, launch, rank
-from minizero.pool.board import Board
-from minizero.pool.faults import Call, verdict
-from minizero.pool.forking import SERVERS
+from minizero.ranks.launch import Pool, RankError, launch, rank
+from minizero.ranks.processes.failures import Call, verdict
+from minizero.ranks.processes.forking import SERVERS
+from minizero.ranks.processes.status_board import Board
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -333,7 +333,7 @@ def script(text):
     sys.path[:0] = [{os.getcwd()!r}]
     import torch
     from minizero import comm
-    from minizero.launch import Pool, launch, rank
+    from minizero.ranks.launch import Pool, launch, rank
     """
     program = textwrap.dedent(head + text)
     return subprocess.Popen(

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from minizero import parallelize
-from minizero.float8 import E4M3, E5M2, Float8Linear, product, quantise, use_float8
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import Pool, rank
-from minizero.memory import Plan
-from minizero.precision import MixedPrecision
-from minizero.tracker import Tracker
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.precision.float8 import (
+    E4M3,
+    E5M2,
+    Float8Linear,
+    product,
+    quantise,
+    use_float8,
+)
+from minizero.precision.mixed import MixedPrecision
+from minizero.ranks.launch import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 
-from minizero.launch import Pool, RankError, launch, rank
-from minizero.pool import forking, worker
-from minizero.pool.forking import SERVERS
-from minizero.pool.processes import Processes
+from minizero.ranks.launch import Pool, RankError, launch, rank
+from minizero.ranks.processes import forking, worker
+from minizero.ranks.processes.forking import SERVERS
+from minizero.ranks.processes.pool import Processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -111,7 +111,7 @@ def test_the_server_has_no_thread_and_no_module_of_ours():
     assert "libtorch" in maps and "/dev/nvidia" not in maps
 
     def fresh():
-        started = vars(sys.modules["minizero.pool.worker"])["__file__"]
+        started = vars(sys.modules["minizero.ranks.processes.worker"])["__file__"]
         import gc
 
         return started, torch.cuda.is_initialized(), gc.get_freeze_count() > 10_000
@@ -241,7 +241,7 @@ def test_a_program_may_use_multiprocessing_as_well(tmp_path):
         return process.exitcode, queue.get()
 
     if __name__ == "__main__":
-        from minizero.launch import launch, rank
+        from minizero.ranks.launch import launch, rank
         multiprocessing.set_forkserver_preload(["json"])
         print(launch(rank, 2, timeout=60))
         multiprocessing.set_start_method("spawn")  # an error if one is chosen

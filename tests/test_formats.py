@@ -6,8 +6,8 @@ import pytest
 import torch
 import traitlets
 
-from minizero.lab import formats
-from minizero.lab.formats import FORMATS, FormatExplorer
+from minizero.lab.explorables import formats
+from minizero.lab.explorables.formats import FORMATS, FormatExplorer
 
 
 @pytest.mark.parametrize("name", FORMATS)

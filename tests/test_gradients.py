@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minizero import Overlap, parallelize, zero
-from minizero.launch import Pool, rank, world_size
-from minizero.memory import Plan
-from minizero.tracker import Tracker
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.ranks.launch import Pool, rank, world_size
 
 RANKS = (1, 2)
 WIDTH = 4

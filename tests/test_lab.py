@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from minizero import estimate
-from minizero.lab import corpus, gpt, plots, style
-from minizero.lab.corpus import Corpus
-from minizero.lab.gpt import GPT, SIZES, GPTConfig
+from minizero.comm.ledger import Call
+from minizero.lab import plots
+from minizero.lab.models import corpus, gpt
+from minizero.lab.models.corpus import Corpus
+from minizero.lab.models.gpt import GPT, SIZES, GPTConfig
+from minizero.lab.plots import style
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
-from minizero.launch import launch
-from minizero.ledger import Call
-from minizero.tracker import CATEGORIES, Sample, Tracker
+from minizero.memory.labels import CATEGORIES
+from minizero.memory.tracker import Sample, Tracker
+from minizero.ranks.launch import launch
 
 TINY = GPTConfig(layers=2, hidden=16, heads=2, sequence=32)
 UNITS = {"m": 1e6, "b": 1e9}
@@ -558,7 +561,7 @@ def test_figures_are_clear_small_and_the_same_each_time() -> None:
 def test_training_needs_no_figures() -> None:
     """The model, the data and the toy GPU import neither matplotlib nor widgets."""
     code = (
-        "import sys, minizero, minizero.lab.gpt, minizero.lab.corpus\n"
+        "import sys, minizero, minizero.lab.models.gpt, minizero.lab.models.corpus\n"
         "import minizero.lab.toygpu\n"
         "heavy = {'matplotlib', 'anywidget', 'ipywidgets', 'IPython'}\n"
         "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import minizero
-from minizero.launch import (
+from minizero.ranks.launch import (
     Pool,
     RankError,
     default_ranks,
@@ -27,7 +27,7 @@ from minizero.launch import (
     report,
     world_size,
 )
-from minizero.pool.output import Printer
+from minizero.ranks.processes.output import Printer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -316,7 +316,7 @@ def test_a_script_needs_no_guard(tmp_path):
         tmp_path,
         """
         from dataclasses import dataclass
-        from minizero import launch
+        from minizero.ranks import launch
 
         print("once")
 
@@ -341,7 +341,7 @@ def test_a_script_needs_no_guard(tmp_path):
 
 PROGRAM = """
     import os, torch, torch.distributed as dist
-    from minizero.launch import init_distributed, rank, world_size
+    from minizero.ranks.launch import init_distributed, rank, world_size
     init_distributed()
     init_distributed()
     ones = torch.ones(1)
@@ -379,8 +379,8 @@ def test_a_rank_starts_later_than_a_collective_may_take(tmp_path, late):
 def test_a_rank_never_starts(tmp_path):
     program = """
     import os, time
-    from minizero import join
-    from minizero.launch import init_distributed
+    from minizero.ranks import rendezvous
+    from minizero.ranks.launch import init_distributed
     join.START = 2.0
     if os.environ["RANK"] == "{}":
         time.sleep(1000)

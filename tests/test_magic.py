@@ -157,7 +157,7 @@ def test_a_hang_explains_itself(notebook):
     cell = """%%ranks --timeout 3
 import time, torch
 from minizero import comm
-from minizero.launch import rank
+from minizero.ranks.launch import rank
 if rank() == 1:
     time.sleep(1000)
 comm.all_reduce(torch.ones(8))"""

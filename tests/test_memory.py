@@ -10,8 +10,8 @@ from torch import nn
 
 from minizero import Plan, Tracker, estimate, estimate_activations, see_memory_usage
 from minizero.lab.toygpu import ToyGPU
-from minizero.memory import Placement
-from minizero.tracker import host_memory, label, labelled_bytes, on_host
+from minizero.memory.labels import host_memory, label, labelled_bytes, on_host
+from minizero.memory.plan import Placement
 
 # Rajbhandari et al. 2020 (arXiv:1910.02054v3), table 1: GB a device for mixed
 # precision Adam, by model and data-parallel degree: P_os, P_os+g, P_os+g+p

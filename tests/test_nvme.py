@@ -23,18 +23,8 @@ import torch
 from nasty import Run, same
 
 from minizero import Tracker, estimate, parallelize, zero
-from minizero.bandwidth import efficiency, intensity
-from minizero.bus import aligned
-from minizero.files import (
-    ALIGN,
-    AsyncFiles,
-    DiskFault,
-    aligned_buffer,
-    direct_io,
-    view,
-)
-from minizero.lab.gpt import GPT, GPTConfig, count_parameters
-from minizero.lab.nvme import (
+from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
+from minizero.lab.plots.nvme import (
     LANES,
     depth_figure,
     efficiency_figure,
@@ -43,15 +33,24 @@ from minizero.lab.nvme import (
     throughput,
 )
 from minizero.lab.toygpu import ToyGPU
-from minizero.launch import Pool as Ranks
-from minizero.launch import RankError, world_size
-from minizero.memory import PRECISIONS, Placement, Plan
-from minizero.nvme import NVMe
-from minizero.pieces import Piece, Span
-from minizero.precision import DynamicLossScale, MixedPrecision
-from minizero.records import ShardFile, record_bytes
-from minizero.scratch import RunFolder, sweep
-from minizero.staging import Pool
+from minizero.memory.bytes import aligned, view
+from minizero.memory.intensity import efficiency, intensity
+from minizero.memory.plan import PRECISIONS, Placement, Plan
+from minizero.offload.async_io import (
+    ALIGN,
+    AsyncFiles,
+    DiskFault,
+    aligned_buffer,
+    direct_io,
+)
+from minizero.offload.nvme import NVMe
+from minizero.offload.pieces import Piece, Span
+from minizero.offload.scratch import RunFolder, sweep
+from minizero.offload.staging import Pool
+from minizero.offload.swap_file import ShardFile, record_bytes
+from minizero.precision.mixed import DynamicLossScale, MixedPrecision
+from minizero.ranks.launch import Pool as Ranks
+from minizero.ranks.launch import RankError, world_size
 
 STATE = ("parameters", "gradients", "optimizer")
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
@@ -582,9 +581,9 @@ import os, sys, time
 from pathlib import Path
 import torch
 import minizero
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import rank
-from minizero.nvme import NVMe
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.ranks.launch import rank
+from minizero.offload.nvme import NVMe
 
 CONFIG = GPTConfig(layers=2, hidden=24, heads=2, sequence=16, vocabulary=50)
 PLAN = minizero.Plan.stage(3, "nvme", "nvme")
@@ -664,8 +663,8 @@ def test_a_folder_goes_with_its_process(tmp_path: Path) -> None:
     code = f"""
     import os
     from pathlib import Path
-    from minizero.files import AsyncFiles
-    from minizero.scratch import RunFolder
+    from minizero.offload.async_io import AsyncFiles
+    from minizero.offload.scratch import RunFolder
     folder = RunFolder(Path({str(tmp_path)!r}), AsyncFiles())
     if os.fork() == 0:
         raise SystemExit

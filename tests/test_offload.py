@@ -17,19 +17,21 @@ from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from minizero import Delayed, Offload, Tracker, estimate, parallelize, tracker, zero
-from minizero.bus import Landing, Lane, Turns, aligned
-from minizero.flat import Flat
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.lab.offload import crossing, rounds, rounds_figure
+from minizero import Delayed, Offload, Tracker, estimate, parallelize, zero
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.plots.offload import crossing, rounds, rounds_figure
 from minizero.lab.toygpu import ToyGPU
-from minizero.launch import Pool, RankError, rank, world_size
-from minizero.lossscale import DynamicLossScale, LossScale
-from minizero.memory import PRECISIONS as PRECISIONS_BYTES
-from minizero.memory import Placement, Plan
-from minizero.overlap import Overlap
-from minizero.precision import MixedPrecision
-from minizero.seams import Home, host_empty
+from minizero.memory import labels
+from minizero.memory.bytes import aligned, host_empty
+from minizero.memory.plan import PRECISIONS as PRECISIONS_BYTES
+from minizero.memory.plan import Placement, Plan
+from minizero.offload.copy_streams import Landing, Lane, Turns
+from minizero.overlap.prefetch import Overlap
+from minizero.precision.loss_scale import DynamicLossScale, LossScale
+from minizero.precision.mixed import MixedPrecision
+from minizero.ranks.launch import Pool, RankError, rank, world_size
+from minizero.zero.flat_buffer import Flat
+from minizero.zero.interfaces import Home
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
 
@@ -589,7 +591,7 @@ def test_turns_are_two() -> None:
         turns.turn()
         kept += [turns.take(torch.empty(3)).fill_(value) for _ in range(2)]
     assert [int(t[0]) for t in kept] == [2, 2, 1, 1, 2, 2]
-    assert all(tracker.on_host(t) for t in kept)
+    assert all(labels.on_host(t) for t in kept)
 
 
 def test_a_landing_adds_what_was_sent() -> None:

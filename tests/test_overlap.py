@@ -14,18 +14,24 @@ from test_zero3 import HOW, Odd
 from torch import Tensor, nn
 
 from minizero import comm, parallelize, zero
-from minizero.ddp import DataParallel
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.lab.lanes import lanes
-from minizero.lab.steps import Step, fit_contention, fit_link, layers_of, timed_step
-from minizero.launch import Pool, rank
-from minizero.ledger import Call
-from minizero.machine import Buffer, Layer, Machine, Timeline
-from minizero.memory import Plan
-from minizero.overlap import Overlap, exposed
-from minizero.seams import Schedule
-from minizero.timeline import simulate
-from minizero.tracker import Tracker
+from minizero.comm.ledger import Call
+from minizero.lab.bench.step_times import (
+    Step,
+    fit_contention,
+    fit_link,
+    layers_of,
+    timed_step,
+)
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.plots.lanes import lanes
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.overlap.machine import Buffer, Layer, Machine, Timeline
+from minizero.overlap.prefetch import Overlap, exposed
+from minizero.overlap.simulator import simulate
+from minizero.ranks.launch import Pool, rank
+from minizero.zero.data_parallel import DataParallel
+from minizero.zero.interfaces import Schedule
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)
 HUGE = 10**9

@@ -17,13 +17,13 @@ from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
 from minizero import comm, estimate, parallelize, zero
-from minizero.ddp import DataParallel
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import Pool, rank, world_size
-from minizero.lossscale import DynamicLossScale, LossScale
-from minizero.memory import Plan
-from minizero.precision import MixedPrecision
-from minizero.tracker import Tracker
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.precision.loss_scale import DynamicLossScale, LossScale
+from minizero.precision.mixed import MixedPrecision
+from minizero.ranks.launch import Pool, rank, world_size
+from minizero.zero.data_parallel import DataParallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 8

@@ -13,8 +13,8 @@ import yaml
 from packaging.requirements import Requirement
 
 from minizero import estimate
-from minizero.lab.style import amount
-from minizero.launch import Pool
+from minizero.lab.plots.style import amount
+from minizero.ranks.launch import Pool
 
 try:
     import tomllib

@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from minizero.__main__ import main
-from minizero.lab import train as main_job
-from minizero.lab.recovery import History, Job, history, train
-from minizero.launch import Pool, launch
+from minizero.lab.training import train as main_job
+from minizero.lab.training.recovery import History, Job, history, train
+from minizero.ranks.launch import Pool, launch
 
 REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))
 PATIENCE = 300.0  # seconds; a machine that does much else is slow
@@ -69,7 +69,7 @@ class Node:
     def start(self) -> None:
         """Start its agent, as a supervisor would after a reboot."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", *self.options]
-        script = ["-m", "minizero.lab.recovery", str(self.folder), *self.job]
+        script = ["-m", "minizero.lab.training.recovery", str(self.folder), *self.job]
         with open(f"{self.folder}-output", "ab") as output:
             agent = subprocess.Popen(
                 [*self.before, *torchrun, *script],
@@ -322,4 +322,6 @@ def test_nothing_runs_on() -> None:
     """The tests above have ended what they started."""
     own = [p.info["cmdline"] for p in psutil.process_iter(["cmdline", "ppid"])]
     mine = str(os.getpid())
-    assert not [line for line in own if line and "minizero.lab.recovery" in line], mine
+    assert not [
+        line for line in own if line and "minizero.lab.training.recovery" in line
+    ], mine

@@ -17,18 +17,18 @@ from resumed import Run, close, equal, make, near, resumed, steps, unbroken, who
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, parallelize
-from minizero.checkpoint import load, save
-from minizero.content import flats_of
-from minizero.ddp import DataParallel
-from minizero.export import consolidate, export
-from minizero.folder import read_index
-from minizero.index import parse_index
-from minizero.launch import Pool, rank, world_size
-from minizero.precision import LossScale, MixedPrecision
-from minizero.reading import SavedRun
-from minizero.seams import Home
-from minizero.tensorfile import CheckpointError, TensorFile
-from minizero.tracker import Tracker
+from minizero.checkpoint.api import load, save
+from minizero.checkpoint.directory import read_index
+from minizero.checkpoint.export import consolidate, export
+from minizero.checkpoint.manifest import parse_index
+from minizero.checkpoint.reader import SavedRun
+from minizero.checkpoint.run_state import flats_of
+from minizero.checkpoint.tensor_file import CheckpointError, TensorFile
+from minizero.memory.tracker import Tracker
+from minizero.precision.mixed import LossScale, MixedPrecision
+from minizero.ranks.launch import Pool, rank, world_size
+from minizero.zero.data_parallel import DataParallel
+from minizero.zero.interfaces import Home
 
 RANKS = (1, 2, 3, 4)
 KINDS = {
@@ -484,7 +484,7 @@ def peaks_of_save(
     save(net, folder, "first")
     gc.collect()
     with monkeypatch.context() as patch, Tracker() as seen:
-        patch.setattr("minizero.tensorwriter.CHUNK", CHUNK)
+        patch.setattr("minizero.checkpoint.tensor_writer.CHUNK", CHUNK)
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         save(net, folder, "second", background=background).wait()

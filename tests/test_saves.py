@@ -7,19 +7,20 @@ import random
 
 import pytest
 
-from minizero.lab import saves
-from minizero.lab.saves import SaveInterval
-from minizero.tracker import Sample
+from minizero.lab.explorables import interval
+from minizero.lab.plots import checkpoint as figures
+from minizero.lab.explorables.interval import SaveInterval
+from minizero.memory.tracker import Sample
 
 
 def test_interval() -> None:
     """At the best interval no other loses less, and dice agree with the formula."""
     save, between = 60.0, 10_800.0
-    best = saves.best_interval(save, between)
+    best = interval.best_interval(save, between)
     assert best == math.sqrt(2 * save * between)
-    least = saves.lost(best, save, between)
+    least = interval.lost(best, save, between)
     for factor in (0.5, 0.8, 1.25, 2):
-        assert saves.lost(factor * best, save, between) > least
+        assert interval.lost(factor * best, save, between) > least
     # first order: saves and half an interval a failure
     assert least == pytest.approx(math.sqrt(2 * save / between), rel=0.1)
     dice, done, passed = random.Random(0), 0.0, 0.0
@@ -28,26 +29,26 @@ def test_interval() -> None:
         done += best * (lasts // (best + save))
         passed += lasts
     assert 1 - done / passed == pytest.approx(least, rel=0.05)
-    assert saves.lost(best, save, between, restart=600.0) > least
-    assert saves.lost(1e9, 1.0, 1.0) == pytest.approx(1)  # and no overflow
+    assert interval.lost(best, save, between, restart=600.0) > least
+    assert interval.lost(1e9, 1.0, 1.0) == pytest.approx(1)  # and no overflow
 
 
 def test_figures() -> None:
-    rows = saves.rows_figure({"a": 20, "b": 31}, saved=4, loaded=3)
+    rows = figures.rows_figure({"a": 20, "b": 31}, saved=4, loaded=3)
     texts = {text.get_text() for text in rows.axes[0].texts}
     assert {"file 3", "rank 2", "a", "b"} <= texts
     assert "rank 3" not in texts
-    stops = saves.stops_figure({"x": ["old", "old", "torn", "new"]})
+    stops = figures.stops_figure({"x": ["old", "old", "torn", "new"]})
     widths = [patch.get_width() for patch in stops.axes[0].patches]
     assert widths == [50, 25, 25]
     live = {"parameters": 40, "optimizer": 60, "buffers": 0}
     sample = Sample(0.0, "", "", live, {"buffers": 10})
-    loading = saves.loading_figure([sample, sample], 100, 110)
+    loading = figures.loading_figure([sample, sample], 100, 110)
     shown = {text.get_text() for text in loading.axes[0].texts if text.get_visible()}
     assert shown == {"peak 110 B", "shard and a row, 110 B"}
     assert sample.live["buffers"] == 0
-    interval = saves.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
-    assert "19 min" in interval.axes[0].texts[0].get_text()
+    drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
+    assert "19 min" in drawn.axes[0].texts[0].get_text()
 
 
 def test_explorable() -> None:

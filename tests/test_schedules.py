@@ -11,9 +11,9 @@ import torch
 from parity import rates
 from parity.rates import SETTINGS, STEPS, Columns, optimizer, sequence
 
-from minizero import schedules
 from minizero.config.scheduler import SCHEDULERS
-from minizero.schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
+from minizero.engine import lr_schedules
+from minizero.engine.lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
 
 RECORD = json.loads(Path(__file__).with_name("deepspeed_schedules.json").read_text())
 
@@ -45,7 +45,7 @@ def test_the_record_is_of_these_settings() -> None:
 @pytest.mark.filterwarnings("ignore:the schedule ends")
 @pytest.mark.parametrize("index", range(len(SETTINGS)))
 def test_as_deepspeed(index: int) -> None:
-    assert_same(sequence(schedules, *SETTINGS[index]), recorded(index))
+    assert_same(sequence(lr_schedules, *SETTINGS[index]), recorded(index))
 
 
 @pytest.mark.filterwarnings("ignore:the schedule ends")

@@ -20,13 +20,13 @@ from nasty import Fails, Nasty, batches, own
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, checkpoint, parallelize
-from minizero.activations import Checkpointing, checkpoint_units
-from minizero.ddp import DataParallel
-from minizero.launch import Pool, rank
-from minizero.lossscale import DynamicLossScale
-from minizero.memory import Plan
-from minizero.precision import MixedPrecision
-from minizero.stores import Offloaded
+from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.stores import Offloaded
+from minizero.memory.plan import Plan
+from minizero.precision.loss_scale import DynamicLossScale
+from minizero.precision.mixed import MixedPrecision
+from minizero.ranks.launch import Pool, rank
+from minizero.zero.data_parallel import DataParallel
 
 MICRO_BATCHES = 2
 EVENTS = (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from minizero.__main__ import main
-from minizero.lab.gpt import GPT, GPTConfig
+from minizero.lab.models.gpt import GPT, GPTConfig
 
 SMALL = ["--model", "0.1m", "--steps", "6", "--batch", "6", "--sequence", "32"]
 

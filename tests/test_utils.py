@@ -14,13 +14,9 @@ import torch
 from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
-from minizero import Delayed, NVMe, Offload, Overlap, parallelize, utils, zero
-from minizero.data import Loader
-from minizero.ddp import DataParallel
-from minizero.launch import Pool
-from minizero.memory import Plan
-from minizero.precision import LossScale, MixedPrecision
-from minizero.utils import (
+from minizero import Delayed, NVMe, Offload, Overlap, parallelize, zero
+from minizero.deepspeed import utils
+from minizero.deepspeed.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -36,6 +32,11 @@ from minizero.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from minizero.engine.data import Loader
+from minizero.memory.plan import Plan
+from minizero.precision.mixed import LossScale, MixedPrecision
+from minizero.ranks.launch import Pool
+from minizero.zero.data_parallel import DataParallel
 
 # stage, where it is offloaded to, precision, how
 KINDS: dict[str, tuple[int, str | None, str | None, str]] = {

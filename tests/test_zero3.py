@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minizero import comm, parallelize, zero
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import Pool, rank
-from minizero.memory import Plan
-from minizero.tracker import Tracker
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory.plan import Plan
+from minizero.memory.tracker import Tracker
+from minizero.ranks.launch import Pool, rank
 
 CONFIG = GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=40)
 

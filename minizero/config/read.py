@@ -13,7 +13,7 @@ from typing import Any
 
 from .batch import batch_sizes
 from .checks import errors, shown, warnings
-from .refused import REFUSED
+from .unsupported import REFUSED
 from .schema import Entry, entries, walk
 from .source import ConfigError, load
 from .top import Config

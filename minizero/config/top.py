@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..memory import Plan
+from minizero.memory.plan import Plan
+
 from .offload import Aio, OffloadOptimizer, OffloadParam
 from .optimizer import Optimizer
 from .scheduler import Scheduler

@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 
 from minizero.config import Config
 from minizero.config.checks import shown
-from minizero.config.refused import ON, REFUSED
 from minizero.config.schema import Entry, entries
+from minizero.config.unsupported import ON, REFUSED
 
 BEGIN = "<!-- made from the schema: begin -->"
 END = "<!-- made from the schema: end -->"

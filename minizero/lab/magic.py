@@ -17,7 +17,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from ..launch import TIMEOUT, Pool, RankError, default_ranks
+from minizero.ranks.launch import TIMEOUT, Pool, RankError, default_ranks
 
 __all__ = ["load_ipython_extension", "pull", "ranks"]
 

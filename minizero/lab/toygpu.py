@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.tracker import Tracker
-
-from .style import amount
+from minizero.lab.plots.style import amount
+from minizero.memory.tracker import Tracker
 
 
 class ToyGPU(Tracker):
@@ -64,12 +63,12 @@ class ToyGPU(Tracker):
             # The frames of the traceback hold the result that did not fit.
             raise error.with_traceback(None) from None
 
-    def _see(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
+    def see(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
         known = self._known.get(storage._cdata)
         before = known.nbytes if known else None
         peak, peaks, moments = self.peak, dict(self.peaks), len(self.samples)
         try:
-            super()._see(storage, category)
+            super().see(storage, category)
         except torch.OutOfMemoryError:
             # What did not fit was never there.
             self.peak, self.peaks = peak, peaks

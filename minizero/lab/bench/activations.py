@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from minizero.activations import Checkpointing, checkpoint_units
-from minizero.lab.activations import step_flops
-from minizero.lab.gpt import GPT, GPTConfig
-from minizero.launch import device
-from minizero.stores import Offloaded
-
-from .runner import Comparison, interleaved
+from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.stores import Offloaded
+from minizero.lab.bench.runner import Comparison, interleaved
+from minizero.lab.models.activations import step_flops
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.ranks.launch import device
 
 CONFIG = GPTConfig(layers=6, hidden=128, heads=4, sequence=128)
 BATCH = 4

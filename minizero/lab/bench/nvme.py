@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from minizero.files import AsyncFiles, aligned_buffer
 from minizero.lab.bench.runner import Comparison, interleaved
-from minizero.records import ShardFile
-from minizero.scratch import RunFolder
+from minizero.offload.async_io import AsyncFiles, aligned_buffer
+from minizero.offload.scratch import RunFolder
+from minizero.offload.swap_file import ShardFile
 
 BLOCK_SIZE, QUEUE_DEPTH = 1 << 20, 8  # DeepSpeed's defaults
 RECORDS, WIDTH = 4, 1 << 24  # 4 records of 64 MiB

@@ -14,18 +14,23 @@ from statistics import median
 
 import torch
 
-from minizero.ddp import DataParallel
-from minizero.lab.gpt import GPT, GPTConfig, decay_groups
-from minizero.lab.steps import Step, fit_contention, fit_link, layers_of, timed_step
-from minizero.launch import Pool
-from minizero.machine import Layer, Machine, Timeline
-from minizero.memory import Plan
-from minizero.overlap import Overlap
-from minizero.seams import Schedule
-from minizero.timeline import simulate
-from minizero.zero3 import parallelize
-
-from .runner import Comparison, interleaved
+from minizero.lab.bench.runner import Comparison, interleaved
+from minizero.lab.bench.step_times import (
+    Step,
+    fit_contention,
+    fit_link,
+    layers_of,
+    timed_step,
+)
+from minizero.lab.models.gpt import GPT, GPTConfig, decay_groups
+from minizero.memory.plan import Plan
+from minizero.overlap.machine import Layer, Machine, Timeline
+from minizero.overlap.prefetch import Overlap
+from minizero.overlap.simulator import simulate
+from minizero.ranks.launch import Pool
+from minizero.zero.data_parallel import DataParallel
+from minizero.zero.interfaces import Schedule
+from minizero.zero.parallelize import parallelize
 
 RANKS = 2
 WHOLE = 10**9  # a bucket as large as any unit

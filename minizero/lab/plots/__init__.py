@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import matplotlib as mpl
 
-from ..style import GREY, LINES
-from .base import DASHES, STYLE, WIDTH, use
-from .calls import timeline
-from .curves import loss_curves
-from .memory import memory_bars, memory_over_step
+from minizero.lab.plots.base import DASHES, STYLE, WIDTH, use
+from minizero.lab.plots.calls import timeline
+from minizero.lab.plots.curves import loss_curves
+from minizero.lab.plots.memory import memory_bars, memory_over_step
+from minizero.lab.plots.style import GREY, LINES
 
 __all__ = [
     "DASHES",

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..style import GREY, LINES
+from minizero.lab.plots.style import GREY, LINES
 
 WIDTH = 6.4
 """Inches: 614 pixels of a page, the text width of the book."""

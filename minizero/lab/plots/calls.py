@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..style import GREY, OP_COLOURS, ink
-from .base import STYLE, legend, name_rows, single, waiting
+from minizero.lab.plots.base import STYLE, legend, name_rows, single, waiting
+from minizero.lab.plots.style import GREY, OP_COLOURS, ink
 
 if TYPE_CHECKING:
-    from minizero.ledger import Call
+    from minizero.comm.ledger import Call
 
 
 @rc_context(STYLE)

@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .base import STYLE, line, single
+from minizero.lab.plots.base import STYLE, line, single
 
 
 @rc_context(STYLE)

@@ -10,11 +10,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.memory import Bytes
-from minizero.tracker import CATEGORIES, Sample
-
-from ..style import CATEGORY_COLOURS, CATEGORY_HATCHES, GREY, amount, ink
-from .base import STYLE, end_label, legend, name_rows, no_numbers, single
+from minizero.lab.plots.base import (
+    STYLE,
+    end_label,
+    legend,
+    name_rows,
+    no_numbers,
+    single,
+)
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    CATEGORY_HATCHES,
+    GREY,
+    amount,
+    ink,
+)
+from minizero.memory.labels import CATEGORIES
+from minizero.memory.plan import Bytes
+from minizero.memory.tracker import Sample
 
 COLUMNS = 600
 """Most moments that `memory_over_step` draws, about one a pixel."""

@@ -1,0 +1,46 @@
+"""Collectives, and the ledger in which each call is entered.
+
+Read `point_to_point` (send and receive), `algorithms` (collectives made of them),
+`ledger`, `collectives` (what everybody calls), and `agreement` (one rank's bytes, anybody's
+error). Imports `ranks` and `memory`. Nothing outside this folder calls a collective of torch.
+"""
+
+from .collectives import (
+    ALGORITHMS,
+    Work,
+    algorithm,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    current_algorithm,
+    get_rank,
+    get_world_size,
+    reduce_scatter,
+)
+from .ledger import (
+    Call,
+    Ledger,
+    enter,
+    ledger,
+    phase,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "Call",
+    "Ledger",
+    "Work",
+    "algorithm",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "current_algorithm",
+    "enter",
+    "get_rank",
+    "get_world_size",
+    "ledger",
+    "phase",
+    "reduce_scatter",
+]

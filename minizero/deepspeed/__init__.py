@@ -1,0 +1,1 @@
+"""Names that exist for DeepSpeed's sake."""

@@ -1,0 +1,16 @@
+"""DeepSpeed's interface: an engine that is driven by a config.
+
+Read `step_loop`, `from_config`, `engine`, then the rest. Imports everything below.
+"""
+
+from .arguments import add_config_arguments
+from .engine import (
+    Engine,
+    initialize,
+)
+
+__all__ = [
+    "add_config_arguments",
+    "Engine",
+    "initialize",
+]

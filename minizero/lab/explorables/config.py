@@ -1,0 +1,158 @@
+"""An explorable: a ds_config, and the bytes that a rank keeps under it."""
+
+from __future__ import annotations
+
+import html
+import json
+from itertools import product
+from typing import Any
+
+import traitlets
+
+from minizero.config import Config, ConfigError, read
+from minizero.config.batch import MICRO, STEPS, TOTAL
+from minizero.config.offload import PLACES
+from minizero.config.schema import walk
+from minizero.config.unsupported import REFUSED
+from minizero.lab.explorables.base import Explorable, module, table
+from minizero.lab.explorables.memory import PALETTE, STATES
+from minizero.lab.plots.style import amount
+from minizero.memory.plan import OPTIMIZERS, PRECISIONS, Breakdown, Plan, estimate
+
+EXAMPLE = """{
+  "train_batch_size": 256,
+  "gradient_accumulation_steps": 16,
+  "fp16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "none"}
+  }
+}"""
+
+
+class ConfigExplorer(Explorable):
+    """What a rank keeps on its device, in host memory and in files.
+
+    text: a config as JSON; keys that decide nothing here may be in it.
+    n_params: parameters of the model, 1e8 to 1e12.
+    world_size: ranks, 1 to 1,024.
+    """
+
+    _esm = module("config.js")
+
+    text = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    n_params = traitlets.Float(7e9, min=1e8, max=1e12).tag(sync=True)
+    world_size = traitlets.Int(8, min=1, max=1024).tag(sync=True)
+    plans = traitlets.Dict().tag(sync=True)
+    costs = traitlets.Dict().tag(sync=True)
+    known = traitlets.Dict().tag(sync=True)
+    sizes = traitlets.List([TOTAL, MICRO, STEPS]).tag(sync=True)
+    palette = traitlets.Dict(PALETTE).tag(sync=True)
+
+    def __init__(self, config: dict[str, Any] | None = None, **controls: Any) -> None:
+        if config is not None:
+            controls["text"] = json.dumps(config, indent=2)
+        super().__init__(**controls)
+
+    @traitlets.default("plans")
+    def _plans(self) -> dict[str, Any]:
+        return plans()
+
+    @traitlets.default("costs")
+    def _costs(self) -> dict[str, Any]:
+        return costs()
+
+    @traitlets.default("known")
+    def _known(self) -> dict[str, Any]:
+        return known_keys()
+
+    def breakdown(self) -> Breakdown:
+        """The bytes that are shown; raises ConfigError for a config that is wrong.
+
+        A config without an optimizer is taken to be given Adam.
+        """
+        config = read(self.text, self.world_size)
+        kind, optimizer = config.dtypes.parameters, "adam"
+        if config.optimizer is not None and config.optimizer.type == "SGD":
+            moving = getattr(config.optimizer.params, "momentum", 0)
+            optimizer = "momentum" if moving else "sgd"
+        precision = "fp32" if kind == "float32" else "bf16"
+        plan = config.plan
+        return estimate(self.n_params, self.world_size, plan, precision, optimizer)
+
+    def fallback(self) -> str:
+        try:
+            there = self.breakdown()
+        except ConfigError as error:
+            return f"<p>{html.escape(str(error))}</p>"
+        places = {"device": there, "host": there.host, "disk": there.disk}
+        rows = {name: amount(part.total) for name, part in places.items()}
+        return table(self._title(), ("place", "bytes a rank"), rows)
+
+    def describe(self) -> str:
+        try:
+            there = self.breakdown()
+        except ConfigError as error:
+            return str(error)
+        return (
+            f"{self._title()}: a rank keeps {amount(there.total)} on its device, "
+            f"{amount(there.host.total)} on the host, {amount(there.disk.total)} "
+            "on disk."
+        )
+
+    def _title(self) -> str:
+        return f"{self.n_params / 1e9:g}B parameters on {self.world_size} ranks"
+
+
+def plans() -> dict[str, dict[str, Any]]:
+    """What `read` makes of each choice, by "stage/optimizer's place/parameters'".
+
+    By category: where it rests, and whether it is sharded. "idle": why an offload
+    that was asked for does nothing, by its block.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for stage, state, param in product(range(4), PLACES, PLACES):
+        chosen = {"offload_optimizer": state, "offload_param": param}
+        blocks = {
+            name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
+            for name, on in chosen.items()
+        }
+        config = read(
+            {"train_batch_size": 1, "zero_optimization": {"stage": stage, **blocks}}
+        )
+        places: dict[str, Any] = {
+            category: [place.on, place.sharded]
+            for category, place in vars(config.plan).items()
+        }
+        places["idle"] = {
+            name: said.partition("no effect: ")[2]
+            for name in chosen
+            for said in config.warnings
+            if f".{name}." in said
+        }
+        table[f"{stage}/{state}/{param}"] = places
+    return table
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Bytes a parameter of each category, by "precision/optimizer".
+
+    They are what `estimate` says of one parameter on one rank.
+    """
+    return {
+        f"{precision}/{optimizer}": {
+            category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
+            for category in STATES
+        }
+        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
+    }
+
+
+def known_keys() -> dict[str, list[str]]:
+    """The names that a section may have, by its dotted name; "" is the top."""
+    table: dict[str, set[str]] = {}
+    for where in [*(where for where, _ in walk(Config)), *REFUSED]:
+        place, _, name = where.rpartition(".")
+        table.setdefault(place, set()).add(name)
+    return {place: sorted(names) for place, names in table.items()}

@@ -1,0 +1,42 @@
+"""An explorable: the rows and buckets of a small flat buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import traitlets
+
+from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.plots.style import LINES
+
+
+class FlatRows(Explorable):
+    """A flat buffer as it is cut for some ranks, and reduced in buckets.
+
+    sizes: elements of each parameter, by its name; at most as many as there are
+        colours.
+    ranks: 1 to 8. bucket: elements of a bucket, 1 to 32.
+    """
+
+    _esm = module("flatrows.js")
+
+    sizes = traitlets.Dict({"embed": 5, "up": 9, "down": 6, "norm": 4}).tag(sync=True)
+    ranks = traitlets.Int(4, min=1, max=8).tag(sync=True)
+    bucket = traitlets.Int(8, min=1, max=32).tag(sync=True)
+    palette = traitlets.Dict().tag(sync=True)
+
+    @traitlets.default("palette")
+    def _palette(self) -> dict[str, Any]:
+        colours = zip(self.sizes, LINES, strict=False)
+        return {name: look(colour) for name, colour in colours}
+
+    def sent(self) -> float:
+        """Elements that each rank sends in an all-reduce of the padded buffer."""
+        rows = -(-sum(self.sizes.values()) // self.ranks)
+        return 2 * rows * (self.ranks - 1)
+
+    def describe(self) -> str:
+        return (
+            f"{sum(self.sizes.values())} elements on {self.ranks} ranks, in buckets of "
+            f"{self.bucket}: each rank sends {self.sent():g}."
+        )

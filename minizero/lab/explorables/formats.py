@@ -1,0 +1,186 @@
+"""Floating-point formats: figures of their bits and ranges, and one to play with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import traitlets
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from minizero.lab.explorables.base import Explorable, module, table
+from minizero.lab.plots.base import STYLE, WIDTH, single
+from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES
+
+FORMATS = {
+    "fp32": (torch.float32, 8, 23),
+    "bf16": (torch.bfloat16, 8, 7),
+    "fp16": (torch.float16, 5, 10),
+    "fp8 e5m2": (torch.float8_e5m2, 5, 2),
+    "fp8 e4m3": (torch.float8_e4m3fn, 4, 3),
+}
+"""By name: the dtype, and its bits of exponent and of significand."""
+
+FIELDS = {"sign": GREY, "exponent": LINES[0], "significand": LINES[1]}
+
+
+def spacing(dtype: torch.dtype, at: float) -> float:
+    """From `at`, as `dtype` stores it, to the next larger number."""
+    here = torch.tensor(at, dtype=dtype)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    above = (here.view(integer) + 1).view(dtype)
+    return above.item() - here.item()
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number above 0, a subnormal."""
+    return spacing(dtype, 0.0)
+
+
+@rc_context(STYLE)
+def bit_layout() -> Figure:
+    """A row of boxes for each format, a box for each bit."""
+    figure, axes = single(2.4)
+    for y, (_, exponent, significand) in enumerate(FORMATS.values()):
+        widths = {"sign": 1, "exponent": exponent, "significand": significand}
+        x = 0
+        for field, width in widths.items():
+            for place in range(x, x + width):
+                box = (place + 0.06, y - 0.34), 0.88, 0.68
+                axes.add_patch(Rectangle(*box, color=FIELDS[field], linewidth=0))
+            x += width
+        label = f"{exponent} + {significand}"
+        axes.annotate(label, (x, y), (6, 0), textcoords="offset points", va="center")
+    for field, colour in FIELDS.items():
+        axes.add_patch(Rectangle((0, 0), 0, 0, color=colour, label=field))
+    axes.set(xlim=(0, 36), ylim=(len(FORMATS) - 0.4, -0.6))
+    axes.set_yticks(range(len(FORMATS)), list(FORMATS))
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.legend(loc="lower right")
+    return figure
+
+
+@rc_context(STYLE)
+def exponents(values: Mapping[str, Tensor]) -> Figure:
+    """A histogram a label: how many magnitudes have which power of two.
+
+    What fp16 stores exactly enough, coarsely (subnormal), and not at all is marked;
+    zeros are not counted. Raises ValueError if there is nothing to draw.
+    """
+    if not values:
+        raise ValueError("There is nothing to draw; give at least one tensor.")
+    figure = Figure(figsize=(WIDTH, 0.6 + 1.35 * len(values)))
+    panels = figure.subplots(len(values), sharex=True, squeeze=False)[:, 0]
+    tiny, least = torch.finfo(torch.float16).tiny, smallest(torch.float16)
+    # half of the least number rounds to zero
+    zero, subnormal, most = (
+        torch.tensor([least / 2, tiny, torch.finfo(torch.float16).max]).log2().tolist()
+    )
+    low, high = -44, 18
+    for axes, (name, tensor) in zip(panels, values.items(), strict=True):
+        powers = tensor[tensor != 0].abs().float().log2().clamp(low, high)
+        counts = torch.histc(powers, high - low, low, high) / max(powers.numel(), 1)
+        face = CATEGORY_COLOURS["gradients"]
+        places = torch.arange(low, high) + 0.5
+        axes.bar(places.tolist(), (100 * counts).tolist(), 0.86, color=face)
+        for edge in (zero, subnormal, most):
+            axes.axvline(edge, color=GREY, linestyle=(0, (4, 2)), linewidth=1)
+        lost = (powers < zero).float().mean().item()
+        axes.set_title(f"{name}: {lost:.0%} below fp16", loc="left", fontsize=9.5)
+        axes.set(ylabel="% of elements", xlim=(low, high))
+        axes.margins(y=0.12)
+    spans = {
+        "zero in fp16": (low, zero),
+        "coarse": (zero, subnormal),
+        "fp16's normal range": (subnormal, most),
+    }
+    for text, (a, b) in spans.items():
+        panels[0].annotate(
+            text,
+            ((a + b) / 2, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, -2),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=8.5,
+        )
+    panels[0].margins(y=0.3)
+    panels[-1].set_xlabel("power of two")
+    return figure
+
+
+@rc_context(STYLE)
+def scale_history(scales: Sequence[float], updated: Sequence[bool]) -> Figure:
+    """The loss scale of each step, and a cross where the step was skipped."""
+    if not scales:
+        raise ValueError("There are no steps to draw; train at least one.")
+    figure, axes = single(2.4)
+    steps = range(len(scales))
+    axes.step(steps, scales, where="mid", color=LINES[0], linewidth=1.8)
+    skipped = [step for step in steps if not updated[step]]
+    axes.plot(
+        skipped,
+        [scales[s] for s in skipped],
+        "x",
+        color=LINES[2],
+        markersize=8,
+        markeredgewidth=2,
+        label="skipped",
+        linestyle="none",
+    )
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="step", ylabel="loss scale")
+    axes.legend(loc="upper right")
+    return figure
+
+
+class FormatExplorer(Explorable):
+    """A weight and an update, and what is left of them in each format.
+
+    weight, update: powers of two, from -20 to 18 and from -30 to 16.
+    """
+
+    _esm = module("formats.js")
+
+    weight = traitlets.Float(0.0, min=-20, max=18).tag(sync=True)
+    update = traitlets.Float(-10.0, min=-30, max=16).tag(sync=True)
+    formats: traitlets.List[Any] = traitlets.List().tag(sync=True)
+
+    @traitlets.default("formats")
+    def _formats(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "digits": digits,
+                "lowest": round(torch.tensor(torch.finfo(dtype).tiny).log2().item()),
+                "largest": torch.finfo(dtype).max,
+            }
+            for name, (dtype, _, digits) in FORMATS.items()
+        ]
+
+    def kept(self) -> dict[str, float]:
+        """By format: what the sum gained over the weight, as a share of the update."""
+        weight, update = 2.0**self.weight, 2.0**self.update
+        shares = {}
+        for name, (dtype, _, _) in FORMATS.items():
+            stored = torch.tensor(weight, dtype=dtype).float()
+            after = (stored + update).to(dtype).float()
+            shares[name] = ((after - stored) / update).item()
+        return shares
+
+    def fallback(self) -> str:
+        rows = {name: f"{share:.0%}" for name, share in self.kept().items()}
+        return table(self._title(), ("format", "kept of the update"), rows)
+
+    def describe(self) -> str:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in self.kept().items())
+        return f"{self._title()}: kept of it {shares}."
+
+    def _title(self) -> str:
+        return f"2^{self.update:g} added to 2^{self.weight:g}"

@@ -1,0 +1,1 @@
+"""Models and text to train on."""

@@ -1,0 +1,119 @@
+"""A GPT whose blocks are cut over the ranks: the smallest tensor parallelism.
+
+Column-parallel, then row-parallel linear layers (Shoeybi et al., 2019, section 3): in
+attention each rank has some of the heads, in the MLP some of the hidden units. All
+ranks compute on the same batch, and what enters and leaves a block is the same on
+each of them; what is inside is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minizero import comm
+from minizero.lab.models.gpt import GPT, MLP, Attention
+from minizero.ranks.launch import rank, world_size
+
+
+class _Enter(torch.autograd.Function):
+    """Identity; its backward adds the gradients of all ranks (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _sum(grad)
+
+
+class _Leave(torch.autograd.Function):
+    """Adds the ranks' parts; its backward is the identity (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _sum(x: Tensor) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    with comm.phase(unit="tensor parallel"):
+        comm.all_reduce(total)
+    return total
+
+
+class ParallelAttention(nn.Module):
+    """`attention` with 1/N of its heads: (batch, sequence, hidden) to the same."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.heads = _share(attention.heads, "heads")
+        hidden = attention.out.in_features
+        qkv = attention.qkv
+        self.weight = _rows(qkv.weight.view(3, hidden, hidden), 1)
+        self.bias = _rows(qkv.bias.view(3, hidden), 1)
+        self.out = _rows(attention.out.weight, 1)
+        self.out_bias = nn.Parameter(attention.out.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        weight, bias = self.weight.flatten(0, 1), self.bias.flatten()
+        qkv = F.linear(_Enter.apply(x), weight, bias)
+        q, k, v = qkv.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(batch, sequence, -1)
+        return _Leave.apply(F.linear(y, self.out)) + self.out_bias
+
+
+class ParallelMLP(nn.Module):
+    """`mlp` with 1/N of its inner width: (batch, sequence, hidden) to the same."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        _share(mlp.up.out_features, "inner features")
+        self.up = _rows(mlp.up.weight, 0)
+        self.up_bias = _rows(mlp.up.bias, 0)
+        self.down = _rows(mlp.down.weight, 1)
+        self.down_bias = nn.Parameter(mlp.down.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = F.gelu(F.linear(_Enter.apply(x), self.up, self.up_bias))
+        return _Leave.apply(F.linear(up, self.down)) + self.down_bias
+
+
+def tensor_parallel(model: GPT) -> GPT:
+    """Cut the blocks of `model` over all ranks, in place, and return it.
+
+    Every rank must have the same model and give it the same batches. What is not cut
+    has the same gradient on every rank, so each rank trains its own parameters with
+    an optimizer of its own, and nothing else is sent.
+
+    Raises ValueError if the ranks do not divide the heads.
+    """
+    for block in model.blocks:
+        assert isinstance(block.attention, Attention) and isinstance(block.mlp, MLP)
+        block.attention = ParallelAttention(block.attention)
+        block.mlp = ParallelMLP(block.mlp)
+    return model
+
+
+def _share(count: int, what: str) -> int:
+    if count % world_size():
+        raise ValueError(
+            f"{count} {what} do not divide into {world_size()} ranks; choose a "
+            "multiple."
+        )
+    return count // world_size()
+
+
+def _rows(whole: Tensor, dim: int) -> nn.Parameter:
+    """This rank's part of a weight, cut along `dim`."""
+    return nn.Parameter(whole.detach().chunk(world_size(), dim)[rank()].clone())

@@ -1,0 +1,93 @@
+"""Steps as lanes: what a rank computes, and what is on its way meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minizero.lab.plots.base import STYLE, WIDTH, legend, name_rows, single, waiting
+from minizero.lab.plots.style import GREY, OP_COLOURS, ink
+from minizero.overlap.machine import Interval
+
+PHASE_COLOURS = {
+    "forward": "#2AAB7F",
+    "backward": "#A46694",
+    "update": "#E6EE7F",
+    "launch": GREY,
+}
+"""What a rank does; a measured step has its launches inside the phases."""
+
+
+@rc_context(STYLE)
+def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
+    """Two lanes a step: computing (hatched: waiting), and the calls under way.
+
+    steps: intervals by label, as `Timeline.intervals` and `Step.intervals()` give
+        them. All share one axis, in milliseconds. A measured call is drawn until its
+        wait ends, a simulated one until its transfer does.
+    """
+    if not any(steps.values()):
+        raise ValueError("There is nothing to draw; give the intervals of a step.")
+    figure, axes = single(0.9 + 0.62 * len(steps))
+    for row, intervals in enumerate(steps.values()):
+        for interval in intervals:
+            computes = interval.lane == "compute"
+            waits = interval.what == "wait"
+            colour = (PHASE_COLOURS | OP_COLOURS).get(interval.what, GREY)
+            axes.barh(
+                row - 0.3 if computes else row + 0.08,
+                (interval.end - interval.begin) * 1e3,
+                0.36 if computes else 0.24,
+                interval.begin * 1e3,
+                align="edge",
+                color="none" if waits else colour,
+                edgecolor=GREY if waits else "none",
+                hatch="//////" if waits else "",
+                linewidth=0,
+                alpha=None if computes else 0.8,
+            )
+    name_rows(axes, steps)
+    axes.set_xlabel("milliseconds")
+    used = {interval.what for step in steps.values() for interval in step}
+    patches = [
+        Patch(facecolor=colour, label=what)
+        for what, colour in (PHASE_COLOURS | OP_COLOURS).items()
+        if what in used
+    ]
+    legend(figure, [*patches, waiting()])
+    return figure
+
+
+@rc_context(STYLE)
+def stacked(
+    runs: Mapping[str, Sequence[Interval]], colours: Mapping[str, str]
+) -> Figure:
+    """A panel a run, and in it a row a lane; a bar has the name of its unit.
+
+    runs: intervals by label, in seconds. colours: by lane, from the top.
+    """
+    start = {name: min(i.begin for i in run) for name, run in runs.items()}
+    took = {name: max(i.end for i in run) - start[name] for name, run in runs.items()}
+    longest = 1e3 * max(took.values())
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.05 * len(runs)))
+    panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        for piece in run:
+            width, y = 1e3 * (piece.end - piece.begin), list(colours).index(piece.lane)
+            left, face = 1e3 * (piece.begin - start[name]), colours[piece.lane]
+            look = {"color": face, "edgecolor": "#FFFFFF", "linewidth": 0.8}
+            axes.barh(y, width, 0.8, left, **look)
+            if width > longest / 50:
+                middle = left + width / 2, y
+                look = {"ha": "center", "va": "center", "color": ink(face)}
+                axes.text(*middle, piece.unit, fontsize=8.5, **look)
+        ms = 1e3 * took[name]
+        title = f"{name}: {ms:{'.3g' if ms < 1000 else '.0f'}} ms"
+        axes.set_title(title, loc="left", fontsize=9.5, color=GREY)
+        name_rows(axes, colours)
+        axes.set_xlim(0, longest)
+    panels[-1].set_xlabel("milliseconds")
+    return figure

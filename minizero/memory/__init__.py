@@ -1,0 +1,68 @@
+"""Where the bytes of training live: the plan, the formulas, and what is measured.
+
+Read `plan` (the table of the stages, and `estimate`), `labels` (what a storage is for),
+`tracker` (live bytes, measured), `intensity` (how fast a link or a disk must be) and
+`bytes` (alignment and host memory). Imports nothing of minizero.
+"""
+
+from .bytes import (
+    aligned,
+    host_empty,
+    view,
+)
+from .intensity import (
+    efficiency,
+    intensity,
+)
+from .labels import (
+    Watcher,
+    host_memory,
+    label,
+    label_states,
+    labelled_bytes,
+    mark,
+    on_host,
+)
+from .plan import (
+    OPTIMIZERS,
+    PLACES,
+    PRECISIONS,
+    Breakdown,
+    Bytes,
+    Placement,
+    Plan,
+    estimate,
+    estimate_activations,
+)
+from .tracker import (
+    Sample,
+    Tracker,
+    see_memory_usage,
+)
+
+__all__ = [
+    "Breakdown",
+    "Bytes",
+    "OPTIMIZERS",
+    "PLACES",
+    "PRECISIONS",
+    "Placement",
+    "Plan",
+    "Sample",
+    "Tracker",
+    "Watcher",
+    "aligned",
+    "efficiency",
+    "estimate",
+    "estimate_activations",
+    "host_empty",
+    "host_memory",
+    "intensity",
+    "label",
+    "label_states",
+    "labelled_bytes",
+    "mark",
+    "on_host",
+    "see_memory_usage",
+    "view",
+]

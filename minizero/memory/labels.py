@@ -1,0 +1,113 @@
+"""What each storage is for, and where it is: labels that every room may put on.
+
+Training labels what it allocates and marks moments; who is watching (a `Tracker`) is
+told of both. Nothing here looks at a tensor's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Watcher(Protocol):
+    """What wants to be told of labels and moments."""
+
+    def see(
+        self, storage: torch.UntypedStorage, category: str | None = None
+    ) -> None: ...
+
+    def mark(self, event: str, unit: str = "") -> None: ...
+
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+)
+
+# What each storage is for, and which of them are off the device. Weak keys:
+# a label must not keep memory alive.
+_labels: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_watchers: list[Watcher] = []
+_allocates_on_host = False
+
+
+def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
+    """Name the category of a tensor's storage, for trackers now and later.
+
+    `on`: "cpu" if it is host memory that stands outside the device's budget,
+    "device" if it is inside; None leaves that as it is.
+    """
+    _check("category", category, CATEGORIES)
+    storage = tensor.untyped_storage()
+    _labels[storage] = category
+    if on is not None:
+        _check("on", on, ("device", "cpu"))
+        _hosted[storage] = on == "cpu"
+    for watcher in _watchers:
+        watcher.see(storage, category)
+    return tensor
+
+
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}, not {value!r}"
+        )
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """What operations allocate inside the block is host memory."""
+    global _allocates_on_host
+    before, _allocates_on_host = _allocates_on_host, True
+    try:
+        yield
+    finally:
+        _allocates_on_host = before
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's storage is host memory, as far as anyone said."""
+    return bool(_hosted.get(tensor.untyped_storage(), False))
+
+
+def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Label an optimizer's states; for `register_step_post_hook`.
+
+    The states of a parameter in host memory are host memory too.
+    """
+    for p, state in list(optimizer.state.items()):
+        on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
+        for leaf in tree_iter(state):
+            if isinstance(leaf, Tensor):
+                label(leaf, "optimizer", on)
+
+
+def labelled_bytes(on: str = "device") -> dict[str, int]:
+    """Live bytes of every labelled storage, by category; needs no tracker.
+
+    `on`: "device", or "cpu" for what was labelled as host memory.
+    """
+    _check("on", on, ("device", "cpu"))
+    live = dict.fromkeys(CATEGORIES, 0)
+    for storage, category in list(_labels.items()):
+        if bool(_hosted.get(storage, False)) == (on == "cpu"):
+            live[category] += storage.nbytes()
+    return live
+
+
+def mark(event: str, unit: str = "") -> None:
+    """Mark a moment in every tracker that is running."""
+    for watcher in _watchers:
+        watcher.mark(event, unit)

@@ -1,0 +1,31 @@
+"""Processes that train together, and how they find each other.
+
+Read `launch` (start ranks, ask who one is), `rendezvous` (how they meet), and then
+`processes/`, the live pool beneath. Imports nothing of minizero.
+"""
+
+from .launch import (
+    TIMEOUT,
+    Pool,
+    RankError,
+    default_ranks,
+    device,
+    init_distributed,
+    launch,
+    rank,
+    report,
+    world_size,
+)
+
+__all__ = [
+    "Pool",
+    "RankError",
+    "TIMEOUT",
+    "default_ranks",
+    "device",
+    "init_distributed",
+    "launch",
+    "rank",
+    "report",
+    "world_size",
+]
