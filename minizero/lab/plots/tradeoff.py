@@ -34,7 +34,7 @@ from minizero.memory.tracker import Sample, Tracker
 MARKERS = "osD^vP*Xp"
 
 Apply = Callable[[nn.Module], object]
-"""Prepares a model, for example with `checkpoint_units`."""
+"""Prepares a model, for example with `recompute_units`."""
 
 
 @dataclass
