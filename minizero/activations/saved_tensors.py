@@ -140,14 +140,10 @@ class SavedTensors(Whereabouts):
         """List a tensor's storage, unless it is listed already."""
         s, (module, under_way) = x.untyped_storage(), self.here[-1]
         if s.nbytes() and s not in self._saved:
-            self._saved[s] = Saved(
-                module,
-                under_way or op or "apply",
-                self._given.get(s, "activation"),
-                s.nbytes(),
-                tuple(x.shape),
-                x.dtype,
-            )
+            where = module, under_way or op or "apply"
+            kind = self._given.get(s, "activation")
+            form = s.nbytes(), tuple(x.shape), x.dtype
+            self._saved[s] = Saved(*where, kind, *form)
 
 # %% ../../notebooks/09_activations.ipynb #saved-sum
 def by_operator(saved: Iterable[Saved]) -> dict[tuple[str, str], int]:
