@@ -142,8 +142,9 @@ class SavedTensors(Whereabouts):
         if s.nbytes() and s not in self._saved:
             where = module, under_way or op or "apply"
             kind = self._given.get(s, "activation")
-            form = s.nbytes(), tuple(x.shape), x.dtype
-            self._saved[s] = Saved(*where, kind, *form)
+            self._saved[s] = Saved(
+                *where, kind, s.nbytes(), tuple(x.shape), x.dtype
+            )
 
 # %% ../../notebooks/09_activations.ipynb #saved-sum
 def by_operator(saved: Iterable[Saved]) -> dict[tuple[str, str], int]:
