@@ -41,7 +41,7 @@ from minizero.offload.nvme import Activity, NVMe, StagedSlice
 from minizero.offload.read_ahead import ReadAhead
 from minizero.offload.staging import StagingBuffers
 from minizero.offload.swap_file import SwapFile, SwappedShard
-from minizero.precision.mixed import DynamicLossScale, MixedPrecision
+from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks.launch import Pool, RankError, world_size
 
 STATE = ("parameters", "gradients", "optimizer")

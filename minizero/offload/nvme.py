@@ -196,7 +196,8 @@ class NVMe(DiskStorage):
                 for owned in shards
                 for part in slices(self, unit, owned, optimizer)
             ]
-            self.buffers.reserve(max((s.room for s in todo), default=0))
+            rooms = (sum(t.room for t in part.tensors) for part in todo)
+            self.buffers.reserve(max(rooms, default=0))
             # one buffer is for what is being written
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, here in enumerate(todo):
