@@ -27,7 +27,7 @@ from ..zero.elementwise import state_made
 from .encoding import DTYPES
 from .reader import SavedRun
 from .tensor_file import CheckpointError
-from ..zero.verbs import Owned
+from ..zero.owned import Owned
 
 
 def places(
@@ -117,8 +117,8 @@ class Fit:
         """The rows to be read: of what nobody would send, all."""
         if flat.trainable or self.net.plan.parameters.sharded:
             return self.net.owned_states(flat)
-        rows = enumerate(flat.rows(flat.full))
-        return [Owned(i, row, row, {}, row) for i, row in rows]
+        rows = enumerate(flat.shards(flat.full))
+        return [Owned(flat, i, row, row, row) for i, row in rows]
 
     def _read(
         self,
@@ -145,9 +145,9 @@ class Fit:
     def _load_values(self, flat: Flat, owned: Owned) -> None:
         home, dtype = self.net.home, owned.master.dtype
         values = self._read(flat, owned.index, None, owned.master, dtype)
-        home.lower(owned.row, values)
-        if owned.master is not owned.row:
-            home.lower(owned.master, values)
+        home.write_back(owned.shard, values)
+        if owned.master is not owned.shard:
+            home.write_back(owned.master, values)
 
     def _load_states(self, flat: Flat, owned: Owned) -> None:
         """Set the states as this optimizer would have made them."""
@@ -176,18 +176,18 @@ class Fit:
     ) -> None:
         """Set one state, where there is one already in its place."""
         old = owned.state.get(key)
-        if not is_elementwise(old, owned.row) or old.dtype is not dtype:
+        if not is_elementwise(old, owned.shard) or old.dtype is not dtype:
             old = None
         room = self._read(flat, owned.index, key, old, dtype)
         if old is None:
             owned.state[key] = self._rest(room, flat.full.device)
         else:
-            self.net.home.lower(old, room)
+            self.net.home.write_back(old, room)
 
     def _rest(self, room: Tensor, device: torch.device) -> Tensor:
         home = self.net.home
         if home.plan.optimizer.on != "device":
-            return home.rest(room, "optimizer")
+            return home.store(room, "optimizer")
         near = torch.empty(room.shape, dtype=room.dtype, device=device)
         return labels.label(near.copy_(room), "optimizer", on="device")
 
@@ -219,7 +219,7 @@ class Fit:
         for unit in net.units:
             net.release(unit)  # what is whole has the old values
             net.publish(unit)
-        net.schedule.drain(net)
+        net.finish()
         net.zero_grad()
         if self.optimizer and self.same_ranks:
             set_random_states(self.own["random"])

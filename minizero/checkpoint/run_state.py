@@ -18,7 +18,7 @@ from .manifest import Index, SavedFlat, SavedSlot
 from ..ranks.launch import rank, world_size
 from .encoding import dtype_name, encode
 from .tensor_writer import Source
-from ..zero.verbs import Owned
+from ..zero.owned import Owned
 
 # how an optimizer computes, which is this machine's affair; and the names of
 # parameters that it no longer has
@@ -29,8 +29,7 @@ _NOT_SAVED = frozenset(
 
 def settle(net: DataParallel) -> None:
     """Let everything arrive that is under way."""
-    net.home.flush(net)
-    net.schedule.drain(net)
+    net.synchronize()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # copies to host memory too
 
@@ -45,7 +44,7 @@ def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
 def own_row(net: DataParallel, flat: Flat) -> Owned:
     """The row that this rank saves."""
     if not flat.numel:  # parameters without elements: nothing is made of it
-        return Owned(rank(), flat.full, flat.full, {}, flat.full)
+        return Owned(flat, rank(), flat.full, flat.full, flat.full)
     rows = net.owned_states(flat)
     return next(owned for owned in rows if owned.index == rank())
 
@@ -60,7 +59,7 @@ def saved_flat(net: DataParallel, unit: Unit, number: int, flat: Flat) -> SavedF
     owned = own_row(net, flat)
     states, scalars = {}, {}
     for key, value in owned.state.items():
-        if is_elementwise(value, owned.row):
+        if is_elementwise(value, owned.shard):
             states[key] = dtype_name(value.dtype)
         else:
             where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
@@ -69,7 +68,7 @@ def saved_flat(net: DataParallel, unit: Unit, number: int, flat: Flat) -> SavedF
                 raise TypeError(
                     f"{where} is a tensor of shape {tuple(value.shape)}, "
                     f"which is neither a scalar nor of the row's shape "
-                    f"{tuple(owned.row.shape)}; it cannot be cut into shards"
+                    f"{tuple(owned.shard.shape)}; it cannot be cut into shards"
                 )
     return SavedFlat(
         unit.name,
@@ -91,7 +90,7 @@ def row_sources(net: DataParallel, flat: Flat, saved: SavedFlat) -> Iterator[Sou
     tensors |= {key: owned.state[key] for key in saved.states}
     for key, tensor in tensors.items():
         plan = net.home.plan
-        rests = plan.parameters if tensor is owned.row else plan.optimizer
+        rests = plan.parameters if tensor is owned.shard else plan.optimizer
         name, shape = saved.tensor(key), (flat.size,)
         read = partial(net.home.fetch, tensor)
         yield Source(name, tensor.dtype, shape, read, rests.on == "nvme")

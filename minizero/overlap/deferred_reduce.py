@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from ..comm.collectives import Work
 from ..zero.flat_buffer import Unit
-from ..zero.interfaces import Schedule
-from ..zero.verbs import Verbs
+from ..zero.interfaces import Move, Schedule
 
 # %% auto #0
 __all__ = ['Order', 'Late']
@@ -57,34 +55,16 @@ class Late(Schedule):
     """
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[list[Work], Unit | None]] = []
+        self._reducing: list[Unit] = []  # the one that may be under way
 
-    def begin_backward(self, net: Verbs) -> None:
-        self._finish(net)  # what a backward that failed has left
-
-    def reduce(self, net: Verbs, unit: Unit) -> None:
+    def grads_ready(self, unit: Unit) -> list[Move]:
         """Launch the unit's reduction when the one before has ended."""
-        self._finish(net)
-        self._under_way.append((list(net.reduce(unit)), unit))
+        before, self._reducing = self._reducing, [unit]
+        return [*(Move("wait", u) for u in before), Move("reduce", unit)]
 
-    def settle(self, net: Verbs, unit: Unit) -> None:
-        """A late gradient may not join a buffer that is under way."""
-        if any(unit is reducing for _, reducing in self._under_way):
-            self._finish(net)
+    def backward_ends(self) -> None:
+        self._reducing = []
 
-    def publish(self, net: Verbs, unit: Unit) -> None:
-        """Launch the updated rows' all-gather; `drain` waits for it."""
-        self._under_way.append((list(net.send(unit)), None))
-
-    def drain(self, net: Verbs) -> None:
-        """Wait for what is under way."""
-        self._finish(net)
-
-    def _finish(self, net: Verbs) -> None:
-        """Wait for what is under way, in the order of its launch."""
-        while self._under_way:
-            works, reducing = self._under_way.pop(0)
-            for work in works:
-                work.wait()
-            if reducing is not None:
-                net.reduced(reducing)
+    def updated(self, unit: Unit) -> list[Move]:
+        """Launch the all-gather of updated shards; the step waits at its end."""
+        return [Move("publish", unit)]

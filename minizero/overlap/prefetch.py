@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from .. import comm
-from ..memory import labels
-from ..comm.collectives import Work
-from ..zero.flat_buffer import Unit
-from .deferred_reduce import Late, Order
 from ..comm.ledger import Call
-from ..zero.verbs import Verbs
+from ..memory.plan import Plan
+from ..zero.flat_buffer import Unit
+from ..zero.interfaces import Move
+from .deferred_reduce import Late, Order
 
 # %% auto #0
 __all__ = ['exposed', 'Overlap']
@@ -82,15 +80,15 @@ class Overlap(Late):
         self._phase = ""  # "forward", "backward", or neither
         self._backward: tuple[list[Unit], list[Unit]] = ([], [])
 
-    def attach(self, net: Verbs) -> None:
+    def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Measure the units; one Overlap serves one net."""
         if self._elements:
             raise ValueError(
                 "this Overlap belongs to another net already; make one for "
                 "each call of parallelize"
             )
-        sharded = net.plan.parameters.sharded
-        for unit in net.units:
+        sharded = plan.parameters.sharded
+        for unit in units:
             whole = sum(flat.padded for flat in unit.flats) if sharded else 0
             self._elements[unit] = whole
             if whole > self.max_live_parameters:
@@ -99,7 +97,7 @@ class Overlap(Late):
                     f"max_live_parameters is {self.max_live_parameters:,}; "
                     "raise that, or make smaller units"
                 )
-        self._forward = list(net.units)  # a first guess
+        self._forward = list(units)  # a first guess
 
     def live(self) -> int:
         """Elements of all units that are whole or about to be."""
@@ -109,16 +107,19 @@ class Overlap(Late):
         """Whether the unit is so small that it stays whole."""
         return self._elements[unit] < self.param_persistence_threshold
 
-    def begin_forward(self, net: Verbs) -> None:
+    def forward_begins(self) -> None:
         self._end()
         self._phase, self._order = "forward", Order(self._forward)
 
-    def begin_backward(self, net: Verbs) -> None:
-        super().begin_backward(net)
+    def backward_begins(self) -> None:
         self._end()
         left, recorded = self._backward
         expected = recorded if left == self._left else self._left[::-1]
         self._phase, self._order = "backward", Order(expected)
+
+    def backward_ends(self) -> None:
+        super().backward_ends()
+        self._end()
 
     def _end(self) -> None:
         """Remember in which order the units of the pass were needed."""
@@ -130,22 +131,24 @@ class Overlap(Late):
         # gathers by `state_dict` are of no pass
         self._phase, self._order = "", Order([])
 
-    def gather(self, net: Verbs, unit: Unit) -> None:
-        """Launch what is missing, then the next units; wait for this one."""
+    def needed(self, unit: Unit) -> list[Move]:
+        """Gather what is missing, then the next units; wait for this one."""
+        moves = []
+        if unit not in self._live:
+            self._check_room(unit)
         if unit not in self._in_use:
             for skipped in self._order.note(unit):
                 if skipped in self._ahead:
-                    self._free(net, skipped)
+                    moves.append(self._free(skipped))
         self._ahead.pop(unit, None)
         if unit not in self._live:
-            self._make_room(net, unit)
+            moves += self._make_room(unit)
         self._in_use.add(unit)
-        works = self._launch(net, unit)
-        self._gather_ahead(net)
-        for work in works:
-            work.wait()
+        self._live[unit] = None
+        ahead = self._gather_ahead()
+        return [*moves, Move("gather", unit), *ahead, Move("wait", unit)]
 
-    def release(self, net: Verbs, unit: Unit) -> None:
+    def done(self, unit: Unit) -> list[Move]:
         """Free the unit, unless it is small or about to be used."""
         if unit in self._in_use:
             self._in_use.remove(unit)
@@ -153,22 +156,27 @@ class Overlap(Late):
                 self._left.append(unit)
             if self._phase == "forward" and not self._in_use:
                 self._end()
-        if not self.keeps(unit):
-            self._free(net, unit)
+        return [] if self.keeps(unit) else [self._free(unit)]
 
-    def _launch(self, net: Verbs, unit: Unit) -> list[Work]:
-        self._live[unit] = None
-        with comm.phase(unit=unit.name):
-            return list(net.gather(unit))
+    def updated(self, unit: Unit) -> list[Move]:
+        """As `Late`; and a unit that is kept has old values now.
 
-    def _free(self, net: Verbs, unit: Unit) -> None:
-        """Free a unit; one that is still on its way is waited for."""
+        It is gathered anew, and waited for where it is used next.
+        """
+        moves = super().updated(unit)
+        if unit in self._live and unit.trainable:
+            moves += [Move("release", unit), Move("gather", unit)]
+        return moves
+
+    def _free(self, unit: Unit) -> Move:
+        """Free a unit; the net waits for one that is still on its way."""
         self._live.pop(unit, None)
         self._ahead.pop(unit, None)
-        net.release(unit)
+        return Move("release", unit)
 
-    def _gather_ahead(self, net: Verbs) -> None:
-        """Launch the next units, as far as both limits let them."""
+    def _gather_ahead(self) -> list[Move]:
+        """Gather the next units, as far as both limits let them."""
+        moves = []
         ahead = sum(self._elements[unit] for unit in self._ahead)
         live = self.live()
         for unit in self._order.coming:
@@ -180,42 +188,31 @@ class Overlap(Late):
                 break
             if live > self.max_live_parameters:
                 break
-            labels.mark("prefetch", unit.name)
-            self._ahead[unit] = None
-            self._launch(net, unit)
+            self._live[unit] = self._ahead[unit] = None
+            moves.append(Move("gather", unit))
+        return moves
 
-    def _make_room(self, net: Verbs, unit: Unit) -> None:
+    def _check_room(self, unit: Unit) -> None:
+        """Raise ValueError if the unit does not fit beside those in use."""
+        size = self._elements[unit]
+        used = sum(self._elements[u] for u in self._in_use)
+        if used + size > self.max_live_parameters:
+            names = ", ".join(repr(u.name) for u in self._live if u in self._in_use)
+            raise ValueError(
+                f"unit {unit.name!r} has {size:,} elements and is needed "
+                f"while {names} with {used:,} are in use, but "
+                f"max_live_parameters is {self.max_live_parameters:,}; "
+                f"set it to {used + size:,} or more"
+            )
+
+    def _make_room(self, unit: Unit) -> list[Move]:
         """Free what is not in use until `unit` fits.
 
         First what was gathered ahead, the last one first, then what is kept.
         """
-        size = self._elements[unit]
         idle = [u for u in self._live if u not in self._in_use]
         idle.sort(key=lambda u: u in self._ahead)
-        while self.live() + size > self.max_live_parameters:
-            if not idle:
-                names = ", ".join(repr(u.name) for u in self._live)
-                raise ValueError(
-                    f"unit {unit.name!r} has {size:,} elements and is needed "
-                    f"while {names} with {self.live():,} are in use, but "
-                    f"max_live_parameters is {self.max_live_parameters:,}; "
-                    f"set it to {self.live() + size:,} or more"
-                )
-            self._free(net, idle.pop())
-
-    # after the backward, and after the update
-
-    def drain(self, net: Verbs) -> None:
-        super().drain(net)
-        if self._phase == "backward":
-            self._end()
-
-    def publish(self, net: Verbs, unit: Unit) -> None:
-        """As `Late`; and a unit that is kept has old values now.
-
-        It is gathered anew, and waited for where it is used next.
-        """
-        super().publish(net, unit)
-        if unit in self._live and unit.trainable:
-            net.release(unit)
-            self._launch(net, unit)
+        moves = []
+        while self.live() + self._elements[unit] > self.max_live_parameters:
+            moves.append(self._free(idle.pop()))
+        return moves

@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import comm
-from .data_parallel import nets_of
+from .construction import nets_of
 from ..ranks.launch import world_size
 from ..memory.plan import Plan
 from .interfaces import Home
-from .sharded_buffer import ShardedFlat, is_sharded, owners
+from .absent import is_sharded, owners
+from .sharded_buffer import ShardedFlat
 
 # %% auto #0
 __all__ = ['Source', 'GatheredParameters', 'Init']
@@ -52,8 +53,7 @@ def GatheredParameters(
     if modifier_rank is not None:
         # an update that arrived later would undo the change
         for net in nets_of(params):
-            net.home.flush(net)
-            net.schedule.drain(net)
+            net.synchronize()
     for flat in flats:
         if not flat.whole:
             flat.gather().wait()
@@ -65,7 +65,7 @@ def GatheredParameters(
                 comm.broadcast(p, modifier_rank)
             for flat in flats:
                 comm.broadcast(flat.full, modifier_rank)
-                flat.home.lower(flat.shard, flat.row(flat.full))
+                flat.home.write_back(flat.shard, flat.own(flat.full))
             for net in nets_of(params):
                 net.refresh()
     finally:
@@ -100,20 +100,46 @@ def _zero_optimization(source: Source | None) -> dict[str, Any]:
     )
 
 
+def _plan_of(source: Source | None) -> Plan:
+    """The plan of a config, as far as shards of parameters go."""
+    zero = _zero_optimization(source)
+    stage = zero.get("stage", 0)
+    on = (zero.get("offload_param") or {}).get("device") or "none"
+    # below stage 3 it has no effect, of which `initialize` warns
+    off = stage == 3 and on != "none"
+    return Plan.stage(stage, offload_param="cpu" if off else None)
+
+
+def shard_module(module: nn.Module, home: Home) -> None:
+    """Shard what is not sharded of a module, with rank 0's values."""
+    kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+    for part in module.modules():
+        for key, p in part.named_parameters(recurse=False):
+            if not is_sharded(p):
+                kind = (p.dtype, p.device, p.requires_grad)
+                name = f"{type(module).__name__}.{key}"
+                kinds.setdefault(kind, []).append((name, p))
+    with comm.phase("init"):
+        for named in kinds.values():
+            flat = ShardedFlat(named, None)
+            flat.home = home
+            comm.broadcast(flat.full)
+            flat.split()
+
+
 class Init(TorchFunctionMode):
     """Build a model that is never whole on any rank.
 
     Inside the block a module is sharded as soon as it becomes part of
     another, so a rank holds its shards and one module. Code that touches a
     sharded parameter (an initialisation, say) sees it whole for that one
-    operation.
+    operation. Every rank must run the same code; rank 0's values are taken.
 
-    `config`: a DeepSpeed config: a dict, the path of a JSON file, or JSON
-    text; below stage 3 the block does nothing, nor without `enabled`.
-    `config_dict_or_path` is the same.
-    `home`: keeps the shards (default: on the device, or in host memory if
-    `config` has `offload_param`, even on "nvme": until `initialize`).
-    Every rank must run the same code; rank 0's values are taken.
+    `config` (or `config_dict_or_path`): a DeepSpeed config: a dict, the path
+    of a JSON file, or JSON text; below stage 3 the block does nothing, nor
+    without `enabled`. `home`: keeps the shards (default: on the device, or in
+    host memory if `config` has `offload_param`, even on "nvme": until
+    `initialize`).
     """
 
     def __init__(
@@ -125,46 +151,22 @@ class Init(TorchFunctionMode):
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        source = config_dict_or_path if config is None else config
-        zero = _zero_optimization(source)
-        stage = zero.get("stage", 0)
-        on = (zero.get("offload_param") or {}).get("device") or "none"
-        # below stage 3 it has no effect, of which `initialize` warns
-        off = stage == 3 and on != "none"
-        plan = Plan.stage(stage, offload_param="cpu" if off else None)
+        plan = _plan_of(config_dict_or_path if config is None else config)
         self.enabled = enabled and plan.parameters.sharded
         self.home = home or Home(plan)
 
     def __enter__(self) -> Init:
         super().__enter__()
-        self._hook = register_module_module_registration_hook(
-            self._shard_module
-        )
+        self._hook = register_module_module_registration_hook(self._added)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._hook.remove()
         super().__exit__(*exc)
 
-    def _shard_module(self, parent: nn.Module, name: str, child: Any) -> None:
-        if not self.enabled or child is None:
-            return
-        named = [
-            (f"{type(child).__name__}.{key}", p)
-            for module in child.modules()
-            for key, p in module.named_parameters(recurse=False)
-            if not is_sharded(p)
-        ]
-        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
-        for key, p in named:
-            kind = (p.dtype, p.device, p.requires_grad)
-            kinds.setdefault(kind, []).append((key, p))
-        with comm.phase("init"):
-            for part in kinds.values():
-                flat = ShardedFlat(part, None)
-                flat.home = self.home
-                comm.broadcast(flat.full)
-                flat.split()
+    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
+        if self.enabled and child is not None:
+            shard_module(child, self.home)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -22,28 +22,28 @@ __all__ = ['ZeRO1']
 class ZeRO1(DataParallel):
     """Plan 1: optimizer state is sharded.
 
-    `reduce` gives each rank only the sum of its own row; `update`
-    changes that row, and an all-gather of the updated *parameters*
-    gives every rank the others' rows. Optimizer state is never sent
+    `reduce` gives each rank only the sum of its own shard; the optimizer
+    updates that, and `publish`, an all-gather of the updated *parameters*,
+    gives every rank the others'. Optimizer state is never sent
     (Rajbhandari et al. 2020, sec. 5.1).
     """
 
     plan = Plan.stage(1)
 
     def reduce(self, unit: Unit) -> Iterator[Work]:
-        """Launch what sums the own row of the unit's gradients."""
+        """Launch what sums the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.new_grad()
             for a, b in flat.pieces(self.bucket_size):
-                own, rows = flat.row(grad)[a:b], flat.rows(grad, a, b)
-                yield comm.reduce_scatter(own, rows, async_op=True)
+                own, shards = flat.own(grad)[a:b], flat.shards(grad, a, b)
+                yield comm.reduce_scatter(own, shards, async_op=True)
 
-    def owned_rows(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
-        """The own row of a buffer in the layout of `flat`, [size]."""
-        return [flat.row(buffer)]
+    def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
+        """The own shard of a buffer in the layout of `flat`, [size]."""
+        return [flat.own(buffer)]
 
-    def send(self, unit: Unit) -> Iterator[Work]:
-        """Launch what sends the own updated row to every rank."""
+    def publish(self, unit: Unit) -> Iterator[Work]:
+        """Launch what sends the own updated shard to every rank."""
         for flat in unit.trainable:
-            own = flat.row(flat.full)
+            own = flat.own(flat.full)
             yield comm.all_gather(flat.full, own, async_op=True)

@@ -23,7 +23,7 @@ class ZeRO2(ZeRO1):
 
     A unit's gradient buffer lives from its first gradient until it is
     reduced, in the same backward; what stays is the mean of the own
-    row, `flat.grad_shard` (Rajbhandari et al. 2020, sec. 5.2).
+    shard, `flat.grad_shard` (Rajbhandari et al. 2020, sec. 5.2).
     """
 
     plan = Plan.stage(2)
@@ -31,14 +31,14 @@ class ZeRO2(ZeRO1):
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, [size], and no whole buffer."""
         if flat.trainable:
-            row = flat.row(flat.full).to(flat.grad_dtype)
-            flat.grad_shard = self.home.rest(row, "gradients").zero_()
+            own = flat.own(flat.full).to(flat.grad_dtype)
+            flat.grad_shard = self.home.store(own, "gradients").zero_()
 
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""
         for flat in unit.trainable:
             assert flat.grad_shard is not None
-            mean = flat.row(flat.new_grad()).div_(world_size())
+            mean = flat.own(flat.new_grad()).div_(world_size())
             self.home.add(flat.grad_shard, mean)
             flat.grad = None
 
@@ -51,7 +51,8 @@ class ZeRO2(ZeRO1):
         """Zero the shard."""
         assert flat.grad_shard is not None
         flat.grad_shard.zero_()
-        flat.drop_grad()
+        flat.grad = None
+        flat.detach_grads()
 
     def no_sync(self) -> NoReturn:
         """Not here: an unreduced gradient has no place to stay."""
