@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator
 
 import torch
 
-from ..memory.plan import Plan
 from .second_set import SecondSet
 from ..zero.flat_buffer import Unit
 from ..zero.interfaces import Near, NearShard, Precision
@@ -36,25 +34,16 @@ class Delayed(SecondSet):
     is raised by the next `step`, `synchronize` or `state_dict`.
     """
 
-    def __init__(self, plan: Plan, start: int = 0) -> None:
-        if start < 0:
-            raise ValueError(f"start must be at least 0, not {start!r}")
-        super().__init__(plan)
-        self.start, self._steps = start, 0
-        self._thread = ThreadPoolExecutor(1, "update")
-        self._work: list[Future[None]] = []
-        self._units: list[tuple[Unit, list[Owned]]] = []
-
     def staged(
         self,
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
+    ) -> Generator[Near, None, None]:
         """Take all gradients; `update` and `flush` do the rest."""
         for _, every in units:
             self.take_gradients(every)
         self.down.event().wait("cpu")
-        self._units, self.busy, self._steps = units, True, self._steps + 1
+        self.units, self.steps = units, self.steps + 1
         # a scheduler changes its options before the next step
         self._optimizer = frozen(optimizer)
         for unit, every in units:
@@ -63,7 +52,7 @@ class Delayed(SecondSet):
                 for owned, taken, new in self.beside(every)
             ]
             last = unit is units[-1][0]
-            at_once = last and self._steps <= self.start
+            at_once = last and self.steps <= self.start
             yield Near(shards, self.flush if at_once else list)
 
     def update(
@@ -75,14 +64,13 @@ class Delayed(SecondSet):
         """Let the thread update it, with the options of now."""
         # a loss scale changes before the next step, too
         options = near, self._optimizer, copy.copy(precision)
-        self._work.append(self._thread.submit(super().update, *options))
+        self.work.append(self.thread.submit(super().update, *options))
 
     def flush(self) -> list[Unit]:
         """Let the update arrive: new parameters take the old ones' place."""
-        work, self._work, self.busy = self._work, [], False
+        (work, units), self.work, self.units = (self.work, self.units), [], []
         for done in work:
             done.result()
-        units, self._units = self._units, []
         for _, every in units:
             for owned, _, new in self.beside(every):
                 self.up.copy(owned.shard, new)

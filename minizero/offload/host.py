@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..memory import labels
-from ..memory.bytes import aligned
 from ..memory.plan import Plan
-from minizero.offload.copy_streams import (
+from .copy_streams import (
     ArrivingGradients,
     CopyEvent,
     CopyStream,
@@ -76,39 +75,10 @@ class HostStorage(Lending):
         self.arriving.finish()
 
 # %% ../../notebooks/10_offload.ipynb #offload-host-offload
-class Offload(HostStorage):
-    """Keeps in host memory what the plan places on "cpu".
+class UnitCopies(HostStorage):
+    """Brings a unit's shards to where the optimizer works, and back."""
 
-    The optimizer works where its states rest, so they never cross the bus:
-    gradients do, one way, and parameters, the other (Ren et al. 2021,
-    sec. 3). Units take turns in two blocks of memory: while unit i is
-    updated, i + 1 comes in and i - 1 goes out.
-    """
-
-    places: tuple[str, ...] = ("device", "cpu")
-    _blocks: DoubleBuffer | None = None
-
-    def staged(
-        self,
-        units: list[tuple[Unit, list[Owned]]],
-        optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
-        """Bring unit by unit: in(i+1), step(i), out(i-1)."""
-        if self._blocks is None:
-            device = units[0][0].flats[0].full.device
-            largest = max(self.crossing(owned) for _, owned in units)
-            self._blocks = DoubleBuffer(largest, self.at, device)
-        coming = [self._bring(self._blocks, *unit) for unit in units[:1]]
-        for i, (unit, every) in enumerate(units):
-            shards, arrived = coming.pop()
-            for following in units[i + 1 : i + 2]:
-                coming.append(self._bring(self._blocks, *following))
-            arrived.wait(self.at)
-            labels.mark("update", unit.name)
-            yield Near(shards, partial(self._send, unit, every, shards))
-        self._outward.event().wait("device")
-
-    def _bring(
+    def bring(
         self, blocks: DoubleBuffer, unit: Unit, every: list[Owned]
     ) -> tuple[list[NearShard], CopyEvent]:
         """Launch in(i): what the update needs and rests elsewhere."""
@@ -130,7 +100,7 @@ class Offload(HostStorage):
             shards.append(NearShard(owned.flat, owned.given, grad, values))
         return shards, self._inward.event()
 
-    def _send(
+    def send(
         self, unit: Unit, every: list[Owned], shards: list[NearShard]
     ) -> list[Unit]:
         """Launch out(i): updated shards, to where parameters rest."""
@@ -145,3 +115,36 @@ class Offload(HostStorage):
             # the publication reads the shards
             self._outward.event().wait("device")
         return [unit]
+
+
+class Offload(UnitCopies):
+    """Keeps in host memory what the plan places on "cpu".
+
+    The optimizer works where its states rest, so they never cross the bus:
+    gradients do, one way, and parameters, the other (Ren et al. 2021,
+    sec. 3). Units take turns in two blocks of memory: while unit i is
+    updated, i + 1 comes in and i - 1 goes out.
+    """
+
+    places: tuple[str, ...] = ("device", "cpu")
+    _blocks: DoubleBuffer | None = None
+
+    def staged(
+        self,
+        units: list[tuple[Unit, list[Owned]]],
+        optimizer: torch.optim.Optimizer,
+    ) -> Generator[Near, None, None]:
+        """Bring unit by unit: in(i+1), step(i), out(i-1)."""
+        if self._blocks is None:
+            device = units[0][0].flats[0].full.device
+            largest = max(self.crossing(owned) for _, owned in units)
+            self._blocks = DoubleBuffer(largest, self.at, device)
+        coming = [self.bring(self._blocks, *unit) for unit in units[:1]]
+        for i, (unit, every) in enumerate(units):
+            shards, arrived = coming.pop()
+            for following in units[i + 1 : i + 2]:
+                coming.append(self.bring(self._blocks, *following))
+            arrived.wait(self.at)
+            labels.mark("update", unit.name)
+            yield Near(shards, partial(self.send, unit, every, shards))
+        self._outward.event().wait("device")

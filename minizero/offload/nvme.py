@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,17 @@ class Activity(NamedTuple):
     unit: str
     started: float
     finished: float
+
+
+def activities(part: StagedSlice) -> Iterator[Activity]:
+    """When a slice was read, updated and written; call it afterwards."""
+    reads = [t.reading for t in part.tensors if t.reading is not None]
+    for lane, transfers in (("read", reads), ("write", part.writes)):
+        if transfers:
+            began = min(t.started for t in transfers)
+            ended = max(t.finished for t in transfers)
+            yield Activity(lane, part.unit.name, began, ended)
+    yield Activity("step", part.unit.name, part.began, part.ended)
 
 # %% ../../notebooks/11_nvme.ipynb #offload-nvme-staged-slice
 @dataclass(eq=False)
@@ -99,17 +110,6 @@ class StagedSlice:
         given.data = given.data[:0]
         found = [tensor.leave() for tensor in self.tensors]
         self.writes = [write for write in found if write is not None]
-
-    def timeline(self) -> Iterator[Activity]:
-        """When it was read, updated and written; call it afterwards."""
-        reads = [t.reading for t in self.tensors if t.reading is not None]
-        name = self.unit.name
-        for lane, transfers in (("read", reads), ("write", self.writes)):
-            if transfers:
-                began = min(t.started for t in transfers)
-                ended = max(t.finished for t in transfers)
-                yield Activity(lane, name, began, ended)
-        yield Activity("step", name, self.began, self.ended)
 
 # %% ../../notebooks/11_nvme.ipynb #offload-nvme-first-states
 class _FirstStates(TorchFunctionMode):
@@ -173,14 +173,8 @@ class NVMe(DiskStorage):
 
     Host memory holds `buffer_count` staging buffers, each with room for all
     that the update of `buffer_size` elements needs, so it does not grow with
-    the model. While slice i is updated, i + 1 is read and i - 1 written
-    (Rajbhandari et al. 2021, sec. 5.2.2, 6.3). Before an all-gather a shard
-    is read through the same buffers, and what came next the last time is
-    read ahead.
-
-    `folder`: of the swap file (default: the environment's MINIZERO_NVME, or
-    the folder for temporary files). `block_size`, `queue_depth`: bytes of a
-    request, requests in flight. `timeline`: what the last update did, when.
+    the model (Rajbhandari et al. 2021, sec. 5.2.2, 6.3). `timeline`: what
+    the last update did, when.
 
     A disk that is full or fails raises DiskFault, which names the folder.
     The home refuses to work from then on: an update may be half done.
@@ -192,7 +186,7 @@ class NVMe(DiskStorage):
         self,
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
+    ) -> Generator[Near, None, None]:
         """Update slice by slice: read(i+1), step(i), write(i-1)."""
         with self.guard():
             self.ahead.cancel(restart=True)
@@ -214,7 +208,7 @@ class NVMe(DiskStorage):
                 with _FirstStates(here) if here.fresh else nullcontext():
                     yield Near([near], partial(self._leave, todo, i))
             self.buffers.drain()
-            self.timeline = [bar for part in todo for bar in part.timeline()]
+            self.timeline = [bar for part in todo for bar in activities(part)]
 
     def _leave(self, todo: list[StagedSlice], i: int) -> list[Unit]:
         """Launch write(i); the units that can be published."""

@@ -23,7 +23,8 @@ __all__ = ['StagingBuffers', 'StagedTensor']
 class StagingBuffers:
     """`count` buffers in host memory, of one size; there are never more.
 
-    `size`: bytes of one. `nbytes`: what all of them take.
+    `size`: bytes of one. `nbytes`: what all of them take. `free`: those that
+    nobody has.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,7 +33,7 @@ class StagingBuffers:
                 f"buffer_count must be at least 1, not {count!r}"
             )
         self.count, self.size = count, 0
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
         self._busy: deque[tuple[Tensor, list[Transfer]]] = deque()
 
     @property
@@ -40,26 +41,21 @@ class StagingBuffers:
         # each is cut from an allocation that is a page longer
         return self.count * (self.size + ALIGN) if self.size else 0
 
-    @property
-    def free(self) -> int:
-        """How many buffers nobody has."""
-        return len(self._free)
-
     def reserve(self, size: int) -> None:
         """Have buffers of `size` bytes; all must have been given back."""
         size = max(size, ALIGN)
         if size > self.size:
             self.drain()
-            self._free.clear()  # first, so that old and new never coexist
+            self.free.clear()  # first, so that old and new never coexist
             self.size = aligned(size, ALIGN)
             every = range(self.count)
-            self._free = [aligned_buffer(self.size) for _ in every]
+            self.free = [aligned_buffer(self.size) for _ in every]
 
     def take(self) -> Tensor:
         """A buffer; waits for the oldest writes if none is free."""
-        if not self._free:
+        if not self.free:
             self._wait_oldest()
-        return self._free.pop()
+        return self.free.pop()
 
     def give(
         self, buffer: Tensor, writes: list[Transfer] | None = None
@@ -68,7 +64,7 @@ class StagingBuffers:
         if writes:
             self._busy.append((buffer, writes))
         else:
-            self._free.append(buffer)
+            self.free.append(buffer)
 
     def drain(self) -> None:
         """Wait for every write."""
@@ -79,21 +75,22 @@ class StagingBuffers:
         buffer, writes = self._busy.popleft()
         for write in writes:
             write.wait()
-        self._free.append(buffer)
+        self.free.append(buffer)
 
 # %% ../../notebooks/11_nvme.ipynb #offload-staging-staged-tensor
 @dataclass(eq=False)
 class StagedTensor:
     """Elements a to b of a shard's tensor, while they are updated.
 
-    `tensor`: [size]; it only stands for the elements if they are `swapped`.
-    `on`: where it rests. `at`: where the optimizer works, `device` as torch
-    says it. `here`: the elements there, in `dtype`. `read`, `written`:
-    whether the update does that to them.
+    `tensor`: [size]; it only stands for the elements if they are on disk, as
+    `record` of `swapped`. `on`: where it rests. `at`: where the optimizer
+    works, `device` as torch says it. `here`: the elements there, in `dtype`.
+    `read`, `written`: whether the update does that to them.
     """
 
     tensor: Tensor
     swapped: SwappedShard | None
+    record: int
     on: str
     at: str
     device: torch.device
@@ -117,11 +114,9 @@ class StagedTensor:
         self.section = section
         self.near = rests = self.tensor[self.a : self.b]
         if self.room:
-            nbytes = (self.b - self.a) * self.dtype.itemsize
-            self.near = section[:nbytes].view(self.dtype)
+            self.near = section.view(self.dtype)[: self.b - self.a]
         if self.swapped is not None and self.read:
-            record = self.a // self.swapped.width
-            self.reading = self.swapped.read(record, section)
+            self.reading = self.swapped.read(self.record, section)
         elif self.room and self.read:
             self.near.copy_(rests)
 
@@ -131,9 +126,8 @@ class StagedTensor:
             self.reading.wait()
         self.here = self.near
         if self.at == "device" and self.on != "device":
-            empty = torch.empty_like(self.near, device=self.device)
-            self.here = labels.label(empty, "buffers", on="device")
-            self.here.copy_(self.near)
+            copied = self.near.to(self.device, copy=True)
+            self.here = labels.label(copied, "buffers", on="device")
 
     def leave(self) -> Transfer | None:
         """Send the elements back; the write that was launched, if any."""
@@ -141,8 +135,7 @@ class StagedTensor:
         if self.written and here is not self.near:
             self.near.copy_(here)
         if self.written and self.swapped is not None:
-            record = self.a // self.swapped.width
-            return self.swapped.write(record, self.section)
+            return self.swapped.write(self.record, self.section)
         if self.written and self.room:
             self.tensor[self.a : self.b].copy_(self.near)
         return None
