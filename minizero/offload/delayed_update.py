@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -43,7 +43,7 @@ class Delayed(SecondSet):
         self,
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
+    ) -> Generator[Near, None, None]:
         """Take all gradients; `update` and `flush` do the rest."""
         for _, every in units:
             self.take_gradients(every)

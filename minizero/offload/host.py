@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from minizero.memory import labels
-from minizero.memory.bytes import aligned
 from minizero.memory.plan import Plan
 from minizero.offload.copy_streams import (
     ArrivingGradients,
@@ -86,7 +85,7 @@ class Offload(HostStorage):
         self,
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
+    ) -> Generator[Near, None, None]:
         """Bring unit by unit: in(i+1), step(i), out(i-1)."""
         if self._blocks is None:
             device = units[0][0].flats[0].full.device

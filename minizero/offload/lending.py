@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..memory import labels
 from ..memory.bytes import aligned, host_empty
 from ..memory.plan import Plan
 from ..zero.flat_buffer import Flat

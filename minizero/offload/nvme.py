@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -186,7 +186,7 @@ class NVMe(DiskStorage):
         self,
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
-    ) -> Iterator[Near]:
+    ) -> Generator[Near, None, None]:
         """Update slice by slice: read(i+1), step(i), write(i-1)."""
         with self.guard():
             self.ahead.cancel(restart=True)
