@@ -25,7 +25,7 @@ from minizero.checkpoint.reader import SavedRun
 from minizero.checkpoint.run_state import flats_of
 from minizero.checkpoint.tensor_file import CheckpointError, TensorFile
 from minizero.memory.tracker import Tracker
-from minizero.precision.mixed import LossScale, MixedPrecision
+from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks.launch import Pool, rank, world_size
 from minizero.zero.data_parallel import DataParallel
 from minizero.zero.interfaces import Home
