@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..activations.checkpointing import Checkpointing
+from ..activations.recompute import Recompute
 from ..config import read
 from ..config.schema import entries
 from ..config.train import ActivationCheckpointing
@@ -17,7 +17,7 @@ from ..activations.stores import Offloaded
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 _section = ActivationCheckpointing()
-_how = Checkpointing("full")
+_how = Recompute("full")
 _configured = False
 
 
@@ -29,7 +29,7 @@ def use(section: ActivationCheckpointing) -> None:
     global _section, _how
     _section = section
     store = Offloaded() if section.cpu_checkpointing else None
-    _how = Checkpointing("full", store)
+    _how = Recompute("full", store)
 
 
 def configure(
