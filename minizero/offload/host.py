@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..memory import labels
 from ..memory.plan import Plan
-from .copy_streams import (
+from minizero.offload.copy_streams import (
     ArrivingGradients,
     CopyEvent,
     CopyStream,
@@ -26,7 +26,7 @@ from ..zero.interfaces import Near, NearShard
 from ..zero.owned import Owned
 
 # %% auto #0
-__all__ = ['HostStorage', 'Offload']
+__all__ = ['HostStorage', 'UnitCopies', 'Offload']
 
 # %% ../../notebooks/10_offload.ipynb #offload-host-host-storage
 class HostStorage(Lending):
@@ -74,7 +74,7 @@ class HostStorage(Lending):
     def finish_adds(self) -> None:
         self.arriving.finish()
 
-# %% ../../notebooks/10_offload.ipynb #offload-host-offload
+# %% ../../notebooks/10_offload.ipynb #offload-host-unit-copies
 class UnitCopies(HostStorage):
     """Brings a unit's shards to where the optimizer works, and back."""
 
@@ -116,7 +116,7 @@ class UnitCopies(HostStorage):
             self._outward.event().wait("device")
         return [unit]
 
-
+# %% ../../notebooks/10_offload.ipynb #offload-host-offload
 class Offload(UnitCopies):
     """Keeps in host memory what the plan places on "cpu".
 

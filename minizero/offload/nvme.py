@@ -26,7 +26,7 @@ from .nvme_storage import DiskStorage
 from .staging import StagedTensor
 
 # %% auto #0
-__all__ = ['Activity', 'StagedSlice', 'slices', 'NVMe']
+__all__ = ['Activity', 'activities', 'StagedSlice', 'slices', 'NVMe']
 
 # %% ../../notebooks/11_nvme.ipynb #offload-nvme-activity
 class Activity(NamedTuple):
