@@ -14,7 +14,7 @@ from ..memory.bytes import aligned, host_empty
 # %% auto #0
 __all__ = ['CopyEvent', 'CopyStream', 'DoubleBuffer', 'ArrivingGradients']
 
-# %% ../../notebooks/10_offload.ipynb #offload-copy-streams-copy-event
+# %% ../../notebooks/10_offload.ipynb #copy-streams-copy-event
 class CopyEvent:
     """The moment when all copies that a stream had by then are done."""
 
@@ -30,7 +30,7 @@ class CopyEvent:
         else:
             torch.cuda.current_stream().wait_event(self.event)
 
-# %% ../../notebooks/10_offload.ipynb #offload-copy-streams-copy-stream
+
 class CopyStream:
     """Copies one way between device and host, beside the computation.
 
@@ -68,7 +68,7 @@ class CopyStream:
         """The moment when the copies launched so far are done."""
         return CopyEvent(self.stream)
 
-# %% ../../notebooks/10_offload.ipynb #offload-copy-streams-double-buffer
+# %% ../../notebooks/10_offload.ipynb #copy-streams-double-buffer
 class DoubleBuffer:
     """Two blocks of memory that take turns; tensors are cut from them.
 
@@ -98,7 +98,7 @@ def _block(nbytes: int, on: str, device: torch.device) -> Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return labels.label(block, "buffers", on="device")
 
-# %% ../../notebooks/10_offload.ipynb #offload-copy-streams-arriving-gradients
+# %% ../../notebooks/10_offload.ipynb #copy-streams-arriving-gradients
 class ArrivingGradients:
     """Mean gradients on their way to shards in host memory.
 

@@ -18,7 +18,7 @@ from ..zero.owned import Owned
 # %% auto #0
 __all__ = ['Delayed', 'frozen']
 
-# %% ../../notebooks/10_offload.ipynb #offload-delayed-update-delayed
+# %% ../../notebooks/10_offload.ipynb #delayed-update-delayed
 class Delayed(SecondSet):
     """One-step delayed parameter update (Ren et al. 2021, sec. 5.2).
 
@@ -77,7 +77,7 @@ class Delayed(SecondSet):
         self.up.event().wait("device")
         return [unit for unit, _ in units]
 
-# %% ../../notebooks/10_offload.ipynb #offload-delayed-update-frozen
+# %% ../../notebooks/10_offload.ipynb #delayed-update-frozen
 def frozen(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer and states, with the options of now."""
     # what schedulers look for before they warn

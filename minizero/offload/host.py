@@ -28,7 +28,7 @@ from ..zero.owned import Owned
 # %% auto #0
 __all__ = ['HostStorage', 'UnitCopies', 'Offload']
 
-# %% ../../notebooks/10_offload.ipynb #offload-host-host-storage
+# %% ../../notebooks/10_offload.ipynb #host-host-storage
 class HostStorage(Lending):
     """Shards in host memory: parameters go up, gradients come down.
 
@@ -74,7 +74,7 @@ class HostStorage(Lending):
     def finish_adds(self) -> None:
         self.arriving.finish()
 
-# %% ../../notebooks/10_offload.ipynb #offload-host-unit-copies
+# %% ../../notebooks/10_offload.ipynb #host-unit-copies
 class UnitCopies(HostStorage):
     """Brings a unit's shards to where the optimizer works, and back."""
 
@@ -116,7 +116,7 @@ class UnitCopies(HostStorage):
             self._outward.event().wait("device")
         return [unit]
 
-# %% ../../notebooks/10_offload.ipynb #offload-host-offload
+# %% ../../notebooks/10_offload.ipynb #host-offload
 class Offload(UnitCopies):
     """Keeps in host memory what the plan places on "cpu".
 

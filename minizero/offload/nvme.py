@@ -28,7 +28,7 @@ from .staging import StagedTensor
 # %% auto #0
 __all__ = ['Activity', 'activities', 'StagedSlice', 'slices', 'NVMe']
 
-# %% ../../notebooks/11_nvme.ipynb #offload-nvme-activity
+# %% ../../notebooks/11_nvme.ipynb #nvme-activity
 class Activity(NamedTuple):
     """A bar of a timeline: what a lane did for a unit, from when to when.
 
@@ -51,7 +51,7 @@ def activities(part: StagedSlice) -> Iterator[Activity]:
             yield Activity(lane, part.unit.name, began, ended)
     yield Activity("step", part.unit.name, part.began, part.ended)
 
-# %% ../../notebooks/11_nvme.ipynb #offload-nvme-staged-slice
+# %% ../../notebooks/11_nvme.ipynb #nvme-staged-slice
 @dataclass(eq=False)
 class StagedSlice:
     """Elements a to b of an owned shard, and all that their update needs.
@@ -111,7 +111,7 @@ class StagedSlice:
         found = [tensor.leave() for tensor in self.tensors]
         self.writes = [write for write in found if write is not None]
 
-# %% ../../notebooks/11_nvme.ipynb #offload-nvme-first-states
+# %% ../../notebooks/11_nvme.ipynb #nvme-first-states
 class _FirstStates(TorchFunctionMode):
     """An optimizer makes its first states of a slice in the slice's room.
 
@@ -130,7 +130,7 @@ class _FirstStates(TorchFunctionMode):
             return self.rooms.pop(0).zero_()
         return func(*args, **(kwargs or {}))
 
-# %% ../../notebooks/11_nvme.ipynb #offload-nvme-slices
+# %% ../../notebooks/11_nvme.ipynb #nvme-slices
 def slices(
     home: DiskStorage,
     unit: Unit,
@@ -146,7 +146,10 @@ def slices(
         assert owned.flat.group is not None
         group = optimizer.param_groups[owned.flat.group]
         layout = state_layout(optimizer, group, owned.given)
-        states = {k: home.new_state(owned.flat, d) for k, d in layout.items()}
+        states = {
+            key: home.new_state(owned.flat, key, dtype)
+            for key, dtype in layout.items()
+        }
     apart, dtype = owned.master is not owned.shard, owned.given.dtype
     for a in range(0, owned.flat.size, home.buffer_size):
         b = min(a + home.buffer_size, owned.flat.size)
@@ -167,7 +170,7 @@ def slices(
             fresh,
         )
 
-# %% ../../notebooks/11_nvme.ipynb #offload-nvme-nvme
+# %% ../../notebooks/11_nvme.ipynb #nvme-nvme
 class NVMe(DiskStorage):
     """Keeps on disk what the plan places on "nvme", the rest as `Offload`.
 

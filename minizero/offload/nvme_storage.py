@@ -219,7 +219,7 @@ class DiskStorage(HostStorage):
             return shard.to(device)
         return self.load(shard, torch.empty_like(shard, device=device))
 
-    def new_state(self, flat: Flat, dtype: torch.dtype) -> Tensor:
+    def new_state(self, flat: Flat, name: str, dtype: torch.dtype) -> Tensor:
         """Room for a state that the optimizer has yet to make, [size]."""
         on = self.plan.optimizer.on
         if on == "nvme":

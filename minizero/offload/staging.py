@@ -19,7 +19,7 @@ from .swap_file import SwappedShard
 # %% auto #0
 __all__ = ['StagingBuffers', 'StagedTensor']
 
-# %% ../../notebooks/11_nvme.ipynb #offload-staging-staging-buffers
+# %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
     """`count` buffers in host memory, of one size; there are never more.
 
@@ -77,15 +77,13 @@ class StagingBuffers:
             write.wait()
         self.free.append(buffer)
 
-# %% ../../notebooks/11_nvme.ipynb #offload-staging-staged-tensor
+# %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
 @dataclass(eq=False)
 class StagedTensor:
     """Elements a to b of a shard's tensor, while they are updated.
 
-    `tensor`: [size]; it only stands for the elements if they are on disk, as
-    `record` of `swapped`. `on`: where it rests. `at`: where the optimizer
-    works, `device` as torch says it. `here`: the elements there, in `dtype`.
-    `read`, `written`: whether the update does that to them.
+    They rest `on` one place (on disk as `record` of `swapped`), and are
+    `here`, `at` the place where the optimizer works, in `dtype`.
     """
 
     tensor: Tensor
@@ -97,7 +95,7 @@ class StagedTensor:
     a: int
     b: int
     dtype: torch.dtype
-    read: bool = True
+    read: bool = True  # by the update
     written: bool = True
     reading: Transfer | None = None
 
@@ -114,7 +112,7 @@ class StagedTensor:
         self.section = section
         self.near = rests = self.tensor[self.a : self.b]
         if self.room:
-            self.near = section.view(self.dtype)[: self.b - self.a]
+            self.near = section.view(self.dtype)[: len(rests)]
         if self.swapped is not None and self.read:
             self.reading = self.swapped.read(self.record, section)
         elif self.room and self.read:
