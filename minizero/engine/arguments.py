@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Config
-from ..zero.data_parallel import nets_of
+from ..zero.construction import nets_of
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
