@@ -72,7 +72,7 @@ class Config(Section):
     aio: Aio = Aio()
     """Reading and writing files. Done: `NVMe`."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """What checkpointed modules keep, and where. Done: `Checkpointing`."""
+    """What checkpointed modules keep, and where. Done: `Recompute`."""
     checkpoint: Checkpoint = Checkpoint()
     """Saving. Done: `engine.save_checkpoint`."""
     zero_allow_untested_optimizer: Annotated[bool, Anyway(True)] = False

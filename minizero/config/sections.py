@@ -275,7 +275,7 @@ class ActivationCheckpointing(Section):
 
     cpu_checkpointing: bool = False
     """Keep it in host memory until backward. Done: `Offloaded`, as `store` of
-    `Checkpointing`."""
+    `Recompute`."""
     partition_activations: bool = False
     """Keep a part of it on each tensor-parallel rank. No effect: ranks of data
     parallelism hold different activations; see cpu_checkpointing."""
