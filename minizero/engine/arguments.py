@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import Config
 from ..config.source import Source as Source
-from ..zero.data_parallel import nets_of
+from ..zero.construction import nets_of
 
 
 def refuse(**given: Any) -> None:
