@@ -484,7 +484,7 @@ def peaks_of_save(
     save(net, folder, "first")
     gc.collect()
     with monkeypatch.context() as patch, Tracker() as seen:
-        patch.setattr("minizero.checkpoint.tensor_writer.CHUNK", CHUNK)
+        patch.setattr("minizero.checkpoint.tensor_file.CHUNK", CHUNK)
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         save(net, folder, "second", background=background).wait()
