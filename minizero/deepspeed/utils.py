@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..ranks.launch import world_size
-from ..zero.interfaces import Move
 from .views import View, seen, trained
 
 
@@ -197,8 +196,8 @@ def _set_param(p: nn.Parameter, value: Tensor, local: bool) -> None:
     # a 16-bit shard is always its master's rounding
     shards = [owned.shard for owned in view.owned()]
     view.write(shards, [part.float() for part in parts])
-    unit = view.unit
-    net.carry_out([Move("publish", unit), Move("wait", unit)], unit)
+    net.updated([view.unit])
+    net.finish()
 
 
 def _set_grad(p: nn.Parameter, value: Tensor, local: bool) -> None:
