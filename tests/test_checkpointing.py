@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import minizero
 from minizero import parallelize
 from minizero.deepspeed import checkpointing
-from minizero.engine import recompute
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, rank
@@ -27,7 +26,7 @@ def as_it_was() -> Iterator[None]:
     """What is configured is configured for the process."""
     yield
     checkpointing.configure()
-    recompute.by_script = False
+    checkpointing._configured = False
 
 
 class Layer(nn.Module):
@@ -171,17 +170,17 @@ def test_it_is_configured_once_for_the_process() -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     checkpointing.configure(deepspeed_config=config)
-    store = recompute._how.store
+    store = checkpointing._how.store
     assert type(store).__name__ == "Offloaded"
     checkpointing.reset()
-    assert recompute._how.store is not store
-    assert type(recompute._how.store).__name__ == "Offloaded"
+    assert checkpointing._how.store is not store
+    assert type(checkpointing._how.store).__name__ == "Offloaded"
     # arguments go first, and what is left out is at its default again
     checkpointing.configure(deepspeed_config=config, checkpoint_in_cpu=False)
-    assert recompute._how.store is None
+    assert checkpointing._how.store is None
     checkpointing.configure(checkpoint_in_cpu=True)
     checkpointing.configure()
-    assert recompute._how.store is None
+    assert checkpointing._how.store is None
 
 
 def test_what_has_no_effect_is_told() -> None:

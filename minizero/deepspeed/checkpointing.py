@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..activations.checkpointing import Checkpointing
 from ..config import read
 from ..config.schema import entries
 from ..config.train import ActivationCheckpointing
-from ..engine import recompute
-from ..engine.recompute import checkpoint, reset, use
 from ..ranks.launch import world_size
-
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+from ..activations.stores import Offloaded
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
+
+_section = ActivationCheckpointing()
+_how = Checkpointing("full")
+_configured = False
+
+
+def use(section: ActivationCheckpointing) -> None:
+    """From now on `checkpoint` keeps arguments as a config's section says.
+
+    The engine calls it with its own; a later `configure` overrules that.
+    """
+    global _section, _how
+    _section = section
+    store = Offloaded() if section.cpu_checkpointing else None
+    _how = Checkpointing("full", store)
 
 
 def configure(
@@ -37,6 +50,7 @@ def configure(
     has an effect here, and a warning names the others that ask for one.
     `mpu_` may not ask for tensor parallelism: ValueError.
     """
+    global _configured
     _check_unit(mpu_)
     options = {
         "partition_activations": partition_activations,
@@ -55,8 +69,8 @@ def configure(
     for key, value in given.items():
         if value and (why := known[key].about.ignored):
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    use(bool(given.get("cpu_checkpointing", section.cpu_checkpointing)))
-    recompute.by_script = True
+    use(ActivationCheckpointing(**(vars(section) | given)))
+    _configured = True
 
 
 def _check_unit(mpu: Any) -> None:
@@ -75,4 +89,18 @@ def _check_unit(mpu: Any) -> None:
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return recompute.by_script
+    return _configured
+
+
+def reset() -> None:
+    """Forget the forwards that no backward will follow."""
+    use(_section)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which only the arguments are kept.
+
+    The rest is computed again in backward, with the same random numbers
+    (Chen et al. 2016). In an evaluation nothing is kept.
+    """
+    return _how(function, *args, **kwargs)
