@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..activations import functions
 from ..config import Config, read
 from ..ranks.launch import device, init_distributed, rank, world_size
 from ..zero.init import GatheredParameters
-from . import recompute
 from .arguments import (
     MakeOptimizer,
     MakeScheduler,
@@ -407,7 +407,6 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
-    if not recompute.by_script:
-        recompute.use(settings.activation_checkpointing.cpu_checkpointing)
+    functions.use(settings.activation_checkpointing.cpu_checkpointing)
     engine = Engine(settings, model, made, scheduler, loader, collate_fn)
     return engine, engine.optimizer, loader, scheduler
