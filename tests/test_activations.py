@@ -17,8 +17,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import comm, parallelize
-from minizero.activations import stores
-from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.host_copies import UnitCopies
+from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.saved_tensors import SavedTensors, by_operator
 from minizero.activations.selective import keep_matmuls
 from minizero.activations.stores import Offloaded, Sharded, Store
@@ -37,18 +37,18 @@ CONFIG = GPTConfig(layers=3, hidden=48, heads=12, sequence=16, vocabulary=40)
 BATCH = 3
 MODES = ("none", "selective", "full")
 
-HOW: dict[str, Callable[[], Checkpointing]] = {
-    "full": lambda: Checkpointing("full"),
-    "selective": lambda: Checkpointing("selective"),
-    "none, offloaded": lambda: Checkpointing("none", Offloaded()),
-    "selective, offloaded": lambda: Checkpointing("selective", Offloaded()),
-    "full, offloaded": lambda: Checkpointing("full", Offloaded()),
-    "full, a plain store": lambda: Checkpointing("full", Store()),
+HOW: dict[str, Callable[[], Recompute]] = {
+    "full": lambda: Recompute("full"),
+    "selective": lambda: Recompute("selective"),
+    "none, offloaded": lambda: Recompute("none", Offloaded()),
+    "selective, offloaded": lambda: Recompute("selective", Offloaded()),
+    "full, offloaded": lambda: Recompute("full", Offloaded()),
+    "full, a plain store": lambda: Recompute("full", Store()),
 }
-SHARDED: dict[str, Callable[[], Checkpointing]] = {
-    "full, sharded": lambda: Checkpointing("full", Sharded()),
-    "selective, sharded": lambda: Checkpointing("selective", Sharded()),
-    "full, sharded and offloaded": lambda: Checkpointing("full", Sharded(Offloaded())),
+SHARDED: dict[str, Callable[[], Recompute]] = {
+    "full, sharded": lambda: Recompute("full", Sharded()),
+    "selective, sharded": lambda: Recompute("selective", Sharded()),
+    "full, sharded and offloaded": lambda: Recompute("full", Sharded(Offloaded())),
 }
 
 
@@ -65,11 +65,11 @@ def tokens(seed: int = 1, rows: int = BATCH, config: GPTConfig = CONFIG) -> Tens
     return torch.randint(config.vocabulary, size, generator=generator)
 
 
-def build(how: Checkpointing | str, **options: Any) -> GPT:
+def build(how: Recompute | str, **options: Any) -> GPT:
     torch.manual_seed(0)
     gc.collect()  # models of tests before, which hang in reference cycles
     model = GPT(CONFIG)
-    checkpoint_units(model, how, **options)
+    recompute_units(model, how, **options)
     return model
 
 
@@ -196,10 +196,10 @@ class Odds(nn.Module):
         return pair[0].sum() + pair[1].sum()
 
 
-def odd(how: Checkpointing | str) -> list[Tensor]:
+def odd(how: Recompute | str) -> list[Tensor]:
     torch.manual_seed(0)
     model, x = Odds(), torch.randn(6, 12, requires_grad=True)
-    checkpoint_units(model, how)
+    recompute_units(model, how)
     model(x).backward()
     after = torch.rand(3)  # recomputing has not moved the generator
     return [x.grad, after, *(p.grad for p in model.parameters() if p.requires_grad)]
@@ -212,13 +212,13 @@ def test_an_odd_model_with_dropout(name: str) -> None:
 
 
 def test_another_random_state_is_another_gradient() -> None:
-    wrong = odd(Checkpointing("full", preserve_rng_state=False))
+    wrong = odd(Recompute("full", preserve_rng_state=False))
     assert not equal(wrong, odd("none"))
 
 
 @pytest.mark.parametrize("name", HOW)
 def test_several_forwards_before_one_backward(name: str) -> None:
-    def run(how: Checkpointing | str) -> list[Tensor]:
+    def run(how: Recompute | str) -> list[Tensor]:
         model = build(how)
         a, b = model(tokens(1), tokens(1)), model(tokens(2), tokens(2))
         (a + 2 * b).backward()
@@ -264,7 +264,7 @@ def test_after_a_forward_that_failed(name: str) -> None:
     torch.manual_seed(0)
     model, x = Fails(), torch.randn(4, 8)
     reference = gradients(model, x)
-    checkpoint_units(model, HOW[name]())
+    recompute_units(model, HOW[name]())
     model.fail_at = model.calls + 1
     gc.collect()
     with Tracker(model) as tracker:
@@ -290,7 +290,7 @@ def test_a_recomputation_that_fails_is_told() -> None:
 
 def test_a_parameter_changed_before_backward_is_told() -> None:
     """As without hooks, which keep autograd from looking at versions."""
-    model, x = build(Checkpointing("none", Offloaded())), tokens()
+    model, x = build(Recompute("none", Offloaded())), tokens()
     loss = model(x, x)
     with torch.no_grad():
         model.blocks[0].mlp.up.weight.add_(1)
@@ -304,16 +304,16 @@ def test_a_kept_result_changed_in_place_is_told() -> None:
             return super().forward(x).add_(1).sigmoid()
 
     model, x = nn.Sequential(Changes(4, 4)), torch.randn(2, 4)
-    checkpoint_units(model, "selective")
+    recompute_units(model, "selective")
     with pytest.raises(RuntimeError, match="has been mutated"):
         model(x).sum().backward()
 
 
 def test_a_function_and_segments() -> None:
-    """Chen et al.'s √n: a segment of blocks is one checkpoint."""
+    """Chen et al.'s √n: a segment of blocks is recomputed as one."""
     model, x = build("none"), tokens()
     reference = gradients(model, x, x)
-    run = Checkpointing("full")
+    run = Recompute("full")
 
     def forward(x: Tensor) -> Tensor:
         h = model.tokens(x) + model.positions(torch.arange(x.shape[1]))
@@ -339,7 +339,7 @@ def test_only_the_first_units() -> None:
     whole = sum(Activations(CONFIG, BATCH).model().values())
     for number in range(CONFIG.layers + 1):
         names = [f"blocks.{i}" for i in range(number)]
-        assert checkpoint_units(model, "full", number=number) == names
+        assert recompute_units(model, "full", number=number) == names
         with SavedTensors(model) as saved:
             loss = model(x, x)
             assert saved.nbytes == whole - number * (one - full)
@@ -357,7 +357,7 @@ def test_a_copy_of_the_model_is_independent() -> None:
     assert gradients(other, x, x)[0] != reference[0]
     assert equal(gradients(model, x, x), reference)
     assert model.state_dict().keys() == GPT(CONFIG).state_dict().keys()
-    checkpoint_units(model, "none")
+    recompute_units(model, "none")
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -371,7 +371,7 @@ def test_a_policy_of_ones_own() -> None:
         last = op is torch.ops.aten.addmm.default and args[1].shape[1] == wide
         return keep_matmuls(op, *args) and not last
 
-    checkpoint_units(model, Checkpointing("selective", keep=keep))
+    recompute_units(model, Recompute("selective", keep=keep))
     formula = Activations(CONFIG, BATCH, mode="selective").model()
     with SavedTensors(model) as saved:
         loss = model(x, x)
@@ -384,7 +384,7 @@ def test_a_policy_of_ones_own() -> None:
 # peaks and operations
 
 
-def test_the_peak_of_full_checkpointing() -> None:
+def test_the_peak_of_full_recomputation() -> None:
     """The inputs of all blocks, one block, and one gradient, at the fullest moment
     before the backward of a block."""
     for layers in (2, 5):
@@ -392,7 +392,7 @@ def test_the_peak_of_full_checkpointing() -> None:
         torch.manual_seed(0)
         gc.collect()
         model, x = GPT(config), tokens(rows=8, config=config)
-        checkpoint_units(model, "full")
+        recompute_units(model, "full")
         one = sum(Activations(config, 8).block().values())
         an_input = sum(Activations(config, 8, mode="full").block().values())
         with Tracker(model) as tracker:
@@ -445,13 +445,13 @@ def test_without_the_early_stop_the_ratio_is_four_thirds() -> None:
 
 
 def on_plan(
-    stage: int, how: Callable[[], Checkpointing] | None, same: bool = False
+    stage: int, how: Callable[[], Recompute] | None, same: bool = False
 ) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     """Losses and weights of 3 steps of the nasty model, and its collectives."""
     torch.manual_seed(0)
     model = Nasty()
     if how is not None:
-        checkpoint_units(model, how())
+        recompute_units(model, how())
     params = [p for p in model.parameters() if p.requires_grad]
     net = parallelize(model, torch.optim.AdamW(params, lr=1e-2), Plan.stage(stage))
     losses = []
@@ -494,7 +494,7 @@ def accumulate(stage: int, mode: str) -> tuple[list[Tensor], int]:
     """Two forwards, then their backwards: ZeRO-3 gathers for each."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    checkpoint_units(model, mode)
+    recompute_units(model, mode)
     net = parallelize(
         model, torch.optim.SGD(model.parameters(), 0.1), Plan.stage(stage)
     )
@@ -519,19 +519,19 @@ def test_several_forwards_under_zero_3(two: Pool) -> None:
 
 
 def parallel(
-    how: Callable[[], Checkpointing] | None,
+    how: Callable[[], Recompute] | None,
 ) -> tuple[list[Tensor], dict[str, int], list[tuple[str, str, int]]]:
     """A backward of the tensor-parallel GPT, and what its blocks' inputs take."""
     torch.manual_seed(0)
     model = tensor_parallel(GPT(CONFIG))
     if how is not None:
-        checkpoint_units(model, how())
+        recompute_units(model, how())
     x = tokens()
     gradients(model, x, x)  # the first time, the inputs are compared
     model.zero_grad()
     with comm.ledger() as calls, SavedTensors(model) as saved:
         loss = model(x, x)
-        inputs = sum(s.nbytes for s in saved.activations() if s.op == "checkpoint")
+        inputs = sum(s.nbytes for s in saved.activations() if s.op == "recompute")
         loss.backward()
     made = [(c.op, c.unit, c.elements) for c in calls]
     out = [loss.detach(), *(p.grad for p in model.parameters())]
@@ -563,12 +563,12 @@ def test_sharded_inputs_of_a_tensor_parallel_model(pool: Pool) -> None:
 def data_parallel(verify: bool) -> tuple[bool, bool]:
     """Whether gradients with and without sharding are equal, on other batches."""
 
-    def run(how: Checkpointing) -> list[Tensor]:
+    def run(how: Recompute) -> list[Tensor]:
         model = build(how)
         return gradients(model, tokens(rank()), tokens(rank()))
 
-    plain = run(Checkpointing("full"))
-    naive = run(Checkpointing("full", Sharded(verify=verify)))
+    plain = run(Recompute("full"))
+    naive = run(Recompute("full", Sharded(verify=verify)))
     return bool(torch.equal(plain[0], naive[0])), equal(plain[1:], naive[1:])
 
 
@@ -588,9 +588,9 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
     x = x.transpose(0, -1) if turned else x
     held = store.pack(x, store.begin("a unit"))
     back = store.unpack(held)
-    row = held.held.copy.host
+    shard = held[0][1].host
     size = -(-x.numel() // world_size())
-    assert row.nbytes == size * x.itemsize and on_host(row) and not on_host(back)
+    assert shard.nbytes == size * x.itemsize and on_host(shard) and not on_host(back)
     return torch.equal(back, x) and back.stride() == x.stride()
 
 
@@ -609,11 +609,11 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
     for mode in MODES:
         block = Activations(CONFIG, BATCH, mode=mode).block()
         moved = (
-            block if mode == "none" else {("", "checkpoint"): block["", "checkpoint"]}
+            block if mode == "none" else {("", "recompute"): block["", "recompute"]}
         )
         expected = CONFIG.layers * sum(moved.values())
         store = Offloaded()
-        model = build(Checkpointing(mode, store))
+        model = build(Recompute(mode, store))
         with Tracker(model) as tracker:
             tracker.adopt(x)
             before = tracker.live["activations"]
@@ -632,42 +632,42 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
 def test_offloading_fits_what_does_not_fit() -> None:
     config = GPTConfig(layers=8, hidden=32, heads=4, sequence=64, vocabulary=40)
 
-    def peak(how: Checkpointing | str, capacity: float = 1e9) -> int:
+    def peak(how: Recompute | str, capacity: float = 1e9) -> int:
         torch.manual_seed(0)
         gc.collect()
         model, x = GPT(config), tokens(rows=8, config=config)
-        checkpoint_units(model, how)
+        recompute_units(model, how)
         with ToyGPU(capacity, model) as gpu:
             gpu.adopt(x)
             model(x, x).backward()
         return gpu.peak
 
     plain = peak("none")
-    needed = peak(Checkpointing("none", Offloaded()))
+    needed = peak(Recompute("none", Offloaded()))
     # two blocks at a time instead of eight
     assert needed < 0.45 * plain
     with pytest.raises(torch.OutOfMemoryError):
         peak("none", capacity=needed)
-    assert peak(Checkpointing("none", Offloaded()), capacity=needed) == needed
+    assert peak(Recompute("none", Offloaded()), capacity=needed) == needed
 
 
 def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     order: list[Any] = []
-    begin, fetch = Offloaded.begin, stores._Call.fetch
+    begin, fetch = Offloaded.begin, UnitCopies.fetch
 
     def began(self: Offloaded, unit: str) -> Any:
         order.append(begin(self, unit))
         return order[-1]
 
     def fetched(self: Any) -> None:
-        if not any(copy.back is not None for copy in self._copies):
+        if not any(copy.back is not None for copy in self.copies):
             events.append(f"fetch {[c is self for c in order].index(True)}")
         fetch(self)
 
     monkeypatch.setattr(Offloaded, "begin", began)
-    monkeypatch.setattr(stores._Call, "fetch", fetched)
-    model, x = build(Checkpointing("full", Offloaded())), tokens()
+    monkeypatch.setattr(UnitCopies, "fetch", fetched)
+    model, x = build(Recompute("full", Offloaded())), tokens()
     for i, block in enumerate(model.blocks):
         block.norm1.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
     loss = model(x, x)
@@ -682,7 +682,7 @@ def test_a_small_window_does_not_carry_its_storage() -> None:
     large = torch.randn(1000, 8)
     call = store.begin("a unit")
     held = store.pack(large[10:12], call)
-    assert held.copy.host.nbytes == 2 * 8 * 4
+    assert held[1].host.nbytes == 2 * 8 * 4
     assert torch.equal(store.unpack(held), large[10:12])
 
 
@@ -691,10 +691,10 @@ def test_a_storage_is_copied_once_and_again_when_changed() -> None:
     call = store.begin("a unit")
     x = torch.arange(12.0).view(3, 4)
     a, b = store.pack(x[0], call), store.pack(x.t(), call)
-    assert a.copy is b.copy
+    assert a[1] is b[1]
     x.add_(1)
     c = store.pack(x, call)
-    assert c.copy is not a.copy
+    assert c[1] is not a[1]
     assert torch.equal(store.unpack(b), (x - 1).t())
     assert torch.equal(store.unpack(c), x)
 
@@ -704,18 +704,18 @@ def test_a_storage_is_copied_once_and_again_when_changed() -> None:
 
 def test_what_is_wrong_is_told() -> None:
     with pytest.raises(ValueError, match="mode must be one of none, selective, full"):
-        Checkpointing("half")
+        Recompute("half")
     with pytest.raises(ValueError, match="inside a unit they differ"):
-        Checkpointing("none", Sharded())
-    with pytest.raises(ValueError, match="Linear has no units to checkpoint"):
-        checkpoint_units(nn.Linear(2, 2))
+        Recompute("none", Sharded())
+    with pytest.raises(ValueError, match="Linear has no units to recompute"):
+        recompute_units(nn.Linear(2, 2))
     model = nn.Sequential(nn.Linear(2, 2))
     for number in (-1, 2):
         with pytest.raises(ValueError, match="number must be 0 to 1"):
-            checkpoint_units(model, number=number)
+            recompute_units(model, number=number)
     model[0].forward = lambda x: x
     with pytest.raises(ValueError, match="unit '0' has a forward of its own"):
-        checkpoint_units(model)
+        recompute_units(model)
 
 
 def test_heads_must_divide(two: Pool) -> None:

@@ -19,7 +19,15 @@ from conftest import ROOT
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
 
-each_page = pytest.mark.parametrize("page", PAGES)
+SOURCES = [
+    f"source/{path.relative_to(ROOT).as_posix()}"
+    for kind in ("py", "js")
+    for path in (ROOT / "minizero").rglob(f"*.{kind}")
+    if path.name != "_modidx.py"
+]
+A_SOURCE = "source/minizero/zero/stage1.py"
+
+each_page = pytest.mark.parametrize("page", [*PAGES, A_SOURCE])
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +86,9 @@ def attribute(tag: Tag, name: str) -> str:
 def test_pages_are_those_of_the_toc(book: Path) -> None:
     own = {"index", "search", "genindex"}
     names = {p.relative_to(book).with_suffix("").as_posix() for p in written(book)}
-    assert names - own == set(PAGES)
+    code = {name for name in names if name.startswith("source/")}
+    assert names - own - code == set(PAGES)
+    assert code == set(SOURCES)
 
 
 def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:
@@ -130,6 +140,20 @@ def test_nothing_is_requested_from_elsewhere(
     for style in book.rglob("*.css"):
         found += [f"{style}: {m[0]}" for m in REMOTE_STYLE.finditer(style.read_text())]
     assert not found
+
+
+def test_each_file_is_listed_with_its_page(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    """On the page of the source, but for the rooms' own docstrings and figures."""
+    listed = soup(book / "book/source.html").select("article a[href*='source/']")
+    found = {attribute(link, "href")[3:].removesuffix(".html") for link in listed}
+    wanted = {
+        name
+        for name in SOURCES
+        if name.count("/") > 2 and not name.endswith(("__init__.py", ".js"))
+    }
+    assert found == wanted
 
 
 def test_images_have_alt_text(
@@ -207,7 +231,7 @@ def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
 
 
 @each_page
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [360, 1280])
 def test_page_does_not_scroll_sideways(
     book: Path, browser: Any, page: str, width: int
 ) -> None:

@@ -14,8 +14,8 @@ from resumed import Small, make, steps
 from torch import Tensor
 
 from minizero import Plan, parallelize
-from minizero.checkpoint import reader
 from minizero.__main__ import main
+from minizero.checkpoint import reader
 from minizero.checkpoint.api import save
 from minizero.checkpoint.export import consolidate, export
 from minizero.checkpoint.tensor_file import CheckpointError, TensorFile

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from minizero.lab.explorables import interval
-from minizero.lab.plots import checkpoint as figures
 from minizero.lab.explorables.interval import SaveInterval
+from minizero.lab.plots import checkpoint as figures
 from minizero.memory.tracker import Sample
 
 

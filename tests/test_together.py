@@ -20,7 +20,7 @@ from nasty import Fails, Nasty, batches, own
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, checkpoint, parallelize
-from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.stores import Offloaded
 from minizero.memory.plan import Plan
 from minizero.precision.loss_scale import DynamicLossScale
@@ -70,8 +70,8 @@ class Case:
         model = Nasty()
         model.blocks.append(Nothing())
         mode, offloaded = self.saves
-        how = Checkpointing(mode, Offloaded() if offloaded else None)
-        checkpoint_units(model, how)
+        how = Recompute(mode, Offloaded() if offloaded else None)
+        recompute_units(model, how)
         options: dict[str, Any] = {}
         if self.fp16:
             scale = DynamicLossScale(14, loss_scale_window=2, hysteresis=1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .checkpointing import Checkpointing
+from .recompute import Recompute
 from .stores import Offloaded
 
-how = Checkpointing("full")
+how = Recompute("full")
 configured = False
 
 
@@ -19,14 +19,14 @@ def use(on_host: bool, *, by_script: bool = False) -> None:
     """
     global how, configured
     if by_script or not configured:
-        how = Checkpointing("full", Offloaded() if on_host else None)
+        how = Recompute("full", Offloaded() if on_host else None)
     configured = configured or by_script
 
 
 def reset() -> None:
     """Forget the forwards that no backward will follow."""
     global how
-    how = Checkpointing("full", type(how.store)() if how.store else None)
+    how = Recompute("full", type(how.store)() if how.store else None)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

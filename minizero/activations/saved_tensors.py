@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
+from .watching import watching
+
 # %% auto #0
-__all__ = ['Saved', 'watching', 'note', 'SavedTensors', 'by_operator']
+__all__ = ['Saved', 'Whereabouts', 'SavedTensors', 'by_operator']
 
 # %% ../../notebooks/09_activations.ipynb #saved-entry
 @dataclass(frozen=True)
@@ -41,74 +43,67 @@ class Saved:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-
-_watching: list[SavedTensors] = []
-
-
-def watching() -> bool:
-    """Whether somebody looks at what is saved."""
-    return bool(_watching)
-
-
-def note(tensor: Tensor, op: str = "") -> None:
-    """Tell those who look of a tensor that is kept without autograd.
-
-    `op` stands for the function of torch under way, if there is none.
-    """
-    for watcher in _watching:
-        watcher._note(tensor, op)
-
 # %% ../../notebooks/09_activations.ipynb #saved-class
-class SavedTensors(TorchFunctionMode):
-    """Lists what is kept for the backward of `model` while entered.
+class Whereabouts(TorchFunctionMode):
+    """Knows in whose forward the program is, and in which function of torch.
 
-    Autograd packs each tensor that an operator saves; the pack hook sees it,
-    and hooks on the modules and a function mode say where. A storage counts
-    once, however many views of it are saved, and until the last of its
-    owners lets it go: `live` shrinks during backward.
+    `here`: pairs of the two names, the innermost last.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._model = model
-        self._module = [""]
-        self._op: list[str] = []
-        self._saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._stack = ExitStack()
+        self.here = [("", "")]
+        self._model, self._stack = model, ExitStack()
 
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            handles = (
-                module.register_forward_pre_hook(
-                    partial(self._enter_module, name), with_kwargs=True
-                ),
-                module.register_forward_hook(
-                    self._leave_module, always_call=True
-                ),
-            )
-            for handle in handles:
+            enter = partial(self.entered, name)
+            for handle in (
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(self.left, always_call=True),
+            ):
                 self._stack.callback(handle.remove)
-        # detached: an output that held itself would never be freed
-        hooks = saved_tensors_hooks(self._pack, lambda x: x)
-        self._stack.enter_context(hooks)
-        _watching.append(self)
-        self._stack.callback(_watching.remove, self)
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._stack.close()
 
+    def entered(self, name: str, *_: Any) -> None:
+        self.here.append((name, ""))
+
+    def left(self, *_: Any) -> None:
+        self.here.pop()
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self._op.append(getattr(func, "__name__", str(func)))
+        module, _ = self.here[-1]
+        self.here.append((module, getattr(func, "__name__", str(func))))
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self._op.pop()
+            self.here.pop()
+
+# %% ../../notebooks/09_activations.ipynb #saved-list
+class SavedTensors(Whereabouts):
+    """Lists what is kept for the backward of `model` while entered.
+
+    Autograd packs each tensor that an operator saves, and the pack hook sees
+    it. A storage counts once, however many views of it are saved, and until
+    the last of its owners lets it go: `live` shrinks during backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __enter__(self) -> Self:
+        hooks = saved_tensors_hooks(self._pack, lambda x: x)
+        self._stack.enter_context(hooks)
+        self._stack.enter_context(watching(self._note))
+        return super().__enter__()
 
     def live(self) -> list[Saved]:
         """What is saved at this moment, in the order of saving."""
@@ -123,38 +118,32 @@ class SavedTensors(TorchFunctionMode):
         """Bytes of the activations saved at this moment."""
         return sum(saved.nbytes for saved in self.activations())
 
-    def _enter_module(
-        self, name: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        self._module.append(name)
-        if module is self._model:
-            self._give("input", tree_iter((args, kwargs)))
-        # now, not at the start: under ZeRO-3 they come and go
-        self._give("parameter", module.parameters(recurse=False))
-        self._give("buffer", module.buffers(recurse=False))
-
-    def _leave_module(self, *_: Any) -> None:
-        self._module.pop()
-
-    def _give(self, kind: str, tensors: Iterable[Any]) -> None:
-        for x in tensors:
-            if isinstance(x, Tensor):
-                self._given[x.untyped_storage()] = kind
+    def entered(self, name: str, *call: Any) -> None:
+        super().entered(name)
+        module, *given = call  # its arguments
+        for kind, tensors in (
+            ("input", tree_iter(given if module is self._model else ())),
+            # now, not at the start: under ZeRO-3 they come and go
+            ("parameter", module.parameters(recurse=False)),
+            ("buffer", module.buffers(recurse=False)),
+        ):
+            for x in tensors:
+                if isinstance(x, Tensor):
+                    self._given[x.untyped_storage()] = kind
 
     def _pack(self, x: Tensor) -> Tensor:
-        self._note(x, "")
+        self._note(x)
+        # detached: an output that held itself would never be freed
         return x.detach()
 
-    def _note(self, x: Tensor, op: str) -> None:
-        storage = x.untyped_storage()
-        if storage.nbytes() and storage not in self._saved:
-            self._saved[storage] = Saved(
-                self._module[-1],
-                self._op[-1] if self._op else op or "apply",
-                self._given.get(storage, "activation"),
-                storage.nbytes(),
-                tuple(x.shape),
-                x.dtype,
+    def _note(self, x: Tensor, op: str = "") -> None:
+        """List a tensor's storage, unless it is listed already."""
+        s, (module, under_way) = x.untyped_storage(), self.here[-1]
+        if s.nbytes() and s not in self._saved:
+            where = module, under_way or op or "apply"
+            kind = self._given.get(s, "activation")
+            self._saved[s] = Saved(
+                *where, kind, s.nbytes(), tuple(x.shape), x.dtype
             )
 
 # %% ../../notebooks/09_activations.ipynb #saved-sum

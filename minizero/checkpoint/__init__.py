@@ -12,7 +12,6 @@ from .api import (
     save,
 )
 from .export import (
-    Folder,
     consolidate,
     export,
     open_run,

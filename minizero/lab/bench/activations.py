@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from minizero.activations.checkpointing import Checkpointing, checkpoint_units
+from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.stores import Offloaded
 from minizero.lab.bench.runner import Comparison, interleaved
 from minizero.lab.models.activations import step_flops
@@ -16,12 +16,12 @@ from minizero.ranks.launch import device
 
 CONFIG = GPTConfig(layers=6, hidden=128, heads=4, sequence=128)
 BATCH = 4
-CASES: dict[str, Callable[[], Checkpointing]] = {
-    "none": lambda: Checkpointing("none"),
-    "selective": lambda: Checkpointing("selective"),
-    "full": lambda: Checkpointing("full"),
-    "full, offloaded": lambda: Checkpointing("full", Offloaded()),
-    "none, offloaded": lambda: Checkpointing("none", Offloaded()),
+CASES: dict[str, Callable[[], Recompute]] = {
+    "none": lambda: Recompute("none"),
+    "selective": lambda: Recompute("selective"),
+    "full": lambda: Recompute("full"),
+    "full, offloaded": lambda: Recompute("full", Offloaded()),
+    "none, offloaded": lambda: Recompute("none", Offloaded()),
 }
 
 
@@ -49,10 +49,10 @@ def compare(repeats: int) -> list[Comparison]:
     ]
 
 
-def _step(how: Checkpointing, x: torch.Tensor) -> Callable[[], float]:
+def _step(how: Recompute, x: torch.Tensor) -> Callable[[], float]:
     torch.manual_seed(0)
     model = GPT(CONFIG).to(device())
-    checkpoint_units(model, how)
+    recompute_units(model, how)
 
     def step() -> float:
         start = time.perf_counter()

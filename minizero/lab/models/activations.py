@@ -43,10 +43,10 @@ class Activations:
         """
         one = self._activation
         if self.mode == "full":
-            return {("", "checkpoint"): one}
+            return {("", "recompute"): one}
         if self.mode == "selective":
             return {
-                ("", "checkpoint"): one,
+                ("", "recompute"): one,
                 ("attention.qkv", "linear"): 3 * one,
                 **(self._attention(kept=True) if self.attention == FUSED else {}),
                 ("attention.out", "linear"): one,
@@ -66,7 +66,7 @@ class Activations:
     def model(self) -> Lines:
         """What the model saves in all, from the tokens to the loss.
 
-        Its units are checkpointed by `mode`, what is outside of them is not.
+        Its units are recomputed by `mode`, what is outside of them is not.
         """
         lines: Lines = {("positions", "embedding"): 8 * self.config.sequence}
         for i in range(self.config.layers):

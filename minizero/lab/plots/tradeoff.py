@@ -31,10 +31,11 @@ from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 from minizero.memory.tracker import Sample, Tracker
 
-MARKERS = "osD^vP*Xp"
+MARKERS = "o^sv"
+OFFLOADED = "offloaded"
 
 Apply = Callable[[nn.Module], object]
-"""Prepares a model, for example with `checkpoint_units`."""
+"""Prepares a model, for example with `recompute_units`."""
 
 
 @dataclass
@@ -119,14 +120,21 @@ def tradeoff(points: Mapping[str, Point]) -> Figure:
     """Peak of activations against operations, and against time, of each choice.
 
     Both costs are relative to the first choice; a bar spans the middle half of the
-    turns. Lower left is better.
+    turns. Lower left is better. Choices whose names are alike up to a comma share a
+    colour and differ by their marks, which are hollow for what ends in "offloaded".
     """
     figure = Figure(figsize=(WIDTH, 3.4))
     names = list(points)
     first = points[names[0]]
     left, right = figure.subplots(1, 2, sharey=True)
+    families = [name.partition(", ")[0] for name in names]
+    colours = dict(zip(dict.fromkeys(families), LINES, strict=False))
     for i, (name, point) in enumerate(points.items()):
-        look = {"color": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)]}
+        look = {
+            "color": colours[families[i]],
+            "marker": MARKERS[families[:i].count(families[i]) % len(MARKERS)],
+            "fillstyle": "none" if name.endswith(OFFLOADED) else "full",
+        }
         y = point.peak / 1e6
         left.plot(point.flops / first.flops, y, linestyle="", label=name, **look)
         turns = zip(point.seconds, first.seconds, strict=True)

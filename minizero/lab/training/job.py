@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from minizero.activations.checkpointing import Checkpointing
+from minizero.activations.recompute import Recompute
 from minizero.lab.models.corpus import Corpus, rows_per_rank
 from minizero.lab.models.gpt import GPTConfig
 from minizero.lab.training import keeper
@@ -50,7 +50,7 @@ class Job:
     def check(self, ranks: int) -> None:
         """Find bad input before any rank is started; raises ValueError or OSError."""
         estimate(1, ranks, self.plan(), self.precision)
-        Checkpointing(self.checkpointing)
+        Recompute(self.checkpointing)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if not self.lr > 0 or not self.clip > 0:

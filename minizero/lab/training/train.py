@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from minizero import comm, zero
-from minizero.activations.checkpointing import checkpoint_units
+from minizero.activations.recompute import recompute_units
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, count_parameters, decay_groups
 from minizero.lab.training import keeper
@@ -62,7 +62,7 @@ def build(job: Job) -> tuple[DataParallel, int]:
         # none is kept, so that bytes between steps are the formula's
         schedule=Overlap(param_persistence_threshold=0) if job.overlap else None,
     )
-    checkpoint_units(model, job.checkpointing)
+    recompute_units(model, job.checkpointing)
     return net, count_parameters(config)
 
 
