@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize
 from minizero.checkpoint.api import load, save
-from minizero.precision.mixed import DynamicLossScale, MixedPrecision
+from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks.launch import rank, world_size
 from minizero.zero.data_parallel import DataParallel
 

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -31,8 +32,12 @@ from minizero.checkpoint.api import load, save
 from minizero.checkpoint.directory import checkpoints, exists, read_index
 from minizero.checkpoint.encoding import DTYPES, decode, encode
 from minizero.checkpoint.manifest import Index, index_text, parse_index
-from minizero.checkpoint.tensor_file import CheckpointError, TensorFile
-from minizero.checkpoint.tensor_writer import Source, TensorWriter
+from minizero.checkpoint.tensor_file import (
+    CheckpointError,
+    LazyTensor,
+    TensorFile,
+    TensorWriter,
+)
 from minizero.checkpoint.writer import Saving
 from minizero.ranks.launch import Pool, RankError, rank
 from minizero.zero.data_parallel import DataParallel
@@ -200,27 +205,29 @@ def test_strays_are_swept_and_nothing_else(tmp_path: Path) -> None:
     net = net_of()
     save(net, tmp_path, "a")
     ours = [
-        "a/rank-0000-of-0002-0123abcd.safetensors",
-        "a/index.json.0123abcd.tmp",
-        "gone/rank-0001-of-0002-0123abcd.json.tmp",
-        "latest.0123abcd.tmp",
+        "a.tmp-0123abcd/rank-0000-of-0002.safetensors",
+        "a.tmp-0123abcd/index.json.tmp",
+        "a.old-0123abcd/index.json",
+        "gone.tmp-4567abcd/rank-0001-of-0002.json.tmp",
+        "latest.tmp-0123abcd",
     ]
     theirs = [
         "a/notes.txt",
         "other/rank.safetensors",
         "b/index.json",
         "notes.tmp",
-        "b/rank-0000-of-0001-0123abcd.safetensors",
+        "b/rank-0000-of-0001.safetensors",
+        "c.tmp-0123abcd/notes.txt",
     ]
     for name in ours + theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    for name in ("mine", "0123abcd.tmp"):
+    for name in ("mine", "empty.tmp-0123abcd"):
         (tmp_path / name).mkdir()
     save(net, tmp_path, "c")
     assert not {*ours} & {*names(tmp_path)} and {*theirs} <= {*names(tmp_path)}
     folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert folders == {"a", "b", "c", "mine", "other"}
+    assert folders == {"a", "b", "c", "c.tmp-0123abcd", "mine", "other"}
 
 
 # Finding, and what is kept
@@ -318,7 +325,7 @@ def test_latest_that_is_wrong(tmp_path: Path) -> None:
         ({"tag": "a\rb"}, "the tag 'a.*b' cannot"),
         ({"tag": "\ud800"}, "the tag '.*' cannot"),
         ({"tag": "ä" * 101}, "the tag 'ä*' cannot"),
-        ({"tag": "0123abcd.tmp"}, "the tag '0123abcd.tmp' cannot"),
+        ({"tag": "a.tmp-0123abcd"}, "the tag 'a.tmp-0123abcd' cannot"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"keep": "2"}, "keep must be at least 1, or None for all, not '2'"),
         ({"keep": 1.5}, "keep must be at least 1"),
@@ -700,7 +707,7 @@ class Gate(TensorWriter):
     opened = threading.Event()
     waiting = threading.Event()
 
-    def write(self, source: Source) -> None:
+    def write(self, source: LazyTensor) -> None:
         if threading.current_thread() is not threading.main_thread():
             self.waiting.set()
             assert self.opened.wait(60)
@@ -819,7 +826,9 @@ def test_a_full_disk_of_one_rank(two: Pool, tmp_path: Path, how: str) -> None:
     background = 0 if how == "now" else 1 << 20
     first, other = two.run(failing, tmp_path, how, background)
     assert first == other
-    assert "bad/rank-0001" in first[0] and "the disk is full; free space" in first[0]
+    assert re.search(
+        r"bad\.tmp-\w{8}/rank-0001.*: the disk is full; free space", first[0]
+    )
     tags = ["good"] if how == "now" else ["good", "next"]
     assert first[1] == tags[-1] and complete(tmp_path, *tags, ranks=2)
 
@@ -928,7 +937,7 @@ def test_values_come_back(value: Any) -> None:
 def test_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     value = [torch.ones(()).to(dtype), torch.arange(6).view(2, 3).to(dtype), {}]
     tree, tensors = encode(value, "x")
-    sources = [Source.of(name, t) for name, t in tensors.items()]
+    sources = [LazyTensor.of(name, t) for name, t in tensors.items()]
     writer = TensorWriter(tmp_path / "f", sources)
     for source in sources:
         writer.write(source)
@@ -945,7 +954,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     lazy = [value.conj(), value.conj().imag, value.conj()[:1]]
     assert lazy[0].is_conj() and lazy[1].is_neg()
-    sources = [Source.of(f"{n}", t) for n, t in enumerate(lazy)]
+    sources = [LazyTensor.of(f"{n}", t) for n, t in enumerate(lazy)]
     writer = TensorWriter(tmp_path / "f", sources)
     for source in sources:
         writer.write(source)
@@ -954,7 +963,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
         assert all(torch.equal(file.tensor(f"{n}"), t) for n, t in enumerate(lazy))
     for name in ("0", "__metadata__"):
         with pytest.raises(CheckpointError, match=f"two tensors of the name '{name}'"):
-            TensorWriter(tmp_path / "g", [*sources, Source.of(name, value)])
+            TensorWriter(tmp_path / "g", [*sources, LazyTensor.of(name, value)])
     assert names(tmp_path) == ["f"]
 
 
@@ -1001,7 +1010,7 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
         "one": torch.tensor(3.5),
         "ä": torch.tensor([True, False]),
     }
-    sources = [Source.of(name, t) for name, t in tensors.items()]
+    sources = [LazyTensor.of(name, t) for name, t in tensors.items()]
     sources.sort(key=lambda s: -s.dtype.itemsize)
     writer = TensorWriter(tmp_path / "mine", sources, {"format": "pt"})
     for source in sources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_memory_of_exporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         read(self, flat, state, start, out)
 
     monkeypatch.setattr(reader.SavedRun, "read", measured)
-    monkeypatch.setattr("minizero.checkpoint.tensor_writer.CHUNK", 256)
+    monkeypatch.setattr("minizero.checkpoint.tensor_file.CHUNK", 256)
     export(tmp_path, tmp_path / "out")
     assert largest == 256
     assert torch.equal(
@@ -156,7 +157,8 @@ def test_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def other(where: Path) -> None:
         (where / "model-00002-of-00003.safetensors").write_text("another's")
 
-    monkeypatch.setattr("minizero.export._check_empty", other)
+    module = sys.modules["minizero.checkpoint.export"]
+    monkeypatch.setattr(module, "_check_empty", other)
     with pytest.raises(CheckpointError, match="there is something of that name"):
         export(tmp_path, out, max_shard_size=3000)
     assert [path.read_text() for path in out.iterdir()] == ["another's"]

@@ -6,6 +6,7 @@ collects the notebooks themselves (see `addopts` in pyproject.toml).
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import re
 import shutil
@@ -23,11 +24,31 @@ SECTIONS = (
     "Takeaway",
     "Summary",
     "Exercises",
+    "Source tour",
     "What breaks next",
 )
 LONGEST_LINE = 78
+LONGEST_EXPORT = 60
+FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
+
+MOST_EXPORTED = 6_500
+"""Lines that all chapters together show and export."""
+MOST_CORE = 12_000
+"""Lines of the package without its laboratory and what tools write."""
+MOST_ENTRIES = 18
+"""Of `ls minizero`."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def each_but(*unfinished: str) -> pytest.MarkDecorator:
+    """Each notebook; those of which the number is named are expected to fail."""
+    wait = pytest.mark.xfail(strict=True, reason="to be written anew")
+    marks = {path: [wait] if path.stem[:2] in unfinished else [] for path in NOTEBOOKS}
+    return pytest.mark.parametrize(
+        "path",
+        [pytest.param(path, id=path.stem, marks=marks[path]) for path in NOTEBOOKS],
+    )
 
 
 def read(path: Path) -> list[nbformat.NotebookNode]:
@@ -92,7 +113,7 @@ def test_figures_have_alt_text(path: Path) -> None:
     assert "![](" not in prose(path)
 
 
-@each_notebook
+@each_but(*(f"{number:02}" for number in range(1, 14)))
 def test_shape_of_a_chapter(path: Path) -> None:
     text = prose(path)
     number = int(path.stem.split("_")[0])
@@ -151,6 +172,52 @@ def differences(here: Path, there: Path) -> list[str]:
         or not (there / name).is_file()
         or not filecmp.cmp(here / name, there / name, shallow=False)
     )
+
+
+def exported(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in code(path) if cell.source.startswith("#| export")]
+
+
+def is_header(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell has a docstring and imports, and nothing else."""
+    docstring, *body = ast.parse(cell.source).body
+    return ast.get_docstring(ast.parse(cell.source)) is not None and all(
+        isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        for node in body
+    )
+
+
+@each_but("02", "03", "04", "08", "10", "12", "13")
+def test_what_is_exported_is_shown(path: Path) -> None:
+    for cell in exported(path):
+        if FOLDED & set(cell.metadata.get("tags", [])):
+            assert is_header(cell), f"{cell.id} is folded"
+
+
+@each_but("01", "02", "03", "04", "07", "08", "09", "10", "11", "12", "13")
+def test_an_exported_cell_is_read_at_once(path: Path) -> None:
+    lengths = {cell.id: len(cell.source.splitlines()) for cell in exported(path)}
+    assert not {name: n for name, n in lengths.items() if n > LONGEST_EXPORT}
+
+
+@pytest.mark.xfail(strict=True, reason="to be written anew")
+def test_the_book_exports_ideas_only() -> None:
+    cells = [cell for path in NOTEBOOKS for cell in exported(path)]
+    assert sum(len(cell.source.splitlines()) for cell in cells) <= MOST_EXPORTED
+
+
+@pytest.mark.xfail(strict=True, reason="to be written anew")
+def test_the_package_is_compact() -> None:
+    package = ROOT / "minizero"
+    entries = [path for path in package.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES
+    core = [
+        path
+        for path in package.rglob("*.py")
+        if path.name != "_modidx.py" and package / "lab" not in path.parents
+    ]
+    assert sum(len(path.read_text().splitlines()) for path in core) <= MOST_CORE
 
 
 @each_notebook

@@ -48,7 +48,7 @@ from minizero.offload.pieces import Piece, Span
 from minizero.offload.scratch import RunFolder, sweep
 from minizero.offload.staging import Pool
 from minizero.offload.swap_file import ShardFile, record_bytes
-from minizero.precision.mixed import DynamicLossScale, MixedPrecision
+from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks.launch import Pool as Ranks
 from minizero.ranks.launch import RankError, world_size
 

@@ -25,7 +25,7 @@ from minizero.checkpoint.reader import SavedRun
 from minizero.checkpoint.run_state import flats_of
 from minizero.checkpoint.tensor_file import CheckpointError, TensorFile
 from minizero.memory.tracker import Tracker
-from minizero.precision.mixed import LossScale, MixedPrecision
+from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks.launch import Pool, rank, world_size
 from minizero.zero.data_parallel import DataParallel
 from minizero.zero.interfaces import Home
@@ -484,7 +484,7 @@ def peaks_of_save(
     save(net, folder, "first")
     gc.collect()
     with monkeypatch.context() as patch, Tracker() as seen:
-        patch.setattr("minizero.checkpoint.tensor_writer.CHUNK", CHUNK)
+        patch.setattr("minizero.checkpoint.tensor_file.CHUNK", CHUNK)
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         save(net, folder, "second", background=background).wait()

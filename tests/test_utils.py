@@ -34,7 +34,7 @@ from minizero.deepspeed.utils import (
 )
 from minizero.engine.data import Loader
 from minizero.memory.plan import Plan
-from minizero.precision.mixed import LossScale, MixedPrecision
+from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks.launch import Pool
 from minizero.zero.data_parallel import DataParallel
 

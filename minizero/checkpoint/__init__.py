@@ -1,26 +1,23 @@
 """Sharded checkpoints: saves that survive a kill, loaded under any plan.
 
-Read `api`, `manifest`, `commit`, then the machinery: `run_state`, `encoding`,
-`tensor_file`, `reader`, `restore`, `directory`, `writer`, `export`. Imports `zero` and
-what is below it.
+Read `api`, `commit`, `manifest`, `resharding`; then what they stand on: `directory`
+(names), `run_state` (what is saved), `writer`, `reader`, `restore`, `tensor_file`,
+`encoding`; and `export`. Imports `zero` and what is below it.
 """
 
-from .api import (
-    Folder,
-    finish,
-    load,
-    save,
-)
-from .export import (
-    consolidate,
-    export,
-    open_run,
-    weights,
-)
+from .api import finish, load, save
+from .directory import exists
+from .export import consolidate, export, open_run, weights
+from .restore import Loaded
+from .tensor_file import CheckpointError
+from .writer import Saving
 
 __all__ = [
-    "Folder",
+    "CheckpointError",
+    "Loaded",
+    "Saving",
     "consolidate",
+    "exists",
     "export",
     "finish",
     "load",

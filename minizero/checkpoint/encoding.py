@@ -30,11 +30,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     """A tree that JSON can hold, and the tensors that it refers to.
 
-    None, bool, int, float (inf and NaN too), str, bytes, list, tuple, set,
-    dict with any such keys, Counter, OrderedDict, tensors, NumPy's scalars
-    (which come back as Python's) and arrays. `name` stands for the value in
-    messages and begins the names of the tensors. Raises TypeError for
-    anything else: what only pickle could bring back.
+    None, bool, int, float (inf and NaN too), str, bytes, list, tuple, set, dict with
+    any such keys, Counter, OrderedDict, tensors, NumPy's scalars (which come back as
+    Python's) and arrays. `name` stands for the value in messages and begins the names
+    of the tensors. Raises TypeError for anything else: what only pickle could bring
+    back.
     """
     encoder = _Encoder(name)
     try:
@@ -55,8 +55,8 @@ class _Encoder:
         kind = type(value)
         if kind is int and value.bit_length() > 10_000:
             raise TypeError(
-                f"{path} is an integer of {value.bit_length():,} bits, which "
-                "JSON readers refuse; save it as bytes"
+                f"{path} is an integer of {value.bit_length():,} bits, which JSON "
+                "readers refuse; save it as bytes"
             )
         if value is None or kind in (bool, int, str):
             return value
@@ -70,32 +70,29 @@ class _Encoder:
         if numpy is not None and isinstance(value, numpy.generic):
             return self.tree(value.item(), path)
         if numpy is not None and kind is numpy.ndarray:
-            return {"$array": self._tensor(self._as_tensor(value, path), path)}
-        return self._container(value, path)
-
-    def _container(self, value: Any, path: str) -> Any:
+            try:
+                tensor = torch.from_numpy(value.copy())
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{path}: {error}") from error
+            return {"$array": self._tensor(tensor, path)}
         if id(value) in self._inside:
             raise TypeError(f"{path} contains itself; save a copy without")
         self._inside.add(id(value))
-        try:
-            kind = type(value)
-            if kind in (list, tuple, set):
-                items = [self.tree(v, f"{path}[{i}]") for i, v in enumerate(value)]
-                return items if kind is list else {f"${kind.__name__}": items}
-            if kind in (dict, Counter, OrderedDict):
-                return self._mapping(value, path)
-        finally:
-            self._inside.discard(id(value))
-        raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a "
-            "checkpoint does not hold; save numbers, strings, lists, dicts "
-            "and tensors (its state_dict(), if it has one)"
-        )
+        made = self._container(value, kind, path)
+        self._inside.discard(id(value))
+        return made
 
-    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
-        kind = type(value)
-        plain = all(type(k) is str and k[:1] != "$" for k in value)
-        if kind is dict and plain:
+    def _container(self, value: Any, kind: type, path: str) -> Any:
+        if kind in (list, tuple, set):
+            items = [self.tree(v, f"{path}[{i}]") for i, v in enumerate(value)]
+            return items if kind is list else {f"${kind.__name__}": items}
+        if kind not in (dict, Counter, OrderedDict):
+            raise TypeError(
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, which a "
+                "checkpoint does not hold; save numbers, strings, lists, dicts and "
+                "tensors (its state_dict(), if it has one)"
+            )
+        if kind is dict and all(type(k) is str and k[:1] != "$" for k in value):
             return {k: self.tree(v, f"{path}[{k!r}]") for k, v in value.items()}
         pairs = [
             [self.tree(k, f"a key of {path}"), self.tree(v, f"{path}[{k!r}]")]
@@ -103,19 +100,12 @@ class _Encoder:
         ]
         return {f"${kind.__name__}": pairs}
 
-    def _as_tensor(self, array: Any, path: str) -> Tensor:
-        try:
-            return torch.from_numpy(array.copy())
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{path}: {error}") from error
-
     def _tensor(self, value: Tensor, path: str) -> Any:
         dtype = dtype_name(value.dtype)
         if value.layout != torch.strided or dtype not in DTYPES:
             raise TypeError(
-                f"{path} is a {value.layout} tensor of {dtype}, which a "
-                "checkpoint does not hold; save a dense one of "
-                f"{', '.join(DTYPES)}"
+                f"{path} is a {value.layout} tensor of {dtype}, which a checkpoint "
+                f"does not hold; save a dense one of {', '.join(DTYPES)}"
             )
         if value.ndim == 0 and not value.is_complex():
             return {"$scalar": [dtype, self.tree(value.item(), path)]}
@@ -127,20 +117,19 @@ class _Encoder:
 def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """The inverse of `encode`; `tensor` brings a tensor by its name.
 
-    Tensors come back on the CPU. Raises ValueError for what `encode` never
-    writes.
+    Tensors come back on the CPU. Raises ValueError for what `encode` never writes.
     """
 
-    def pairs(items: Any) -> list[tuple[Any, Any]]:
-        return [(back(k), back(v)) for k, v in items]
+    def pairs(items: Any) -> dict[Any, Any]:
+        return {back(k): back(v) for k, v in items}
 
     makers: dict[str, Callable[[Any], Any]] = {
         "$float": float,
         "$bytes": base64.b64decode,
         "$tuple": lambda items: tuple(map(back, items)),
         "$set": lambda items: set(map(back, items)),
-        "$dict": lambda items: dict(pairs(items)),
-        "$Counter": lambda items: Counter(dict(pairs(items))),
+        "$dict": pairs,
+        "$Counter": lambda items: Counter(pairs(items)),
         "$OrderedDict": lambda items: OrderedDict(pairs(items)),
         "$scalar": lambda it: torch.tensor(back(it[1]), dtype=DTYPES[it[0]]),
         "$tensor": tensor,

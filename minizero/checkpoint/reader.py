@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
-from .manifest import Index, SavedFlat
 from .encoding import decode
-from minizero.checkpoint.tensor_file import (
-    CheckpointError,
-    TensorFile,
-    checksum,
-)
-
-
-def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The saved rows that hold elements a to b: row, first, last."""
-    while a < b:
-        row, first = divmod(a, size)
-        last = min(size, first + b - a)
-        yield row, first, last
-        a += last - first
+from .manifest import Index, SavedFlat
+from .resharding import pieces
+from .tensor_file import CheckpointError, TensorFile, checksum
 
 
 class SavedRun:
@@ -42,14 +29,13 @@ class SavedRun:
             nbytes, crc32 = checksum(path)
             if nbytes != saved.bytes:
                 raise CheckpointError(
-                    f"{path}: it has {nbytes:,} bytes, and {saved.bytes:,} "
-                    "were saved; it was truncated or replaced"
+                    f"{path}: it has {nbytes:,} bytes, and {saved.bytes:,} were saved; "
+                    "it was truncated or replaced"
                 )
             if crc32 != saved.crc32:
                 raise CheckpointError(
-                    f"{path}: its checksum is {crc32:08x}, and was "
-                    f"{saved.crc32:08x} when it was saved; the disk or a "
-                    "program has changed it"
+                    f"{path}: its checksum is {crc32:08x}, and was {saved.crc32:08x} "
+                    "when it was saved; the disk or a program has changed it"
                 )
 
     def file(self, number: int) -> TensorFile:
@@ -64,28 +50,27 @@ class SavedRun:
         file = self.file(number)
         if name not in file.entries:
             raise CheckpointError(
-                f"{file.path}: it has no tensor {name!r}, which the index "
-                "refers to; save again"
+                f"{file.path}: it has no tensor {name!r}, which the index refers to; "
+                "save again"
             )
         return file.tensor(name)
 
     def read(self, flat: SavedFlat, state: str | None, start: int, out: Tensor) -> None:
-        """Elements of a saved buffer from `start` on, whoever has the row."""
+        """Elements of a saved buffer from `start` on, whoever has the shard."""
         name, done = flat.tensor(state), 0
-        end = start + out.numel()
-        for number, first, last in pieces(start, end, flat.size):
+        for number, a, b in pieces(start, start + out.numel(), flat.size):
             file = self.file(number)
             entry = file.entries.get(name)
             if entry is None or entry.shape != (flat.size,):
                 raise CheckpointError(
-                    f"{file.path}: it has no tensor {name!r} of "
-                    f"{flat.size:,} elements; save again"
+                    f"{file.path}: it has no tensor {name!r} of {flat.size:,} "
+                    "elements; save again"
                 )
-            file.read(name, first, out[done : done + last - first])
-            done += last - first
+            file.read(name, a, out[done : done + b - a])
+            done += b - a
 
     def tree(self, tree: Any, number: int = 0) -> Any:
-        """A value that `plain` has encoded."""
+        """A value that `encode` has made a tree of; its tensors are in one file."""
         try:
             return decode(tree, lambda name: self.tensor(name, number))
         except (ValueError, TypeError, KeyError) as error:
@@ -95,10 +80,8 @@ class SavedRun:
 
     def own(self, number: int) -> dict[str, Any]:
         """What one rank has saved for itself."""
-        text = bytes(self.tensor("own", number).tolist())
-        return {
-            name: self.tree(tree, number) for name, tree in json.loads(text).items()
-        }
+        trees = json.loads(bytes(self.tensor("own", number).tolist()))
+        return {name: self.tree(tree, number) for name, tree in trees.items()}
 
     def __enter__(self) -> Self:
         return self

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from ..ranks.launch import rank, world_size
 from ..zero.data_parallel import DataParallel
 from ..zero.flat_buffer import Flat, Unit
-from .manifest import Index, SavedFlat, SavedSlot
-from ..ranks.launch import rank, world_size
-from .encoding import dtype_name, encode
-from .tensor_writer import Source
 from ..zero.verbs import Owned
+from .encoding import dtype_name, encode
+from .manifest import Index, SavedFlat, SavedSlot
+from .tensor_file import LazyTensor
 
 # how an optimizer computes, which is this machine's affair; and the names of
 # parameters that it no longer has
@@ -42,59 +42,56 @@ def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
             yield unit, number, flat
 
 
-def own_row(net: DataParallel, flat: Flat) -> Owned:
-    """The row that this rank saves."""
+def own_shard(net: DataParallel, flat: Flat) -> Owned:
+    """The shard that this rank saves: its own, though it may hold all."""
     if not flat.numel:  # parameters without elements: nothing is made of it
         return Owned(rank(), flat.full, flat.full, {}, flat.full)
-    rows = net.owned_states(flat)
-    return next(owned for owned in rows if owned.index == rank())
+    owned = net.owned_states(flat)
+    return next(shard for shard in owned if shard.index == rank())
 
 
-def is_elementwise(value: Any, row: Tensor) -> TypeGuard[Tensor]:
-    """Whether an optimizer's state has a value for each element of a row."""
-    return isinstance(value, Tensor) and value.shape == row.shape
+def is_elementwise(value: Any, shard: Tensor) -> TypeGuard[Tensor]:
+    """Whether an optimizer's state has a value for each element of a shard."""
+    return isinstance(value, Tensor) and value.shape == shard.shape
 
 
-def saved_flat(net: DataParallel, unit: Unit, number: int, flat: Flat) -> SavedFlat:
-    """What the index says of a buffer."""
-    owned = own_row(net, flat)
-    states, scalars = {}, {}
+def saved_flat(
+    net: DataParallel, unit: Unit, number: int, flat: Flat
+) -> tuple[SavedFlat, list[LazyTensor]]:
+    """What the index says of a buffer, and this rank's shard of it."""
+    owned = own_shard(net, flat)
+    tensors: dict[str | None, Tensor] = {None: owned.master}
+    scalars = {}
     for key, value in owned.state.items():
         if is_elementwise(value, owned.row):
-            states[key] = dtype_name(value.dtype)
-        else:
-            where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
-            scalars[key], tensors = encode(value, where)
-            if tensors:
-                raise TypeError(
-                    f"{where} is a tensor of shape {tuple(value.shape)}, "
-                    f"which is neither a scalar nor of the row's shape "
-                    f"{tuple(owned.row.shape)}; it cannot be cut into shards"
-                )
-    return SavedFlat(
-        unit.name,
-        number,
-        dtype_name(owned.master.dtype),
-        flat.trainable,
-        flat.group,
-        flat.size,
-        [SavedSlot(s.name, list(s.shape), s.offset) for s in flat.slots],
-        states,
-        scalars,
+            tensors[key] = value
+            continue
+        where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
+        scalars[key], parts = encode(value, where)
+        if parts:
+            raise TypeError(
+                f"{where} is a tensor of shape {tuple(value.shape)}, which is neither "
+                f"a scalar nor of the shard's shape {tuple(owned.row.shape)}; it "
+                "cannot be cut into shards"
+            )
+    saved = SavedFlat(
+        unit=unit.name,
+        number=number,
+        dtype=dtype_name(owned.master.dtype),
+        trainable=flat.trainable,
+        group=flat.group,
+        size=flat.size,
+        slots=[SavedSlot(s.name, list(s.shape), s.offset) for s in flat.slots],
+        states={k: dtype_name(t.dtype) for k, t in tensors.items() if k is not None},
+        scalars=scalars,
     )
-
-
-def row_sources(net: DataParallel, flat: Flat, saved: SavedFlat) -> Iterator[Source]:
-    """The own row of a buffer: its values, and the optimizer's states."""
-    owned = own_row(net, flat)
-    tensors: dict[str | None, Tensor] = {None: owned.master}
-    tensors |= {key: owned.state[key] for key in saved.states}
-    for key, tensor in tensors.items():
-        plan = net.home.plan
+    lazy, plan = [], net.home.plan
+    for state, tensor in tensors.items():
         rests = plan.parameters if tensor is owned.row else plan.optimizer
-        name, shape = saved.tensor(key), (flat.size,)
-        read = partial(net.home.fetch, tensor)
-        yield Source(name, tensor.dtype, shape, read, rests.on == "nvme")
+        read, name = partial(net.home.fetch, tensor), saved.tensor(state)
+        on_disk = rests.on == "nvme"
+        lazy.append(LazyTensor(name, tensor.dtype, (flat.size,), read, on_disk))
+    return saved, lazy
 
 
 def tied_names(net: DataParallel) -> dict[str, str]:
@@ -125,29 +122,30 @@ def group_options(net: DataParallel) -> list[dict[str, Any]]:
     ]
 
 
-def random_states() -> dict[str, Any]:
-    """The states of this rank's generators: Python's, torch's, NumPy's."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to get and set the states of Python's, torch's and NumPy's generators."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "python": (random.getstate, random.setstate),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
     }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state()
-    return states
+        found["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        found["numpy"] = numpy.get_state, numpy.set_state
+    return found
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this rank's generators, by name."""
+    return {name: get() for name, (get, _) in _generators().items()}
 
 
 def set_random_states(states: dict[str, Any]) -> None:
     """The inverse. A generator that is missing here or there is left."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        numpy.random.set_state(states["numpy"])
+    for name, (_, put) in _generators().items():
+        if name in states:
+            put(states[name])
 
 
 def describe(
@@ -155,37 +153,39 @@ def describe(
     tag: str,
     extra: dict[str, Any] | None,
     own: dict[str, Any] | None,
-) -> tuple[Index, list[Source]]:
+) -> tuple[Index, list[LazyTensor]]:
     """The index, but for its files, and what this rank has to write.
 
     Raises TypeError for a value that would need pickle.
     """
     flats: list[SavedFlat] = []
-    sources: list[Source] = []
+    written: list[LazyTensor] = []
     for unit, number, flat in flats_of(net):
-        saved = saved_flat(net, unit, number, flat)
+        saved, shards = saved_flat(net, unit, number, flat)
         flats.append(saved)
-        sources += row_sources(net, flat, saved)
+        written += shards
     state = module_state(net)
-    buffers = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-    sources += [Source.of(f"buffers/{k}", v) for k, v in buffers.items()]
-    trees: dict[str, Any] = {}
-    for name, value in {
-        "extra": {} if extra is None else extra,
-        "own": {} if own is None else own,
+    buffers = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+    written += [LazyTensor.of(f"buffers/{k}", v) for k, v in buffers.items()]
+    own_trees = {
+        "own": own or {},
         "random": random_states(),
         "modules": {k: v for k, v in state.items() if k not in buffers},
+    }
+    all_trees = own_trees | {
+        "extra": extra or {},
         "groups": group_options(net),
         "precision": net.precision.state_dict(),
-    }.items():
+    }
+    trees = {}
+    for name, value in all_trees.items():
         trees[name], tensors = encode(value, name)
-        if rank() == 0 or name in ("own", "random", "modules"):
-            sources += [Source.of(k, v) for k, v in tensors.items()]
-    ours = {name: trees[name] for name in ("own", "random", "modules")}
-    text = bytearray(json.dumps(ours).encode())
-    sources.append(Source.of("own", torch.frombuffer(text, dtype=torch.uint8)))
+        if rank() == 0 or name in own_trees:
+            written += [LazyTensor.of(k, v) for k, v in tensors.items()]
+    text = bytearray(json.dumps({name: trees[name] for name in own_trees}).encode())
+    written.append(LazyTensor.of("own", torch.frombuffer(text, dtype=torch.uint8)))
     # wide ones first keeps all aligned
-    sources.sort(key=lambda s: (not s.on_disk, -s.dtype.itemsize))
+    written.sort(key=lambda t: (not t.on_disk, -t.dtype.itemsize))
     index = Index(
         tag=tag,
         number=0,
@@ -198,4 +198,4 @@ def describe(
         precision=trees["precision"],
         extra=trees["extra"],
     )
-    return index, sources
+    return index, written

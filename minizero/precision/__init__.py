@@ -1,6 +1,6 @@
 """The dtypes of a run: master weights, loss scale, 8-bit products.
 
-Read `loss_scale`, `mixed`, `float8`. Imports `zero` and what is below it.
+Read `loss_scale`, `settings`, `mixed`, `float8`. Imports `zero` and what is below it.
 """
 
 from .float8 import (
@@ -18,17 +18,17 @@ from .loss_scale import (
     LossScale,
 )
 from .mixed import (
-    Dtypes,
+    Masters,
     MixedPrecision,
 )
 
 __all__ = [
-    "Dtypes",
     "DynamicLossScale",
     "E4M3",
     "E5M2",
     "Float8Linear",
     "LossScale",
+    "Masters",
     "MixedPrecision",
     "Where",
     "has_float8",

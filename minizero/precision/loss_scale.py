@@ -16,6 +16,8 @@ class LossScale:
     is skipped, whatever the scale.
     """
 
+    saved: tuple[str, ...] = ("scale",)
+
     def __init__(self, scale: float = 1.0) -> None:
         if not 0 < scale < float("inf"):
             raise ValueError(
@@ -28,32 +30,30 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs, as plain numbers."""
-        return {"scale": self.scale}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """The inverse. Raises ValueError if the names differ."""
-        if state.keys() != self.state_dict().keys():
+        if state.keys() != set(self.saved):
             raise ValueError(
                 f"this is the state of another loss scale: it has "
                 f"{', '.join(state)}, and {type(self).__name__} needs "
-                f"{', '.join(self.state_dict())}"
+                f"{', '.join(self.saved)}"
             )
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 # %% ../../notebooks/04_precision.ipynb #precision-dynamic
 class DynamicLossScale(LossScale):
     """As large as gradients allow, by DeepSpeed's rules and its names.
 
-    An overflow uses up one of `hysteresis` lives; on the last one each
-    overflow halves the scale. `loss_scale_window` steps in a row without one
-    (after a first that is not counted) double it and give all lives back;
-    with `consecutive_hysteresis` any step without one gives them back. It
-    starts at 2 ** `initial_scale_power`.
-
-    An overflow when the scale is `min_loss_scale` already, and due to be
-    halved, raises OverflowError.
+    An overflow costs one of `hysteresis` lives, and with the last one left it
+    halves the scale; at `min_loss_scale` it raises OverflowError instead.
+    `loss_scale_window` steps in a row without one (after a first that is not
+    counted) double it and give all lives back; with `consecutive_hysteresis`
+    each step without one gives them back.
     """
+
+    saved = ("scale", "lives", "good_steps")
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DynamicLossScale(LossScale):
         min_loss_scale: float = 1.0,
     ) -> None:
         super().__init__(2.0**initial_scale_power)
-        if loss_scale_window < 1 or hysteresis < 1:
+        if min(loss_scale_window, hysteresis) < 1:
             raise ValueError(
                 "loss_scale_window and hysteresis must be at least 1, not "
                 f"{loss_scale_window!r} and {hysteresis!r}"
@@ -75,17 +75,15 @@ class DynamicLossScale(LossScale):
                 f"scale, {self.scale:g}, not {min_loss_scale!r}"
             )
         self.loss_scale_window = loss_scale_window
-        self.hysteresis = hysteresis
+        self.hysteresis = self.lives = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_loss_scale = float(min_loss_scale)
-        self.lives = hysteresis
         self.good_steps = 0  # since the last overflow
 
     def update(self, overflow: bool) -> None:
         if overflow:
             self.good_steps = 0
-            self._shrink()
-            return
+            return self._shrink()
         # the first step after an overflow does not count
         counted, self.good_steps = self.good_steps, self.good_steps + 1
         whole_window = counted > 0 and counted % self.loss_scale_window == 0
@@ -101,15 +99,7 @@ class DynamicLossScale(LossScale):
             self.scale = max(self.scale / 2, self.min_loss_scale)
         else:
             raise OverflowError(
-                "gradients are not finite at a loss scale of "
-                f"{self.scale:g}, the minimum, so the scale is not to blame; "
-                "look for the first inf or NaN in the model or the data, or "
-                "train in bf16"
+                f"gradients are not finite at a loss scale of {self.scale:g}, "
+                "the minimum, so the scale is not to blame; look for the "
+                "first inf or NaN in the model or the data, or train in bf16"
             )
-
-    def state_dict(self) -> dict[str, float]:
-        return {
-            "scale": self.scale,
-            "lives": self.lives,
-            "good_steps": self.good_steps,
-        }

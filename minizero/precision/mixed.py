@@ -5,84 +5,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .. import comm
 from ..memory import labels
-from ..zero.flat_buffer import Flat
+from .settings import Settings
 from ..ranks.launch import device
-from .loss_scale import DynamicLossScale, LossScale
-from ..zero.interfaces import Precision
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from ..zero.flat_buffer import Flat
 
 # %% auto #0
-__all__ = ['Dtypes', 'MixedPrecision']
+__all__ = ['Masters', 'overflowed', 'MixedPrecision']
 
 # %% ../../notebooks/04_precision.ipynb #precision-dtypes
-class Dtypes(Precision):
+class Masters(Settings):
     """Compute in one dtype, reduce in another, update in fp32.
 
-    `parameters`: dtype of the parameters, of floating-point inputs of the
-        model and, with ZeRO, of what is gathered.
-    `reduce`: dtype in which gradients are kept, added up over micro-batches
-        and reduced over ranks; by default that of the parameters.
-    `buffers`: dtype of the model's floating-point buffers; by default they
-        stay as they come.
-
-    The model may come in any floating-point dtype: the masters of the rows
+    The model may come in any floating-point dtype: the masters of the shards
     that this rank updates are made from its values before they are rounded.
     """
 
-    def __init__(
-        self,
-        parameters: torch.dtype = torch.bfloat16,
-        reduce: torch.dtype | None = None,
-        buffers: torch.dtype | None = None,
-    ) -> None:
-        self.parameters = parameters
-        self.reduce = parameters if reduce is None else reduce
-        self.buffers = buffers
-        for dtype in (self.parameters, self.reduce, buffers or parameters):
-            if dtype not in _FLOATS:
-                raise ValueError(
-                    "a precision is made of torch.float32, torch.bfloat16 "
-                    f"and torch.float16, not of {dtype!r}"
-                )
-        # between `attach` and `masters`; a home may move them after that
-        self._made: dict[Flat, list[Tensor]] = {}
-
     def attach(self, flat: Flat, owned: list[Tensor]) -> None:
-        """Copy the owned rows in fp32; then round the buffer."""
+        """Copy the owned shards in fp32; then round the buffer."""
         if not flat.full.is_floating_point():
             return
         if flat.trainable and self.parameters != torch.float32:
+            # until `masters` hands them over; a home may move them after that
             self._made[flat] = [
-                labels.label(row.to(torch.float32, copy=True), "optimizer")
-                for row in owned
+                labels.label(shard.to(torch.float32, copy=True), "optimizer")
+                for shard in owned
             ]
         flat.cast(self.parameters, self.reduce)
 
-    def attach_buffer(self, buffer: Tensor) -> None:
-        if self.buffers is not None and buffer.is_floating_point():
-            # the same object: modules and the caller hold it
-            buffer.data = labels.label(buffer.to(self.buffers), "buffers")
-
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         return self._made.pop(flat, owned)
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast floating-point tensors to the parameters' dtype."""
-
-        def cast(x: Any) -> Any:
-            is_float = isinstance(x, Tensor) and x.is_floating_point()
-            return x.to(self.parameters) if is_float else x
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
 
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """In fp32, for the time of the update."""
@@ -91,47 +47,40 @@ class Dtypes(Precision):
             for grad in owned
         ]
 
-    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
-        """Round the masters into the rows."""
-        for master, row in zip(masters, rows, strict=True):
-            if master is not row:
-                row.copy_(master)
+    def written(self, masters: list[Tensor], shards: list[Tensor]) -> None:
+        """Round the masters into the shards."""
+        for master, shard in zip(masters, shards, strict=True):
+            if master is not shard:
+                shard.copy_(master)
 
-    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
-        """Where a row is not its master's rounding, the row is newer."""
-        for master, row in zip(masters, rows, strict=True):
-            new = row.to(master.device)
-            same = master.to(row.dtype) == new
+    def read(self, masters: list[Tensor], shards: list[Tensor]) -> None:
+        """Where a shard is not its master's rounding, the shard is newer."""
+        for master, shard in zip(masters, shards, strict=True):
+            new = shard.to(master.device)
+            same = master.to(shard.dtype) == new
             master.copy_(torch.where(same, master, new))
 
+# %% ../../notebooks/04_precision.ipynb #precision-overflow
+def overflowed(owned: list[Tensor]) -> bool:
+    """Whether any rank has an inf or a NaN: all must do the same."""
+    found = torch.zeros(1, device=device())
+    for grad in owned:
+        if grad.numel():
+            largest = torch.linalg.vector_norm(grad, torch.inf)
+            found += (~largest.isfinite()).to(found)
+    with comm.phase(unit="overflow"):
+        comm.all_reduce(found)
+    return found.item() > 0
+
 # %% ../../notebooks/04_precision.ipynb #precision-class
-class MixedPrecision(Dtypes):
+class MixedPrecision(Masters):
     """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3).
 
-    `loss_scale`: by default a `DynamicLossScale` if gradients pass through
-    fp16, and else none, and no test for overflow either. The others are those
-    of `Dtypes`. One object serves one training run, on any plan.
+    Takes what `Settings` takes. One object serves one run, on any plan.
     """
 
-    def __init__(
-        self,
-        parameters: torch.dtype = torch.bfloat16,
-        reduce: torch.dtype | None = None,
-        buffers: torch.dtype | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        super().__init__(parameters, reduce, buffers)
-        if loss_scale is None and torch.float16 in (parameters, self.reduce):
-            loss_scale = DynamicLossScale()
-        self.scaler = loss_scale
-        self.skipped_steps = 0
-        self._clipped: Tensor | None = None
-        self._multiplier: Tensor | float = 1.0
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+    _clipped: Tensor | None = None  # the factor of `clip`, until the update
+    _multiplier: Tensor | float = 1.0  # of this update's gradients
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss in fp32, where its scale fits, times the scale."""
@@ -158,21 +107,10 @@ class MixedPrecision(Dtypes):
         self._multiplier = clipped / self.loss_scale
         if self.scaler is None:
             return True
-        overflow = self._overflow(owned)
+        overflow = overflowed(owned)
         self.skipped_steps += overflow
         self.scaler.update(overflow)
         return not overflow
-
-    def _overflow(self, owned: list[Tensor]) -> bool:
-        """Whether any rank has an inf or a NaN: all must do the same."""
-        found = torch.zeros(1, device=device())
-        for grad in owned:
-            if grad.numel():
-                largest = torch.linalg.vector_norm(grad, torch.inf)
-                found += (~largest.isfinite()).to(found)
-        with comm.phase(unit="overflow"):
-            comm.all_reduce(found)
-        return found.item() > 0
 
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """In fp32, and there unscaled and clipped, in one multiplication."""
@@ -186,26 +124,3 @@ class MixedPrecision(Dtypes):
 
     def forget(self) -> None:
         self._clipped = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Loss scale and counts.
-
-        Masters are the optimizer's: they are in its `param_groups`.
-        """
-        return {
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": self.scaler and self.scaler.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. Raises ValueError if only one has a loss scale."""
-        saved = state["loss_scale"]
-        if (saved is None) != (self.scaler is None):
-            raise ValueError(
-                f"the saved run had {'no' if saved is None else 'a'} loss "
-                "scale and this one is otherwise; make the MixedPrecision "
-                "with the same loss_scale"
-            )
-        self.skipped_steps = state["skipped_steps"]
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved)
