@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.api import finish, load, save
-from ..checkpoint.directory import exists
-from ..checkpoint.restore import Loaded
-from ..checkpoint.tensor_file import CheckpointError
+from ..checkpoint import CheckpointError, Loaded, exists, finish, load, save
 from ..comm.agreement import broadcast_bytes
 from ..ranks.launch import rank
 from .batches import BatchFeeder, place

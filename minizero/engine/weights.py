@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.tensor_file import CheckpointError
+from ..checkpoint import CheckpointError
 from ..comm.agreement import agreeing
 from ..ranks.launch import rank
 from ..zero.data_parallel import DataParallel
