@@ -8,9 +8,9 @@ from typing import Any
 from ..activations import functions
 from ..activations.functions import checkpoint, reset
 from ..config import read
-from ..config.schema import entries
-from ..config.train import ActivationCheckpointing
-from ..engine.arguments import Source
+from ..config.keys import keys
+from ..config.sections import ActivationCheckpointing
+from ..config.source import Source
 from ..ranks.launch import world_size
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
@@ -47,10 +47,10 @@ def configure(
         section = read(deepspeed_config, world_size()).activation_checkpointing
         if checkpoint_in_cpu is None:
             on_host = section.cpu_checkpointing
-    known = entries(ActivationCheckpointing)
+    known = keys(ActivationCheckpointing)
     for key, value in given.items():
         if value:
-            why = known[key].about.ignored
+            why = known[key].ignored
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
     functions.use(on_host, by_script=True)
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..zero.data_parallel import nets_of
+from ..config.source import Source
+from ..zero.construction import nets_of
 from .lr_schedules import SCHEDULES
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
-Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def refuse(**given: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +101,7 @@ class BatchFeeder:
             )
         sizes = batch_sizes(world_size(), total, micro, steps)
         new: Any = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
-        self.steps.resize(dataclasses.replace(self.steps.config, **new))
+        self.steps.resize(self.steps.config.model_copy(update=new))
 
 
 def place(steps: Accumulation) -> str:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..activations import functions
 from ..config import Config, read
+from ..config.source import Source
 from ..ranks.launch import device, init_distributed, rank, world_size
 from ..zero.init import GatheredParameters
 from .arguments import (
     MakeOptimizer,
     MakeScheduler,
     Parameters,
-    Source,
     check_model,
     make_optimizer,
     make_scheduler,

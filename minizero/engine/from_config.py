@@ -9,16 +9,12 @@ import torch
 from torch import nn
 
 from ..config import Config
-from ..zero.data_parallel import DataParallel
-from ..ranks.launch import device
-from ..precision.loss_scale import DynamicLossScale, LossScale
-from ..offload.nvme import NVMe
-from ..offload.host import Offload
-from ..overlap.prefetch import Overlap
-from ..precision.mixed import MixedPrecision
-from ..zero.interfaces import Home, Schedule
-from ..zero.sharded_buffer import owners
-from ..zero.parallelize import parallelize
+from ..offload import Delayed, NVMe, Offload
+from ..overlap import Overlap
+from ..precision import DynamicLossScale, LossScale, MixedPrecision
+from ..ranks import device
+from ..zero import DataParallel, Home, Schedule, parallelize
+from ..zero.absent import owners
 
 # %% auto #0
 __all__ = ['loss_scale', 'precision', 'schedule', 'home', 'wrap']
@@ -72,9 +68,10 @@ def home(config: Config) -> Home | None:
     plan = config.plan
     if config.files is not None:
         return NVMe(plan, **config.files)
-    if any(placement.on == "cpu" for placement in vars(plan).values()):
-        return Offload(plan)
-    return None
+    if all(placement.on == "device" for placement in vars(plan).values()):
+        return None
+    late = config.zero_optimization.offload_optimizer.delayed_update
+    return Delayed(plan) if late else Offload(plan)
 
 # %% ../../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(

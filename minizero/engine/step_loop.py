@@ -16,7 +16,7 @@ from ..config import Config
 from .checks import check_alive, check_loss, check_options
 from .optimizer import EngineOptimizer
 from .throughput import Meter
-from ..zero.data_parallel import DataParallel
+from ..zero import DataParallel
 
 # %% auto #0
 __all__ = ['Accumulation', 'StepLoop']

@@ -17,7 +17,7 @@ from ..checkpoint import CheckpointError
 from ..comm.agreement import agreeing
 from ..ranks.launch import rank
 from ..zero.data_parallel import DataParallel
-from ..zero.sharded_buffer import owners
+from ..zero.absent import owners
 
 
 class Weights:
@@ -41,9 +41,10 @@ class Weights:
         """The model's whole state dict, without the prefix "module.".
 
         Where parameters are sharded: copies in host memory on rank 0, made
-        unit by unit, and {} on other ranks; all ranks must call it. Else, on
-        every rank, the model's own tensors.
+        unit by unit, and {} on other ranks. Else, on every rank, the model's
+        own tensors. All ranks must call it: an update may be under way.
         """
+        self.net.synchronize()
         with self.gathering():
             sharded = self.net.plan.parameters.sharded
             whole = (self.net if sharded else self.module).state_dict()
