@@ -142,7 +142,7 @@ def _set_param(p: nn.Parameter, value: Tensor, local: bool) -> None:
     view.write([o.master for o in owned], parts)
     # a 16-bit row is always its master's rounding
     view.write([o.shard for o in owned], [part.float() for part in parts])
-    net.publish(view.unit)
+    net.updated([view.unit])
     net.finish()
 
 
