@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -13,10 +12,11 @@ import pytest
 from ds_example import EXAMPLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from minizero.config import Config, ConfigError, read
-from minizero.config.optimizer import Optimizer
-from minizero.config.schema import entries, walk
+from minizero.config.keys import Section, keys, walk
+from minizero.config.sections import Optimizer
 from minizero.config.unsupported import ON, REFUSED
 from minizero.lab import config_reference
 from minizero.lab.plots.engine import config_map, decisions, phase_bars, rate_curves
@@ -246,6 +246,13 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
         {"scheduler.params.cos_min_ratio": 1e-4},
     ),
     (
+        schedule("lrrangetest", lr_range_test_step_size=100),
+        {
+            "scheduler.type": "LRRangeTest",
+            "scheduler.params.lr_range_test_min_lr": 1e-3,
+        },
+    ),
+    (
         schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=1, decay_step_size=1),
         {"scheduler.params.cycle_momentum": True},
     ),
@@ -288,6 +295,16 @@ IDLE: list[tuple[Any, list[str]]] = [
             "stage 0 every rank has all of the optimizer state, on its device"
         ],
     ),
+    (
+        zero(0, offload_optimizer={"device": "cpu", "delayed_update": True}),
+        [
+            'zero_optimization.offload_optimizer.device = "cpu", '
+            "zero_optimization.offload_optimizer.delayed_update = true have no "
+            "effect: at stage 0 every rank has all of the optimizer state, on its "
+            "device"
+        ],
+    ),
+    (zero(2, offload_optimizer={"device": "cpu", "delayed_update": True}), []),
     (
         zero(3, overlap_comm=False, stage3_prefetch_bucket_size=0),
         [
@@ -683,9 +700,9 @@ BAD: list[tuple[Any, str]] = [
     ),
     (
         top(scheduler={"type": "StepLR"}),
-        'scheduler.type must be "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" or '
-        '"OneCycle", not "StepLR"; pass another scheduler to minizero.initialize '
-        "as lr_scheduler=",
+        'scheduler.type must be "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", '
+        '"OneCycle" or "LRRangeTest", not "StepLR"; pass another scheduler to '
+        "minizero.initialize as lr_scheduler=",
     ),
     # keys that contradict each other
     (
@@ -709,6 +726,21 @@ BAD: list[tuple[Any, str]] = [
         ),
         'zero_optimization has the nvme_path "b" and "a" in offload_optimizer and '
         "offload_param, but all files are in one folder; give both the same",
+    ),
+    *(
+        (
+            zero(3, **offload),
+            "zero_optimization.offload_optimizer.delayed_update = true, but only what "
+            'is in host memory is updated late; give "device": "cpu", and '
+            'offload_param no "nvme"',
+        )
+        for offload in (
+            {"offload_optimizer": {"delayed_update": True}},
+            {
+                "offload_optimizer": {"device": "cpu", "delayed_update": True},
+                "offload_param": {"device": "nvme", "nvme_path": "d"},
+            },
+        )
     ),
     (
         top(
@@ -899,9 +931,9 @@ def test_it_is_frozen_and_the_source_stays_as_it_is() -> None:
     source = json.loads(json.dumps(EXAMPLE))
     config = read(source, 4)
     assert source == EXAMPLE
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="Instance is frozen"):
         config.gradient_clipping = 2.0  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="Instance is frozen"):
         config.zero_optimization.stage = 1  # type: ignore[misc]
 
 
@@ -912,16 +944,16 @@ def own_keys() -> dict[str, dict[str, Any]]:
     """The default of every key, by section as the stored file names them."""
     found: dict[str, dict[str, Any]] = {}
 
-    def add(section: type, place: str) -> None:
+    def add(section: type[Section], place: str) -> None:
         found[place] = {}
-        for name, entry in entries(section).items():
+        for name, key in keys(section).items():
             where = f"{place}.{name}".lstrip(".")
-            if entry.section:
-                add(entry.section, where)
+            if key.section:
+                add(key.section, where)
                 continue
-            default = "required" if entry.required else entry.default
+            default = "required" if key.required else key.default
             found[place][name] = default
-            for kind, params in entry.about.variants.items():
+            for kind, params in key.variants.items():
                 add(params, f"{where} of {kind}")
 
     add(Config, "")
@@ -942,24 +974,25 @@ def test_keys_and_defaults_are_deepspeeds(place: str) -> None:
             mine = own[at][name]
             assert (list(mine) if isinstance(mine, tuple) else mine) == default, where
             found.add(name)
-    assert own[at].keys() - found <= {"fused"}, "DeepSpeed has no such key"
+    own_names = own[at].keys() - found
+    assert own_names <= {"fused", "delayed_update"}, "DeepSpeed has no such key"
 
 
 def test_every_section_of_deepspeed_is_known() -> None:
-    known = {*entries(Config), *REFUSED}
+    known = {*keys(Config), *REFUSED}
     assert set(DEEPSPEED["sections"]) <= known
 
 
 def test_writing_out_deepspeeds_defaults_changes_nothing() -> None:
     config: dict[str, Any] = {}
-    for place, keys in DEEPSPEED["keys"].items():
+    for place, defaults in DEEPSPEED["keys"].items():
         if "params" in place:
             continue
         section = config
         for name in filter(None, place.split(".")):
             section[name] = section.get(name) or {}
             section = section[name]
-        section.update(keys)
+        section.update(defaults)
     config["train_batch_size"] = 8
     assert read(config, 4) == read(top(), 4)
 
@@ -976,14 +1009,13 @@ NUMBERS = (
 
 
 def test_every_key_is_told_of() -> None:
-    for where, entry in walk(Config):
-        about = entry.about
-        assert about.does.endswith("."), where
-        assert bool(about.maps) != bool(about.ignored), where
-        assert bool(about.unset) == (entry.default is None), where
+    for where, key in walk(Config):
+        assert key.does.endswith("."), where
+        assert bool(key.maps) != bool(key.ignored), where
+        assert bool(key.unset) == (key.default is None), where
         assert where not in REFUSED
-        if entry.kind is int and where not in NUMBERS:
-            assert about.unit, where
+        if key.kind is int and where not in NUMBERS:
+            assert key.unit, where
 
 
 def test_every_refusal_says_what_to_do() -> None:
@@ -1026,33 +1058,36 @@ print("torch" in sys.modules, "numpy" in sys.modules)
 def test_map_of_what_a_config_decides() -> None:
     made = {what: how for _, what, how in decisions(read(EXAMPLE, 4))}
     assert made == {
-        "the loop": "4 samples a rank, 16 times, 4 ranks",
+        "Accumulation": "4 samples a rank, 16 times, 4 ranks",
         "Plan": "sharded: parameters, gradients, optimizer",
-        "home": "parameters, gradients, optimizer on cpu",
-        "precision": "float16, first scale 2^16",
-        "schedule": "500,000,000 elements ahead",
-        "bucket_size": "reductions of at most 500,000,000 elements",
-        "clip_grad_norm": "norm at most 1",
-        "update": "those given to initialize",
+        "Offload": "parameters, gradients, optimizer on cpu",
+        "MixedPrecision": "float16, first scale 2^16",
+        "Overlap": "gathers 500,000,000 elements ahead;\n"
+        "units below 1,000,000 stay whole",
+        "parallelize(bucket_size=...)": "reductions of at most 500,000,000 elements",
+        "EngineOptimizer": "norm at most 1",
+        "torch.optim, lr_schedules": "those given to initialize",
     }
     plain = top(gradient_clipping=0, optimizer={"type": "SGD"})
     made = {what: how for _, what, how in decisions(read(plain, 4))}
     assert made["Plan"] == "sharded: nothing"
-    assert made["home"] == "all on the device"
-    assert made["precision"] == "fp32 throughout"
-    assert made["schedule"] == "launched at once"
-    assert made["clip_grad_norm"] == "no clipping"
-    assert made["update"] == "SGD"
+    assert made["Home"] == "all on the device"
+    assert made["Precision"] == "fp32 throughout"
+    assert made["Schedule"] == "waits at once"
+    assert made["EngineOptimizer"] == "no clipping"
+    assert made["torch.optim, lr_schedules"] == "SGD"
     (axes,) = config_map(read(EXAMPLE, 4)).axes
     drawn = [text.get_text() for text in axes.texts]
-    assert "float16, first scale 2^16" in drawn and "schedule" in drawn
+    assert "float16, first scale 2^16" in drawn and "Overlap" in drawn
 
 
 def test_bars_of_phases() -> None:
-    runs = {"a": {"forward": 1.0, "backward": 2.0, "step": 0.5}, "b": {"step": 3.0}}
+    runs = {"a": {"forward": 1.0, "backward": 2.0, "step": 0.5}, "b": {"outside": 3.0}}
     (axes,) = phase_bars(runs).axes
     assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 0.5, 3.0]
     assert [bar.get_x() for bar in axes.patches] == [0.0, 1.0, 3.0, 0.0]
+    clear = [bar.get_facecolor()[3] == 0 for bar in axes.patches]
+    assert clear == [False, False, False, True]
     with pytest.raises(ValueError, match="nothing to draw"):
         phase_bars({})
 
@@ -1061,5 +1096,7 @@ def test_curves_of_rates() -> None:
     (axes,) = rate_curves({"a": [0.0, 1.0], "b": [1.0, 0.5]}).axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[0.0, 1.0], [1.0, 0.5]]
     assert list(axes.lines[0].get_xdata()) == [1, 2]
+    left, right = rate_curves({"a": [0.0]}, {"b": [1.0]}).axes
+    assert left.get_ylim() == right.get_ylim() and len(right.lines) == 1
     with pytest.raises(ValueError, match="nothing to draw"):
         rate_curves({})
