@@ -109,7 +109,7 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
         for leaf in tree_iter(state):
             # what is labelled stands for a state that rests elsewhere
-            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in _labels:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in _categories:
                 label(leaf, "optimizer", on)
 
 
