@@ -80,6 +80,7 @@ def _begin(
     call = enter(op, elements, sent, dtype, kind.itemsize)
     tag = zlib.crc32(f"{Work.made + 1} {op} {elements} {dtype}".encode())
     work = Work(call, start(tag & 0x7FFFFFFF))
+    call.returned = time.perf_counter()
     if not async_op:
         work.wait()
     return work
