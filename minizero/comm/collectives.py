@@ -66,7 +66,7 @@ class Work:
         for callback in self._after:
             callback()
 
-# %% ../../notebooks/02_ranks.ipynb #comm-halves
+# %% ../../notebooks/02_ranks.ipynb #comm-begin
 def _begin(
     op: str,
     parts: Rows,
@@ -85,7 +85,7 @@ def _begin(
         work.wait()
     return work
 
-
+# %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
     out: Tensor, inp: Tensor | Sequence[Tensor], async_op: bool = False
 ) -> Work:
