@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import parallelize
+from minizero.activations import functions
 from minizero.deepspeed import checkpointing
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
@@ -26,7 +27,7 @@ def as_it_was() -> Iterator[None]:
     """What is configured is configured for the process."""
     yield
     checkpointing.configure()
-    checkpointing._configured = False
+    functions.configured = False
 
 
 class Layer(nn.Module):
@@ -170,17 +171,17 @@ def test_it_is_configured_once_for_the_process() -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     checkpointing.configure(deepspeed_config=config)
-    store = checkpointing._how.store
+    store = functions.how.store
     assert type(store).__name__ == "Offloaded"
     checkpointing.reset()
-    assert checkpointing._how.store is not store
-    assert type(checkpointing._how.store).__name__ == "Offloaded"
+    assert functions.how.store is not store
+    assert type(functions.how.store).__name__ == "Offloaded"
     # arguments go first, and what is left out is at its default again
     checkpointing.configure(deepspeed_config=config, checkpoint_in_cpu=False)
-    assert checkpointing._how.store is None
+    assert functions.how.store is None
     checkpointing.configure(checkpoint_in_cpu=True)
     checkpointing.configure()
-    assert checkpointing._how.store is None
+    assert functions.how.store is None
 
 
 def test_what_has_no_effect_is_told() -> None:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from minizero import comm
 from minizero.ranks.launch import Pool, RankError, launch, rank
-from minizero.ranks.processes.failures import Call, verdict
-from minizero.ranks.processes.forking import SERVERS
+from minizero.ranks.processes.failures import Run, verdict
 from minizero.ranks.processes.status_board import Board
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
@@ -148,11 +147,12 @@ def mark():
     """What all that these tests start has in its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINIZERO_TEST", mark := f"{os.getpid()}-{time.monotonic()}")
+        launch(rank, 1)  # the server stays, and with it multiprocessing's folder
         yield mark
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(mark, tmp_path, monkeypatch):
+def nothing_left(mark, tmp_path, monkeypatch, request):
     """Fails if a process or a file that a test has made outlives it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield
@@ -160,22 +160,34 @@ def nothing_left(mark, tmp_path, monkeypatch):
     while alive := marked(mark):
         assert time.monotonic() < limit, alive
         time.sleep(0.05)
-    assert [*tmp_path.glob("minizero-*"), *tmp_path.glob("pymp-*")] == []
+    # Of a parent that is killed multiprocessing leaves an empty folder.
+    mine = ["minizero-*"] + ["pymp-*"] * ("parent_is_killed" not in request.node.name)
+    assert [path for pattern in mine for path in tmp_path.glob(pattern)] == []
+
+
+def line(process):
+    return " ".join(process.cmdline())
+
+
+def servers(pid):
+    """What ranks of a process are forked from; they have the same command line."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if "forkserver" in line(child)]
 
 
 def marked(mark):
-    own = [server.process.pid for server in SERVERS.all]  # it stays for other tests
+    own = servers(os.getpid())  # it stays for other tests, but its ranks do not
     found = []
     for process in psutil.process_iter():
         try:
             there = process.environ().get("MINIZERO_TEST") == mark
-            line = " ".join(process.cmdline())
+            there |= process.ppid() in [server.pid for server in own]
+            # The resource tracker lives as long as its parent, which is this process.
+            ours = process in own or "resource_tracker" in line(process)
+            if there and not ours and process.status() != "zombie":
+                found.append(line(process))
         except psutil.Error:
             continue
-        # The resource tracker lives as long as its parent, which is this process.
-        ours = process.pid in own or "resource_tracker" in line
-        if there and not ours and process.status() != "zombie":
-            found.append(line)
     return found
 
 
@@ -265,15 +277,15 @@ def look(tmp_path, monkeypatch):
     def play(reports, until, returned=(), timeout=10.0, printed=()):
         (tmp_path / "board").unlink(missing_ok=True)
         board = Board(tmp_path / "board", 3)
-        call = Call([0, 1, 2], timeout, keep=False, started=100.0)
-        call.waiting.difference_update(returned)
+        run = Run([0, 1, 2], timeout, keep=False, started=100.0)
+        run.waiting.difference_update(returned)
         for tick in range(int(until * 10) + 1):
             clock[0] = 100 + tick / 10
             for _, *report in (r for r in reports if round(r[0] * 10) == tick):
                 board.write(*report)
             if tick in [round(when * 10) for when in printed]:
-                call.progress = clock[0]
-            if why := verdict(call, board):
+                run.active = clock[0]
+            if why := verdict(run, board):
                 return why, tick / 10
         return None
 
@@ -357,9 +369,7 @@ def read_until(process, text):
 
 def wait_for_ranks(process, ranks=1):
     """Until the script has started its ranks, which may not be ready."""
-    mark = os.environ["MINIZERO_TEST"]
-    server = 1  # the ranks are forked from it, and look alike
-    while sum("server.py" in line for line in marked(mark)) < server + ranks:
+    while not any(len(each.children()) >= ranks for each in servers(process.pid)):
         assert process.poll() is None
         time.sleep(0.01)
 
@@ -411,17 +421,18 @@ def test_the_parent_is_killed_but_not_what_it_has_forked():
     process = script("""
     import os
     pool = Pool(2, timeout=60)
+    pids = pool.run(os.getpid)
     if fork := os.fork():
-        print("fork", fork, flush=True)
+        print("fork", fork, *pids, flush=True)
         pool.run(time.sleep, 1000)
     time.sleep(1000)
     """)
-    fork = int(read_until(process, "fork").split()[1])
+    fork, *pids = map(int, read_until(process, "fork").split()[1:])
     process.kill()
     process.wait()
     limit = time.monotonic() + SLACK
     try:
-        while any("server.py" in line for line in marked(os.environ["MINIZERO_TEST"])):
+        while any(psutil.pid_exists(pid) for pid in pids):
             assert time.monotonic() < limit
             time.sleep(0.05)
     finally:

@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -19,8 +18,7 @@ import pytest
 import torch
 
 from minizero.ranks.launch import Pool, RankError, launch, rank
-from minizero.ranks.processes import forking, worker
-from minizero.ranks.processes.forking import SERVERS
+from minizero.ranks.processes import starting, worker
 from minizero.ranks.processes.pool import Processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
@@ -28,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
 def server():
     """The process id of the server in use."""
-    return SERVERS.current().process.pid
+    return launch(os.getppid, 1, timeout=60)[0]
 
 
 def test_random_numbers_differ():
@@ -44,67 +42,47 @@ def test_random_numbers_differ():
 
 def test_ranks_are_of_this_moment(monkeypatch, tmp_path):
     def look():
-        # what libraries found as they were loaded, and what Python has now
-        first = Path("/proc/self/environ").read_bytes().split(b"\0")
         now = [os.environ.get(name) for name in ("MINIZERO_NEW", "MINIZERO_OLD")]
-        at_load = [b"MINIZERO_NEW=1" in first, b"MINIZERO_OLD=1" in first]
         cores, files = os.sched_getaffinity(0), os.listdir()
-        return now, at_load, cores, files, sys.argv[0], sys.path[0], os.umask(0o22)
+        return now, cores, files, sys.argv[0], sys.path[0]
 
     monkeypatch.setenv("MINIZERO_OLD", "1")
-    assert launch(look, 1, timeout=60)[0][:2] == ([None, "1"], [False, True])
+    assert launch(look, 1, timeout=60)[0][0] == [None, "1"]
     monkeypatch.delenv("MINIZERO_OLD")
     monkeypatch.setenv("MINIZERO_NEW", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").touch()
     monkeypatch.setattr(sys, "argv", ["program"])
     monkeypatch.syspath_prepend(str(tmp_path))
-    cores, umask = os.sched_getaffinity(0), os.umask(0o77)
+    cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         found = launch(look, 1, timeout=60)[0]
     finally:
         os.sched_setaffinity(0, cores)
-        os.umask(umask)
     one = {min(cores)}
-    expected = ["1", None], [True, False], one, ["here"], "program", str(tmp_path), 0o77
-    assert found == expected
+    assert found == (["1", None], one, ["here"], "program", str(tmp_path))
 
 
-def test_a_server_serves_as_long_as_nothing_changes(monkeypatch):
+def test_a_server_serves_as_long_as_it_can(monkeypatch):
+    """What libraries read as they are loaded cannot be told to it later."""
+
+    def at_load():
+        first = Path("/proc/self/environ").read_bytes().split(b"\0")
+        return b"OMP_PLACES=cores" in first, os.getppid()
+
     first = server()
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
-    assert server() == first
+    assert launch(at_load, 1, timeout=60) == [(False, first)]
     with Pool(1, timeout=60) as pool:
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        assert server() != first
-        assert pool.run(rank) == [0]  # of the server before
-        assert psutil.pid_exists(first)
-    SERVERS.current()
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its last rank
-        psutil.Process(first).wait(20)
+        monkeypatch.setenv("OMP_PLACES", "cores")
+        assert launch(at_load, 2, timeout=60) == [(True, os.getpid())] * 2
+        assert pool.run(os.getppid) == [first]
+    monkeypatch.delenv("OMP_PLACES")
+    assert server() == first
 
 
-def test_what_a_server_has_open_is_nobodys():
-    """A pipe that this process takes its output from for a while comes to its end."""
-    SERVERS.end()
-    reader, writer = os.pipe()
-    kept = os.dup(1), os.dup(2)
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    os.close(writer)
-    try:
-        launch(rank, 1, timeout=60)
-    finally:
-        for fd, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, fd)
-            os.close(copy)
-    ready = select.select([reader], [], [], 20)[0]
-    assert ready and os.read(reader, 1) == b""
-    os.close(reader)
-
-
-def test_the_server_has_no_thread_and_no_module_of_ours():
+def test_the_server_has_no_thread_and_no_gpu():
     tasks = Path(f"/proc/{server()}/task")
     assert len(list(tasks.iterdir())) == 1
     maps = Path(f"/proc/{server()}/maps").read_text()
@@ -131,23 +109,26 @@ def test_the_server_is_killed_between_pools():
 
 
 def test_the_server_is_killed_at_a_start(monkeypatch):
-    """After it has been asked whether it lives."""
-    first, fork = SERVERS.current(), forking.Server.fork
+    """Before it has told the first rank's process id."""
+    first, get, threads = server(), multiprocessing.get_context, []
 
-    def kill_and_fork(self, files):
-        if self is first:
-            self.process.kill()
-        return fork(self, files)
+    def stop_and_get(method):
+        if not threads:
+            os.kill(first, signal.SIGSTOP)
+            threads.append(threading.Timer(1, os.kill, (first, signal.SIGKILL)))
+            threads[0].start()
+        return get(method)
 
-    monkeypatch.setattr(forking.Server, "fork", kill_and_fork)
+    monkeypatch.setattr(starting.multiprocessing, "get_context", stop_and_get)
     assert launch(rank, 2, timeout=60) == [0, 1]
-    assert server() != first.process.pid
+    monkeypatch.undo()
+    assert server() != first
 
 
 def test_the_server_is_killed_while_ranks_run():
     pool = Pool(2, timeout=60)
     pids = pool.run(os.getpid)
-    os.kill(server(), signal.SIGKILL)
+    os.kill(pool.run(os.getppid)[0], signal.SIGKILL)
     while pool.alive:
         time.sleep(0.01)
     message = r"^ranks 0, 1 lost: the process that ranks are forked from has ended\."
@@ -158,21 +139,38 @@ def test_the_server_is_killed_while_ranks_run():
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_a_rank_may_leave_with_the_code_of_the_lost():
+    with pytest.raises(RankError, match="^rank 0 left with exit code 255 before"):
+        launch(os._exit, 1, 255, timeout=60)
+
+
 def test_no_process_can_be_had(monkeypatch):
-    monkeypatch.setattr(forking, "read_number", lambda pipe: -11)
+    def refuse(self):
+        raise BlockingIOError(11, os.strerror(11))
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
     message = r"^rank 0 cannot be started: .*Resource temporarily unavailable\.$"
     with pytest.raises(RankError, match=message) as caught:
         Processes(2, 60)
     assert caught.value.rank == 0
 
 
-def test_a_rank_that_cannot_start_says_why(tmp_path, monkeypatch):
+def test_a_rank_that_cannot_start_says_why(tmp_path):
     """As when a module of this package has been broken meanwhile."""
     (tmp_path / "minizero.py").write_text("raise ImportError('no such luck')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RankError, match="left with exit code 1") as caught:
-        Pool(1, timeout=60)
-    assert caught.match(r"\nImportError: no such luck$")
+    program = f"""
+    import sys
+    from minizero.ranks.launch import Pool
+    sys.path.insert(0, {str(tmp_path)!r})
+    Pool(1, timeout=60)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+    )
+    assert "RankError: rank 0 left with exit code 1 before it had" in done.stderr
+    assert "\nImportError: no such luck\n" in done.stderr
 
 
 # Programs that have processes of their own
@@ -185,11 +183,10 @@ def test_a_fork_of_this_process_may_have_ranks_too():
             code = 1
             with contextlib.suppress(BaseException):
                 code = 0 if launch(rank, 2, timeout=60) == [0, 1] else 2
-                SERVERS.end()
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert pool.run(rank) == [0]
-        assert server() == SERVERS.all[-1].process.pid
+        assert pool.run(os.getppid) == [server()]
 
 
 def test_threads_may_start_ranks_at_once():
@@ -247,8 +244,6 @@ def test_a_program_may_use_multiprocessing_as_well(tmp_path):
         multiprocessing.set_start_method("spawn")  # an error if one is chosen
         print(use("forkserver"), use("spawn"))
         print(launch(rank, 1, timeout=60))
-        from multiprocessing.forkserver import _forkserver
-        print(_forkserver._preload_modules)
     """
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -260,5 +255,5 @@ def test_a_program_may_use_multiprocessing_as_well(tmp_path):
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         cwd=tmp_path,
     )
-    lines = ["[0, 1]", "(0, True) (0, True)", "[0]", "['json']"]
+    lines = ["[0, 1]", "(0, True) (0, True)", "[0]"]
     assert (done.stdout.splitlines(), done.stderr) == (lines, "")

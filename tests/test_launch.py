@@ -171,7 +171,7 @@ def test_much_output_does_not_block(pool, capsys):
 
 
 def test_names_last(pool, capsys):
-    pool.execute("from minizero.launch import rank\nx = 10 + rank()")
+    pool.execute("from minizero.ranks.launch import rank\nx = 10 + rank()")
     assert pool.execute("y = x\nx + y") == ["20", "22", "24"]
     assert capsys.readouterr().out == "[rank 0] 20\n[rank 1] 22\n[rank 2] 24\n"
     assert pool.pull("x") == [10, 11, 12]
@@ -208,7 +208,7 @@ def test_an_error_keeps_the_pool(pool, capsys):
     assert traceback[0] == "Traceback (most recent call last):"
     assert ", line 3, in <module>" in traceback[1]
     assert traceback[2].strip() == "1 / 0"
-    assert "minizero/pool" not in str(caught.value)
+    assert "ranks/processes" not in str(caught.value)
     assert pool.pull("kept") == [1, 1, 1]
 
 
@@ -381,7 +381,7 @@ def test_a_rank_never_starts(tmp_path):
     import os, time
     from minizero.ranks import rendezvous
     from minizero.ranks.launch import init_distributed
-    join.START = 2.0
+    rendezvous.START = 2.0
     if os.environ["RANK"] == "{}":
         time.sleep(1000)
     init_distributed()

@@ -25,12 +25,11 @@ from minizero.memory import labels
 from minizero.memory.bytes import aligned, host_empty
 from minizero.memory.plan import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory.plan import Placement, Plan
-from minizero.offload.copy_streams import Landing, Lane, Turns
+from minizero.offload.copy_streams import ArrivingGradients, CopyStream, DoubleBuffer
 from minizero.overlap.prefetch import Overlap
 from minizero.precision.loss_scale import DynamicLossScale, LossScale
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import Pool, RankError, rank, world_size
-from minizero.zero.flat_buffer import Flat
 from minizero.zero.interfaces import Home
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
@@ -191,7 +190,7 @@ def measure(
             net.backward(loss)
             net.step()
             del loss
-        net.home.flush(net)
+        net.flush()
         flats = [flat for unit in net.units for flat in unit.flats]
         return {
             "device": dict(seen.live),
@@ -556,7 +555,7 @@ def test_writing_under_a_delayed_update_is_refused() -> None:
     net.step()
     with pytest.raises(RuntimeError, match="while an update was under way"):
         net.refresh()
-    net.home.flush(net)
+    net.flush()
     net.refresh()
 
 
@@ -584,25 +583,26 @@ def test_delayed_needs_the_optimizer_on_the_host() -> None:
 # The bus
 
 
-def test_turns_are_two() -> None:
-    turns = Turns(256, "cpu", torch.device("cpu"))
+def test_two_blocks_take_turns() -> None:
+    blocks = DoubleBuffer(256, "cpu", torch.device("cpu"))
     kept = []
     for value in range(3):
-        turns.turn()
-        kept += [turns.take(torch.empty(3)).fill_(value) for _ in range(2)]
+        blocks.turn()
+        kept += [blocks.take(torch.empty(3)).fill_(value) for _ in range(2)]
     assert [int(t[0]) for t in kept] == [2, 2, 1, 1, 2, 2]
     assert all(labels.on_host(t) for t in kept)
 
 
-def test_a_landing_adds_what_was_sent() -> None:
-    """In the order in which it came, though a block is used again."""
-    landing = Landing(Lane())
-    landing.reserve(Flat([("w", nn.Parameter(torch.zeros(5)))], 0))
+def test_arriving_gradients_are_added() -> None:
+    """In the order in which they came, though a block is used again."""
+    arriving = ArrivingGradients(CopyStream())
     shard = host_empty((5,), torch.float32, "gradients").zero_()
     for value in (1.0, 2.0, 4.0):
-        landing.add(shard, torch.full((5,), value))
-    landing.settle()
-    assert shard.tolist() == [7.0] * 5
+        arriving.add(shard, torch.full((5,), value))
+    larger = host_empty((50,), torch.float32, "gradients").zero_()
+    arriving.add(larger, torch.full((50,), 8.0))
+    arriving.finish()
+    assert shard.tolist() == [7.0] * 5 and larger.tolist() == [8.0] * 50
 
 
 def test_rounds_overlap() -> None:

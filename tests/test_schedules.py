@@ -11,7 +11,7 @@ import torch
 from parity import rates
 from parity.rates import SETTINGS, STEPS, Columns, optimizer, sequence
 
-from minizero.config.scheduler import SCHEDULERS
+from minizero.config.sections import SCHEDULERS
 from minizero.engine import lr_schedules
 from minizero.engine.lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
 
@@ -92,7 +92,7 @@ def test_every_option_of_the_config_is_taken(name: str) -> None:
     """The engine passes a schedule all that the config has for it."""
     assert SCHEDULES.keys() == SCHEDULERS.keys()
     needed = {"total_num_steps": 2000, "cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
-    fields = SCHEDULERS[name].__dataclass_fields__
+    fields = SCHEDULERS[name].model_fields
     params = SCHEDULERS[name](**{k: v for k, v in needed.items() if k in fields})
     defaults: dict[str, Any] = {k: v for k, v in needed.items() if k in fields}
     a, b = optimizer([0.3]), optimizer([0.3])
@@ -153,6 +153,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"cycle_min_lr": 0.1, "cycle_max_lr": [1.0, 1.0, 1.0]},
         "cycle_max_lr lists 3 values",
     ),
+    ("LRRangeTest", {"lr_range_test_step_size": 0}, "size must be a whole number of"),
+    ("LRRangeTest", {"lr_range_test_min_lr": [0.1]}, "lr_range_test_min_lr lists 1 v"),
 ]
 
 

@@ -420,7 +420,7 @@ def late() -> None:
     assert torch.equal(p, values(p))
     backward(model, net, 3)
     net.step()
-    net.home.flush(net)
+    net.flush()
     assert (p - values(p)).abs().max() < 0.1
     assert not torch.equal(p, values(p))
 

@@ -1,8 +1,8 @@
 """What backward keeps, and three ways to keep less of it.
 
 Read `saved_tensors` (measure), `recompute` and `selective` (keep less), `stores` (keep
-it elsewhere); then what they rest on: `hooks`, `host_copies`, `watching`. Imports `zero`
-and what is below it.
+it elsewhere), `functions` (any function, for the whole process); then what they rest
+on: `hooks`, `host_copies`, `watching`. Imports `zero` and what is below it.
 """
 
 from .recompute import MODES, Recompute, recompute_units

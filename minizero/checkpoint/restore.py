@@ -16,7 +16,7 @@ from ..ranks.launch import rank, world_size
 from ..zero.data_parallel import DataParallel
 from ..zero.elementwise import state_made
 from ..zero.flat_buffer import Flat, Slot
-from ..zero.verbs import Owned
+from ..zero.owned import Owned
 from .directory import ASIDE
 from .encoding import DTYPES, dtype_name
 from .manifest import SavedFlat
@@ -219,7 +219,7 @@ class Restore:
         for unit in net.units:
             net.release(unit)  # what is whole has the old values
             net.publish(unit)
-        net.schedule.drain(net)
+        net.finish()
         net.zero_grad()
         if self.optimizer and self.same_ranks:
             set_random_states(self.own["random"])
@@ -228,8 +228,8 @@ class Restore:
         """The shards to be read: of what nobody would send, all."""
         if flat.trainable or self.net.plan.parameters.sharded:
             return self.net.owned_states(flat)
-        shards = enumerate(flat.rows(flat.full))
-        return [Owned(i, shard, shard, {}, shard) for i, shard in shards]
+        shards = enumerate(flat.shards(flat.full))
+        return [Owned(flat, i, shard, shard, shard) for i, shard in shards]
 
     def _read(
         self,
@@ -255,9 +255,9 @@ class Restore:
 
     def _load_values(self, flat: Flat, owned: Owned) -> None:
         values = self._read(flat, owned, None, owned.master, owned.master.dtype)
-        self.net.home.lower(owned.row, values)
-        if owned.master is not owned.row:
-            self.net.home.lower(owned.master, values)
+        self.net.home.write_back(owned.shard, values)
+        if owned.master is not owned.shard:
+            self.net.home.write_back(owned.master, values)
 
     def _load_states(self, flat: Flat, owned: Owned) -> None:
         """Set the states as this optimizer would have made them."""
@@ -285,13 +285,13 @@ class Restore:
     ) -> None:
         """Set one state, where there is one already in its place."""
         home, old = self.net.home, owned.state.get(key)
-        if not is_elementwise(old, owned.row) or old.dtype is not dtype:
+        if not is_elementwise(old, owned.shard) or old.dtype is not dtype:
             old = None
         room = self._read(flat, owned, key, old, dtype)
         if old is not None:
-            home.lower(old, room)
+            home.write_back(old, room)
         elif home.plan.optimizer.on != "device":
-            owned.state[key] = home.rest(room, "optimizer")
+            owned.state[key] = home.store(room, "optimizer")
         else:
             near = torch.empty(room.shape, dtype=dtype, device=flat.full.device)
             owned.state[key] = labels.label(near.copy_(room), "optimizer", on="device")

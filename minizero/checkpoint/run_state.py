@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ranks.launch import rank, world_size
 from ..zero.data_parallel import DataParallel
 from ..zero.flat_buffer import Flat, Unit
-from ..zero.verbs import Owned
+from ..zero.owned import Owned
 from .encoding import dtype_name, encode
 from .manifest import Index, SavedFlat, SavedSlot
 from .tensor_file import LazyTensor
@@ -29,8 +29,7 @@ _NOT_SAVED = frozenset(
 
 def settle(net: DataParallel) -> None:
     """Let everything arrive that is under way."""
-    net.home.flush(net)
-    net.schedule.drain(net)
+    net.synchronize()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # copies to host memory too
 
@@ -45,7 +44,7 @@ def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
 def own_shard(net: DataParallel, flat: Flat) -> Owned:
     """The shard that this rank saves: its own, though it may hold all."""
     if not flat.numel:  # parameters without elements: nothing is made of it
-        return Owned(rank(), flat.full, flat.full, {}, flat.full)
+        return Owned(flat, rank(), flat.full, flat.full, flat.full)
     owned = net.owned_states(flat)
     return next(shard for shard in owned if shard.index == rank())
 
@@ -63,7 +62,7 @@ def saved_flat(
     tensors: dict[str | None, Tensor] = {None: owned.master}
     scalars = {}
     for key, value in owned.state.items():
-        if is_elementwise(value, owned.row):
+        if is_elementwise(value, owned.shard):
             tensors[key] = value
             continue
         where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
@@ -71,7 +70,7 @@ def saved_flat(
         if parts:
             raise TypeError(
                 f"{where} is a tensor of shape {tuple(value.shape)}, which is neither "
-                f"a scalar nor of the shard's shape {tuple(owned.row.shape)}; it "
+                f"a scalar nor of the shard's shape {tuple(owned.shard.shape)}; it "
                 "cannot be cut into shards"
             )
     saved = SavedFlat(
@@ -87,7 +86,7 @@ def saved_flat(
     )
     lazy, plan = [], net.home.plan
     for state, tensor in tensors.items():
-        rests = plan.parameters if tensor is owned.row else plan.optimizer
+        rests = plan.parameters if tensor is owned.shard else plan.optimizer
         read, name = partial(net.home.fetch, tensor), saved.tensor(state)
         on_disk = rests.on == "nvme"
         lazy.append(LazyTensor(name, tensor.dtype, (flat.size,), read, on_disk))

@@ -121,6 +121,7 @@ def _launch(
     key = f"{_sequence + 1} {op} {elements} {dtype}"
     tag = zlib.crc32(key.encode()) & 0x7FFFFFFF
     work = Work(call, start(tag))
+    call.returned = time.perf_counter()
     if not async_op:
         work.wait()
     return work

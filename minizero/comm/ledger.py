@@ -19,6 +19,7 @@ class Call:
     `elements` is the size of the whole buffer, `sent` what the direct
     exchange and the ring have this rank send (a backend may send more), both
     counted in elements; `bytes` is what `sent` weighs.
+    `returned`: when the launch gave the rank back to its own work.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Call:
     launched: float
     waited: float = 0.0
     finished: float = 0.0
+    returned: float = 0.0
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.phase, self.unit)))

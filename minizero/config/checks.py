@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from minizero.config.scheduler import (
+from .keys import changed
+from .sections import (
     OneCycleParams,
     WarmupCosineParams,
     WarmupDecayParams,
+    torch_name,
 )
-
-from .optimizer import AdamParams
-from .schema import Entry, changed, torch_name
+from .sentences import shown
 
 if TYPE_CHECKING:
-    from minizero.config.top import Config
-
-
-def shown(value: Any) -> str:
-    """A value as JSON writes it, if it is short."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    from .config import Config
 
 
 def errors(config: Config) -> Iterator[str]:
     """A sentence for each contradiction."""
-    yield from _path_errors(config)
+    yield from _offload_errors(config)
     fp16 = config.fp16
     first = 2**fp16.initial_scale_power
     if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > first:
@@ -45,23 +35,28 @@ def errors(config: Config) -> Iterator[str]:
         yield from _dtype_errors(config)
 
 
-def _path_errors(config: Config) -> Iterator[str]:
+def _offload_errors(config: Config) -> Iterator[str]:
     paths = {}
     for name in ("offload_optimizer", "offload_param"):
         block = getattr(config.zero_optimization, name)
         if block.device == "nvme" and not block.nvme_path:
             yield (
-                f'zero_optimization.{name}.device is "nvme", but there is '
-                "no nvme_path beside it; give the folder to put files in"
+                f'{ZERO}.{name}.device is "nvme", but there is no nvme_path beside '
+                "it; give the folder to put files in"
             )
         elif block.device == "nvme":
             paths[name] = shown(block.nvme_path)
     if len(set(paths.values())) > 1:
-        given = " and ".join(paths.values())
         yield (
-            f"zero_optimization has the nvme_path {given} in "
-            f"{' and '.join(paths)}, but all files are in one folder; give "
-            "both the same"
+            f"{ZERO} has the nvme_path {' and '.join(paths.values())} in "
+            f"{' and '.join(paths)}, but all files are in one folder; give both the "
+            "same"
+        )
+    block = config.zero_optimization.offload_optimizer
+    if block.delayed_update and (block.device != "cpu" or config.places[1] == "nvme"):
+        yield (
+            f"{ZERO}.offload_optimizer.delayed_update = true, but only what is in host "
+            'memory is updated late; give "device": "cpu", and offload_param no "nvme"'
         )
 
 
@@ -70,16 +65,15 @@ def _dtype_errors(config: Config) -> Iterator[str]:
     kept = types.grad_accum_dtype
     if sent and kept and torch_name(sent) != torch_name(kept):
         yield (
-            f"communication_data_type = {shown(sent)} and "
-            f"data_types.grad_accum_dtype = {shown(kept)} differ, but "
-            "minizero sends gradients in the dtype it adds them up in; "
-            "leave one of the two out"
+            f"communication_data_type = {shown(sent)} and data_types.grad_accum_dtype "
+            f"= {shown(kept)} differ, but minizero sends gradients in the dtype it "
+            "adds them up in; leave one of the two out"
         )
     param, computed = types.param_dtype, config.dtypes.parameters
     if param and torch_name(param) != computed:
         yield (
-            f"data_types.param_dtype = {shown(param)}, but by fp16.enabled "
-            f"and bf16.enabled parameters are {computed}; leave it out"
+            f"data_types.param_dtype = {shown(param)}, but by fp16.enabled and "
+            f"bf16.enabled parameters are {computed}; leave it out"
         )
 
 
@@ -91,35 +85,26 @@ class Idle(NamedTuple):
     why: str
 
 
-def _on_nvme(config: Config) -> bool:
-    return any(place.on == "nvme" for place in vars(config.plan).values())
-
-
-def _options(config: Config, part: str, *kinds: type) -> Any:
-    """The options of the optimizer or scheduler, if of one of the kinds."""
-    section = getattr(config, part)
-    options = None if section is None else section.params
-    return options if isinstance(options, kinds) else None
-
-
-def _adamw(config: Config) -> bool:
-    adam = _options(config, "optimizer", AdamParams)
-    return bool(adam and config.optimizer and config.optimizer.type == "AdamW")
-
-
-def _one_cycle(config: Config, name: str) -> bool:
+def _cycling_without(name: str) -> Callable[[Config], bool]:
     """Whether the schedule is OneCycle with an option that is 0 or false."""
-    cycle = _options(config, "scheduler", OneCycleParams)
-    return bool(cycle and not getattr(cycle, name))
+
+    def when(config: Config) -> bool:
+        options = config.scheduler and config.scheduler.params
+        return isinstance(options, OneCycleParams) and not getattr(options, name)
+
+    return when
+
+
+def _files_without_nvme(block: str) -> Idle:
+    keys = [f"{ZERO}.{block}.{key}" for key in ("nvme_path", "buffer_*", "max_in_cpu")]
+    return Idle(
+        lambda c: getattr(c.zero_optimization, block).device != "nvme",
+        tuple(keys),
+        f'{ZERO}.{block}.device is not "nvme"',
+    )
 
 
 ZERO = "zero_optimization"
-DYNAMIC = (
-    "fp16.initial_scale_power",
-    "fp16.loss_scale_window",
-    "fp16.*hysteresis",
-    "fp16.min_loss_scale",
-)
 IDLE = (
     Idle(
         lambda c: c.zero_optimization.stage < 3,
@@ -139,51 +124,36 @@ IDLE = (
             f"{ZERO}.stage3_param_persistence_threshold",
             f"{ZERO}.stage3_max_live_parameters",
         ),
-        "without overlap_comm each unit is gathered when it is used, and "
-        "freed after that",
+        "without overlap_comm each unit is gathered when it is used, and freed after "
+        "that",
     ),
-    *(
-        Idle(
-            lambda c, b=block: (  # type: ignore[misc]
-                getattr(c.zero_optimization, b).device != "nvme"
-            ),
-            (
-                f"{ZERO}.{block}.nvme_path",
-                f"{ZERO}.{block}.buffer_*",
-                f"{ZERO}.{block}.max_in_cpu",
-            ),
-            f'{ZERO}.{block}.device is not "nvme"',
-        )
-        for block in ("offload_param", "offload_optimizer")
-    ),
-    Idle(lambda c: not _on_nvme(c), ("aio.*",), 'nothing is on "nvme"'),
-    Idle(
-        lambda c: not c.fp16.enabled,
-        ("fp16.*",),
-        "fp16 is not enabled",
-    ),
-    Idle(
-        lambda c: not c.bf16.enabled,
-        ("bf16.*",),
-        "bf16 is not enabled",
-    ),
+    _files_without_nvme("offload_param"),
+    _files_without_nvme("offload_optimizer"),
+    Idle(lambda c: "nvme" not in c.places, ("aio.*",), 'nothing is on "nvme"'),
+    Idle(lambda c: not c.fp16.enabled, ("fp16.*",), "fp16 is not enabled"),
+    Idle(lambda c: not c.bf16.enabled, ("bf16.*",), "bf16 is not enabled"),
     Idle(
         lambda c: c.fp16.loss_scale > 0,
-        DYNAMIC,
+        (
+            "fp16.initial_scale_power",
+            "fp16.loss_scale_window",
+            "fp16.*hysteresis",
+            "fp16.min_loss_scale",
+        ),
         "fp16.loss_scale = {c.fp16.loss_scale:g} is fixed",
     ),
     Idle(
-        _adamw,
+        lambda c: c.optimizer is not None and c.optimizer.type == "AdamW",
         ("optimizer.params.adam_w_mode",),
         "AdamW is AdamW; for L2 decay use the type Adam",
     ),
     Idle(
-        lambda c: _one_cycle(c, "cycle_momentum"),
+        _cycling_without("cycle_momentum"),
         ("scheduler.params.*_mom", "scheduler.params.decay_mom_rate"),
         "cycle_momentum is false",
     ),
     Idle(
-        lambda c: _one_cycle(c, "decay_step_size"),
+        _cycling_without("decay_step_size"),
         ("scheduler.params.decay_lr_rate", "scheduler.params.decay_mom_rate"),
         "decay_step_size is 0, which is no decay",
     ),
@@ -200,23 +170,18 @@ def warnings(config: Config) -> Iterator[str]:
         if not when(config):
             continue
         idle = [k for k in left if any(fnmatchcase(k, p) for p in keys)]
-        found = {k: left.pop(k) for k in idle}
+        found = [f"{name} = {shown(left.pop(name)[1])}" for name in idle]
         if found:
-            yield _no_effect(found, why.format(c=config))
-    for name, (entry, value) in left.items():
-        about = entry.about
-        if about.ignored and value != about.honours:
-            yield _no_effect({name: (entry, value)}, about.ignored)
-    schedule = _options(config, "scheduler", WarmupDecayParams, WarmupCosineParams)
-    if schedule and schedule.total_num_steps < schedule.warmup_num_steps:
-        yield (
-            f"scheduler.params.total_num_steps = {schedule.total_num_steps} "
-            "ends before the warm-up does, at warmup_num_steps = "
-            f"{schedule.warmup_num_steps}"
-        )
-
-
-def _no_effect(found: dict[str, tuple[Entry, Any]], why: str) -> str:
-    names = [f"{name} = {shown(value)}" for name, (_, value) in found.items()]
-    have = "has" if len(names) == 1 else "have"
-    return f"{', '.join(names)} {have} no effect: {why}"
+            have = "has" if len(found) == 1 else "have"
+            yield f"{', '.join(found)} {have} no effect: {why.format(c=config)}"
+    for name, (key, value) in left.items():
+        if key.ignored and value != key.anyway:
+            yield f"{name} = {shown(value)} has no effect: {key.ignored}"
+    schedule = config.scheduler and config.scheduler.params
+    if isinstance(schedule, WarmupDecayParams | WarmupCosineParams):
+        total, warm = schedule.total_num_steps, schedule.warmup_num_steps
+        if total < warm:
+            yield (
+                f"scheduler.params.total_num_steps = {total} ends before the warm-up "
+                f"does, at warmup_num_steps = {warm}"
+            )

@@ -3,142 +3,133 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
-from .batch import batch_sizes
-from .checks import errors, shown, warnings
+from .batch import MICRO, STEPS, TOTAL, batch_sizes
+from .checks import errors, warnings
+from .config import Config
+from .keys import Key, Section, keys, walk
+from .sentences import expected, hint, shown
+from .source import ConfigError, Source, load
 from .unsupported import REFUSED
-from .schema import Entry, entries, walk
-from .source import ConfigError, load
-from .top import Config
-from .values import Misfit, expected, fit, hint
+
+S = TypeVar("S", bound=Section)
 
 
 def read(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-    world_size: int = 1,
-    auto: Mapping[str, Any] | None = None,
+    source: Source, world_size: int = 1, auto: Mapping[str, Any] | None = None
 ) -> Config:
     """A complete config for `world_size` ranks.
 
     `source`: a dict, the path of a JSON file, or JSON text. `auto`: for an
-    integration, what each key that stands at "auto" becomes, by its dotted
-    name. Raises ConfigError, with a sentence for each problem.
+    integration, what each key that stands at "auto" becomes, by its dotted name.
+    Raises ConfigError, with a sentence for each problem.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size!r}")
     given, name = load(source)
-    reader = Reader(auto or {})
-    config = reader.section(Config, given)
-    if config is None:
-        raise ConfigError(reader.problems, name)
-    try:
-        config = _complete(config, world_size)
-        problems = list(errors(config))
-    except ValueError as error:
-        problems = [str(error)]
-    if problems:
+    config, problems = section(Config, given, auto or {})
+    if config is not None:
+        try:
+            config = _complete(config, world_size)
+            problems = list(errors(config))
+        except ValueError as error:
+            problems = [str(error)]
+    if config is None or problems:
         raise ConfigError(problems, name)
-    return dataclasses.replace(config, warnings=tuple(warnings(config)))
+    return config.model_copy(update={"warnings": tuple(warnings(config))})
 
 
 def _complete(config: Config, ranks: int) -> Config:
     """With the batch sizes and the switches that follow from others."""
-    total, micro, steps = batch_sizes(
-        ranks,
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
+    sizes = batch_sizes(
+        ranks, *(getattr(config, name) for name in (TOTAL, MICRO, STEPS))
     )
     zero = config.zero_optimization
     if zero.overlap_comm is None:
-        zero = dataclasses.replace(zero, overlap_comm=zero.stage == 3)
-    return dataclasses.replace(
-        config,
-        train_batch_size=total,
-        train_micro_batch_size_per_gpu=micro,
-        gradient_accumulation_steps=steps,
-        zero_optimization=zero,
-        world_size=ranks,
+        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
+    found: dict[str, Any] = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
+    found |= {"zero_optimization": zero, "world_size": ranks}
+    return config.model_copy(update=found)
+
+
+def section(
+    cls: type[S], given: Mapping[str, Any], auto: Mapping[str, Any], path: str = ""
+) -> tuple[S | None, list[str]]:
+    """A section of what is given; or None, and a sentence for each problem."""
+    given = {
+        name: auto.get(f"{path}{name}", value) if value == "auto" else value
+        for name, value in given.items()
+    }
+    known, given = _chosen(keys(cls), given)
+    values: dict[str, Any] = {}
+    said: dict[str, list[str]] = {name: [] for name in given}
+    for name, value in given.items():
+        key, where = known.get(name), f"{path}{name}"
+        if key is None:
+            said[name] = _stranger(known, str(name), value, path)
+        elif value == "auto":
+            said[name] = [_not_filled(key, where)]
+        elif key.section and isinstance(value, Mapping):
+            values[name], said[name] = section(key.section, value, auto, f"{where}.")
+        elif value is not None or not (key.section or key.default is None):
+            values[name] = value
+    made, wrong = cls.of({n: value for n, value in values.items() if not said[n]})
+    for name in wrong:
+        key, where = known[name], f"{path}{name}"
+        if name in values:
+            value = values[name]
+            must = f"{where} must be {expected(key)}, not {shown(value)}"
+            said[name] = [f"{must}{hint(cls, key, where, value)}"]
+        elif name not in given:
+            said[name] = [f"{where} is missing; give {expected(key)}"]
+    problems = [sentence for each in said.values() for sentence in each]
+    return None if problems else made, problems
+
+
+def _chosen(
+    known: Mapping[str, Key], given: Mapping[str, Any]
+) -> tuple[Mapping[str, Key], Mapping[str, Any]]:
+    """Keys and values with `params` as the section that the `type` beside it says."""
+    params = known.get("params")
+    if params is None:
+        return known, given
+    kinds = {name.lower(): kind for name, kind in params.variants.items()}
+    kind = kinds.get(str(given.get("type")).lower())
+    options = given.get("params")
+    rest = {name: value for name, value in given.items() if name != "params"}
+    if kind is None:
+        return known, rest
+    chosen = dataclasses.replace(params, section=kind)
+    options = {} if options is None else options
+    return {**known, "params": chosen}, {**rest, "params": options}
+
+
+def _not_filled(key: Key, where: str) -> str:
+    leave = "" if key.required else ", or leave it out"
+    return (
+        f'{where} is "auto", but nothing fills it here; give {expected(key)}{leave}'
     )
 
 
-class Reader:
-    """Makes sections from objects of JSON; collects `problems`."""
-
-    def __init__(self, auto: Mapping[str, Any]) -> None:
-        self.auto = auto
-        self.problems: list[str] = []
-
-    def section(self, cls: type, given: Mapping[str, Any], path: str = "") -> Any:
-        """A section, a dataclass; None if there is a problem in it."""
-        before = len(self.problems)
-        known = entries(cls)
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            if name not in known:
-                self._stranger(known, str(name), value, path)
-            elif not known[name].about.variants:
-                self._add(values, known[name], value, path)
-        for name, entry in known.items():
-            variant = entry.about.variants.get(values.get("type", ""))
-            if variant is not None:
-                chosen = dataclasses.replace(entry, kind=variant)
-                options = given.get(name)
-                options = {} if options is None else options
-                self._add(values, chosen, options, path)
-            if entry.required and name not in given:
-                self.problems.append(f"{path}{name} is missing; give {expected(entry)}")
-        return None if len(self.problems) > before else cls(**values)
-
-    def _add(self, values: dict[str, Any], entry: Entry, value: Any, path: str) -> None:
-        """Put the value of a key among `values`, as what it must be."""
-        where = f"{path}{entry.name}"
-        if value == "auto":
-            if where not in self.auto:
-                leave = "" if entry.required else ", or leave it out"
-                self.problems.append(
-                    f'{where} is "auto", but nothing fills it here; give '
-                    f"{expected(entry)}{leave}"
-                )
-                return
-            value = self.auto[where]
-        if value is None and (entry.section or entry.default is None):
-            return
-        if entry.section and isinstance(value, Mapping):
-            values[entry.name] = self.section(entry.section, value, f"{where}.")
-            return
-        try:
-            values[entry.name] = fit(entry.kind, entry.about, value)
-        except Misfit:
-            self.problems.append(
-                f"{where} must be {expected(entry)}, not {shown(value)}"
-                f"{hint(entry, value)}"
-            )
-
-    def _stranger(
-        self, known: Mapping[str, Entry], name: str, value: Any, path: str
-    ) -> None:
-        """A key that is refused, misplaced or misspelt."""
-        where = f"{path}{name}"
-        if where in REFUSED:
-            refused = REFUSED[where]
-            if refused.asks(value):
-                said = "" if isinstance(value, dict) else f" = {shown(value)}"
-                self.problems.append(
-                    f"minizero does not do {where}{said}: {refused.instead}"
-                )
-            return
+def _stranger(
+    known: Mapping[str, Key], name: str, value: Any, path: str
+) -> list[str]:
+    """What to say of a key that is refused, misplaced or misspelt."""
+    where = f"{path}{name}"
+    if where not in REFUSED:
         place = path.rstrip(".") or "the config"
-        self.problems.append(
-            f'{place} has no key "{name}"; {_meant(known, name, path)}'
-        )
+        return [f'{place} has no key "{name}"; {_meant(known, name, path)}']
+    refused = REFUSED[where]
+    if not refused.asks(value):
+        return []
+    said = "" if isinstance(value, dict) else f" = {shown(value)}"
+    return [f"minizero does not do {where}{said}: {refused.instead}"]
 
 
-def _meant(known: Mapping[str, Entry], name: str, path: str) -> str:
+def _meant(known: Mapping[str, Key], name: str, path: str) -> str:
     """What was meant by a key that there is not."""
     everywhere = [*(where for where, _ in walk(Config)), *REFUSED]
     split = [where.rpartition(".") for where in everywhere]

@@ -28,6 +28,7 @@ _DATA = "choose the batches in the data loader"
 _BYTES = "nothing is quantized on its way; use bf16, half of fp32"
 _MASTERS = "master weights are fp32, as exact resuming needs"
 _COMPILE = "call engine.compile()"
+_BACKGROUND = "for a save beside training call save_checkpoint(..., background=BYTES)"
 _PARALLEL = "minizero is data-parallel; remove it"
 
 SECTIONS = {
@@ -59,10 +60,8 @@ SECTIONS = {
     "expert_parallel": Refused(ON, _PARALLEL),
     "hybrid_engine": Refused(ON, "generate with engine.module"),
     "compile": Refused({}, _COMPILE),
-    "nebula": Refused(ON, "checkpoints are saved asynchronously already"),
-    "datastates_ckpt": Refused(
-        {}, "checkpoints are saved asynchronously already"
-    ),
+    "nebula": Refused(ON, _BACKGROUND),
+    "datastates_ckpt": Refused({}, _BACKGROUND),
     "timers": Refused({}, "use wall_clock_breakdown"),
 }
 
@@ -141,7 +140,7 @@ INNER = {
     "checkpoint.parallel_write": Refused(
         {}, "each rank writes its own file; remove it"
     ),
-    "checkpoint.writer": Refused({}, "checkpoints are saved asynchronously"),
+    "checkpoint.writer": Refused({}, _BACKGROUND),
     "optimizer.params.max_grad_norm": Refused(0, 'use "gradient_clipping"'),
     "optimizer.params.bias_correction": Refused(
         True, "make the optimizer yourself and pass it to initialize"
@@ -159,4 +158,26 @@ REFUSED: dict[str, Refused] = {
     **SECTIONS,
     **{f"zero_optimization.{name}": what for name, what in ZERO.items()},
     **INNER,
+}
+
+_SHAPES = "its update needs the shapes of parameters, and shards have none; use AdamW"
+_SPARSE = "nothing is compressed on its way; use AdamW"
+_MUP = "make it with the package mup, and pass it to minizero.initialize"
+_FUSED = "use Adam or AdamW, which are fused unless torch_adam is true"
+_HOST = 'use Adam or AdamW with "offload_optimizer": {"device": "cpu"}'
+
+# What to use instead of some values, in small letters; "" stands for any other.
+ADVICE = {
+    "optimizer.type": {
+        "": "pass another element-wise optimizer to minizero.initialize",
+        "fusedadam": _FUSED,
+        **dict.fromkeys(("cpuadam", "deepspeedcpuadam"), _HOST),
+        **dict.fromkeys(("lamb", "muon", "onebitlamb"), _SHAPES),
+        **dict.fromkeys(("onebitadam", "zerooneadam"), _SPARSE),
+        **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
+    },
+    "scheduler.type": {
+        "": "pass another scheduler to minizero.initialize as lr_scheduler="
+    },
+    "fp16.loss_scale": {"dynamic": "0 adapts the scale"},
 }

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..activations.recompute import Recompute
+from ..activations import functions
+from ..activations.functions import checkpoint, reset
 from ..config import read
-from ..config.schema import entries
-from ..config.train import ActivationCheckpointing
+from ..config.keys import keys
+from ..config.sections import ActivationCheckpointing
+from ..config.source import Source
 from ..ranks.launch import world_size
-from ..activations.stores import Offloaded
 
-Source = str | os.PathLike[str] | Mapping[str, Any]
-
-_section = ActivationCheckpointing()
-_how = Recompute("full")
-_configured = False
-
-
-def use(section: ActivationCheckpointing) -> None:
-    """From now on `checkpoint` keeps arguments as a config's section says.
-
-    The engine calls it with its own; a later `configure` overrules that.
-    """
-    global _section, _how
-    _section = section
-    store = Offloaded() if section.cpu_checkpointing else None
-    _how = Recompute("full", store)
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 
 def configure(
@@ -50,27 +34,25 @@ def configure(
     has an effect here, and a warning names the others that ask for one.
     `mpu_` may not ask for tensor parallelism: ValueError.
     """
-    global _configured
     _check_unit(mpu_)
-    options = {
+    given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    given = {key: v for key, v in options.items() if v is not None}
-    section = ActivationCheckpointing()
+    on_host = bool(checkpoint_in_cpu)
     if deepspeed_config is not None:
-        config = read(deepspeed_config, world_size())
-        section = config.activation_checkpointing
-    known = entries(ActivationCheckpointing)
+        section = read(deepspeed_config, world_size()).activation_checkpointing
+        if checkpoint_in_cpu is None:
+            on_host = section.cpu_checkpointing
+    known = keys(ActivationCheckpointing)
     for key, value in given.items():
-        if value and (why := known[key].about.ignored):
+        if value:
+            why = known[key].ignored
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    use(ActivationCheckpointing(**(vars(section) | given)))
-    _configured = True
+    functions.use(on_host, by_script=True)
 
 
 def _check_unit(mpu: Any) -> None:
@@ -89,18 +71,4 @@ def _check_unit(mpu: Any) -> None:
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return _configured
-
-
-def reset() -> None:
-    """Forget the forwards that no backward will follow."""
-    use(_section)
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of which only the arguments are kept.
-
-    The rest is computed again in backward, with the same random numbers
-    (Chen et al. 2016). In an evaluation nothing is kept.
-    """
-    return _how(function, *args, **kwargs)
+    return functions.configured

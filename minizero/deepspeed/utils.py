@@ -136,14 +136,14 @@ def _set_param(p: nn.Parameter, value: Tensor, local: bool) -> None:
             "this after zero.GatheredParameters"
         )
     net = view.net
-    net.schedule.drain(net)
+    net.finish()
     parts = view.split(value, local)
     owned = view.owned()
     view.write([o.master for o in owned], parts)
     # a 16-bit row is always its master's rounding
-    view.write([o.row for o in owned], [part.float() for part in parts])
+    view.write([o.shard for o in owned], [part.float() for part in parts])
     net.publish(view.unit)
-    net.schedule.drain(net)
+    net.finish()
 
 
 def safe_set_full_fp32_param(p: nn.Parameter, value: Tensor) -> None:

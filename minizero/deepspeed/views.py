@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import comm
-from ..zero.data_parallel import nets_of
+from ..zero.construction import nets_of
 from ..ranks.launch import world_size
-from ..zero.verbs import Owned
+from ..zero.owned import Owned
 
 
 class View:
@@ -28,7 +28,7 @@ class View:
             )
         self.net = nets[0]
         self.unit, self.flat, self.slot = self.net._owner[p]
-        self.net.home.flush(self.net)
+        self.net.flush()
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +71,7 @@ class View:
 
     def gradients(self) -> list[Tensor]:
         """The mean gradient so far, by owned row: parts, fp32."""
-        self.net.home.settle()
+        self.net.home.finish_adds()
         parts = self.read(self.net.owned_grads(self.flat))
         if self.flat.total is not None:
             totals = self.read(self.flat.total)
@@ -102,7 +102,7 @@ class View:
         for owned, rest, part in triples:
             a, b = self.cut(owned.index)
             if a < b:
-                self.net.home.lower(rest, part.to(rest.dtype), a)
+                self.net.home.write_back(rest, part.to(rest.dtype), a)
 
     def whole(self, parts: list[Tensor]) -> Tensor:
         """All ranks' parts, put together: in the parameter's shape."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from argparse import ArgumentParser
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..config import Config
-from ..zero.data_parallel import nets_of
-
-Source = str | os.PathLike[str] | Mapping[str, Any]
+from ..config.source import Source as Source
+from ..zero.construction import nets_of
 
 
 def refuse(**given: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -107,11 +106,12 @@ class Feeding(Loop):
             )
         sizes = batch_sizes(self.world_size, total, micro, steps)
         total, micro, steps = sizes
-        self.config = dataclasses.replace(
-            self.config,
-            train_batch_size=total,
-            train_micro_batch_size_per_gpu=micro,
-            gradient_accumulation_steps=steps,
+        self.config = self.config.model_copy(
+            update={
+                "train_batch_size": total,
+                "train_micro_batch_size_per_gpu": micro,
+                "gradient_accumulation_steps": steps,
+            }
         )
         self._first = self.micro_steps
 

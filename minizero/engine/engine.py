@@ -24,7 +24,7 @@ from minizero.engine.from_config import (
     make_scheduler,
 )
 
-from ..deepspeed import checkpointing
+from ..activations import functions
 from ..config import read
 from .data import Loader
 from .optimizer import EngineOptimizer
@@ -227,7 +227,6 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
-    if not checkpointing.is_configured():
-        checkpointing.use(settings.activation_checkpointing)
+    functions.use(settings.activation_checkpointing.cpu_checkpointing)
     engine = Engine(settings, model, made, scheduler, loader, collate_fn)
     return engine, engine.optimizer, loader, scheduler

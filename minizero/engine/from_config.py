@@ -21,7 +21,7 @@ from ..overlap.prefetch import Overlap
 from ..precision.mixed import MixedPrecision
 from .lr_schedules import SCHEDULES
 from ..zero.interfaces import Home, Schedule
-from ..zero.sharded_buffer import owners
+from ..zero.absent import owners
 from ..zero.parallelize import parallelize
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]

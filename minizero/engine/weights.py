@@ -19,7 +19,7 @@ from ..config import Config
 from ..zero.data_parallel import DataParallel
 from ..ranks.launch import rank
 from .getters import Settings
-from ..zero.sharded_buffer import owners
+from ..zero.absent import owners
 from ..zero.init import GatheredParameters
 
 

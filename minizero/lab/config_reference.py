@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from minizero.config import Config
-from minizero.config.checks import shown
-from minizero.config.schema import Entry, entries
+from minizero.config.keys import Key, Section, keys
+from minizero.config.sentences import shown
 from minizero.config.unsupported import ON, REFUSED
 
 BEGIN = "<!-- made from the schema: begin -->"
@@ -26,17 +26,17 @@ def tables() -> str:
     return "\n\n".join([*_sections(Config, "The top"), *_refused()])
 
 
-def _sections(section: type, title: str, path: str = "") -> Iterator[str]:
+def _sections(section: type[Section], title: str, path: str = "") -> Iterator[str]:
     assert section.__doc__ is not None
     doc = section.__doc__.partition("\n\n")[0]
-    rows = [_row(entry) for entry in entries(section).values()]
+    rows = [_row(key) for key in keys(section).values()]
     yield f"### {title}\n\n{doc}\n\n{_table(COLUMNS, rows)}"
-    for name, entry in entries(section).items():
+    for name, key in keys(section).items():
         where = f"{path}{name}"
-        if entry.section:
-            yield from _sections(entry.section, f"`{where}`", f"{where}.")
-        for kind in dict.fromkeys(entry.about.variants.values()):
-            types = [t for t, k in entry.about.variants.items() if k is kind]
+        if key.section:
+            yield from _sections(key.section, f"`{where}`", f"{where}.")
+        for kind in dict.fromkeys(key.variants.values()):
+            types = [t for t, k in key.variants.items() if k is kind]
             whose = f"`{where}` of {' and '.join(types)}"
             yield from _sections(kind, whose, f"{where}.")
 
@@ -44,42 +44,36 @@ def _sections(section: type, title: str, path: str = "") -> Iterator[str]:
 COLUMNS = ("key", "default", "what it does")
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
-    about = entry.about
-    status = f"*Done:* {about.maps}."
-    if about.ignored:
-        status = f"*No effect:* {about.ignored}."
-    return (
-        f"`{entry.name}`<br>{_kind(entry)}",
-        _default(entry),
-        f"{about.does}<br>{status}",
-    )
+def _row(key: Key) -> tuple[str, ...]:
+    done = f"*No effect:* {key.ignored}." if key.ignored else f"*Done:* {key.maps}."
+    names = f"`{key.name}`<br>{_kind(key)}"
+    return names, _default(key), f"{key.does}<br>{done}"
 
 
-def _kind(entry: Entry) -> str:
-    kind, about = entry.kind, entry.about
-    if entry.section or about.variants or get_origin(kind) is dict:
+def _kind(key: Key) -> str:
+    kind = key.kind
+    if key.section or key.variants or get_origin(kind) is dict:
         return "object"
     if kind is bool:
         return "true or false"
-    if kind is str:
-        return " ".join(f"`{name}`" for name in about.one_of) or "string"
-    unit = f" of {about.unit}" if about.unit else ""
+    if kind is str or key.one_of:
+        return " ".join(f"`{name}`" for name in key.one_of) or "string"
+    unit = f" of {key.unit}" if key.unit else ""
     names = {int: f"whole number{unit}", float: "number"}
     name = names.get(kind, "number, or one for each group")
     if get_origin(kind) is tuple:
         name = f"{len(get_args(kind))} numbers"
-    if about.most is not None:
-        return f"{name}, {about.least} to {about.most}"
-    return name if about.least is None else f"{name}, at least {about.least}"
+    if key.most is not None:
+        return f"{name}, {key.least} to {key.most}"
+    return name if key.least is None else f"{name}, at least {key.least}"
 
 
-def _default(entry: Entry) -> str:
-    if entry.required:
+def _default(key: Key) -> str:
+    if key.required:
         return "must be given"
-    if entry.default is None:
-        return entry.about.unset
-    return "" if entry.section else _value(entry.default)
+    if key.default is None:
+        return key.unset
+    return "" if key.section else _value(key.default)
 
 
 def _value(value: Any) -> str:

@@ -1,15 +1,9 @@
 """Collectives that are under way while a rank computes.
 
-Read `deferred_reduce`, `prefetch`, then `machine` and `simulator`, which predict when it
-pays. Imports `zero` and what is below it.
+Read `deferred_reduce`, `order`, `limits`, `prefetch`; then `machine` and `simulator`,
+which predict when it pays. Imports `zero` and what is below it.
 """
 
-from .prefetch import (
-    Overlap,
-    exposed,
-)
+from .prefetch import Overlap, exposed
 
-__all__ = [
-    "Overlap",
-    "exposed",
-]
+__all__ = ["Overlap", "exposed"]

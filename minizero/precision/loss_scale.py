@@ -99,7 +99,7 @@ class DynamicLossScale(LossScale):
             self.scale = max(self.scale / 2, self.min_loss_scale)
         else:
             raise OverflowError(
-                f"gradients are not finite at a loss scale of {self.scale:g}, "
-                "the minimum, so the scale is not to blame; look for the "
+                f"gradients are not finite at a loss scale of {self.scale:g},"
+                " the minimum, so the scale is not to blame; look for the "
                 "first inf or NaN in the model or the data, or train in bf16"
             )

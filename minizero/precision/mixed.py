@@ -43,7 +43,9 @@ class Masters(Settings):
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """In fp32, for the time of the update."""
         return [
-            labels.label(grad.to(torch.float32), "gradients")
+            grad
+            if grad.dtype is torch.float32
+            else labels.label(grad.float(), "gradients")
             for grad in owned
         ]
 

@@ -1,20 +1,26 @@
-"""What later chapters pass in: a precision, a schedule, a home."""
+"""What later chapters pass in: a precision, a schedule, a home.
+
+Each class here is the answer of chapter 3: the parameters' own dtype, at once, in place.
+A later chapter subclasses the one that it is about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..memory import labels
-from .flat_buffer import Flat, Unit
 from ..memory.bytes import host_empty
 from ..memory.plan import Plan
+from .flat_buffer import Flat, Unit
 
 if TYPE_CHECKING:
-    from minizero.zero.verbs import Verbs
+    from .owned import Owned
 
 
 class Precision:
@@ -28,14 +34,14 @@ class Precision:
     def attach(self, flat: Flat, owned: list[Tensor]) -> None:
         """Called once, when a buffer has rank 0's values.
 
-        `owned`: the rows of them that this rank will update.
+        `owned`: the shards of them that this rank will update.
         """
 
     def attach_buffer(self, buffer: Tensor) -> None:
         """Called once with each buffer of the model, likewise."""
 
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """What the optimizer updates, for each owned row."""
+        """What the optimizer updates, for each owned shard."""
         return owned
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -60,21 +66,20 @@ class Precision:
         return True
 
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """What the optimizer gets as gradients, for each owned row."""
+        """What the optimizer gets as gradients, for each owned shard."""
         return owned
 
-    def written(self, masters: list[Tensor], rows: list[Tensor]) -> None:
-        """Called after an update, to bring the masters' values to the rows.
+    def written(self, masters: list[Tensor], shards: list[Tensor]) -> None:
+        """Called after an update, to bring the masters' values to the shards.
 
-        Master and row are on one device; where no master was made they are
-        one.
+        Master and shard are on one device; where no master was made they are one.
         """
 
-    def read(self, masters: list[Tensor], rows: list[Tensor]) -> None:
-        """The inverse, called when somebody else has written to the rows."""
-        for master, row in zip(masters, rows, strict=True):
-            if master is not row:
-                master.copy_(row)
+    def read(self, masters: list[Tensor], shards: list[Tensor]) -> None:
+        """The inverse, called when somebody else has written to the shards."""
+        for master, shard in zip(masters, shards, strict=True):
+            if master is not shard:
+                master.copy_(shard)
 
     def forget(self) -> None:
         """Called when the gradients are gone."""
@@ -88,52 +93,80 @@ class Precision:
         self.skipped_steps = state["skipped_steps"]
 
 
-class Schedule:
-    """When a collective is launched and when waited for: here, at once.
+class Move(NamedTuple):
+    """One thing to do to a unit: launch a verb, or wait for what is under way."""
 
-    Ranks must launch the same collectives in the same order, so a schedule
-    may decide only by what is the same on all of them.
+    verb: Literal["gather", "release", "reduce", "publish", "wait"]
+    unit: Unit
+
+
+class Schedule:
+    """When a verb is launched and when waited for: here, at once.
+
+    It is told what happens to a unit, and answers with moves; the net carries them out
+    in their order, and so does a simulator. Ranks must launch the same collectives in
+    the same order, so a schedule may decide only by what is the same on all of them.
     """
 
-    def attach(self, net: Verbs) -> None:
-        """Called once, when the units have been made."""
+    def attach(self, units: Sequence[Unit], plan: Plan) -> None:
+        """Called once, when the units have been made; the root is the first."""
 
-    def begin_forward(self, net: Verbs) -> None:
+    def forward_begins(self) -> None:
         """Called before the first gather of a forward."""
 
-    def begin_backward(self, net: Verbs) -> None:
-        """Called before a backward touches anything."""
+    def backward_begins(self) -> None:
+        """Called before a backward touches anything; nothing is being reduced."""
 
-    def gather(self, net: Verbs, unit: Unit) -> None:
-        for work in net.gather(unit):
-            work.wait()
+    def backward_ends(self) -> None:
+        """Called when every reduction of a backward has been waited for."""
 
-    def release(self, net: Verbs, unit: Unit) -> None:
-        net.release(unit)
+    def needed(self, unit: Unit) -> list[Move]:
+        """The unit's parameters are used next."""
+        return [Move("gather", unit), Move("wait", unit)]
 
-    def reduce(self, net: Verbs, unit: Unit) -> None:
-        for work in net.reduce(unit):
-            work.wait()
-        net.reduced(unit)
+    def done(self, unit: Unit) -> list[Move]:
+        """Nothing uses the unit's parameters any more, for now."""
+        return [Move("release", unit)]
 
-    def settle(self, net: Verbs, unit: Unit) -> None:
-        """Called before a gradient is added to the unit's buffer."""
+    def grads_ready(self, unit: Unit) -> list[Move]:
+        """The unit's gradients of this backward are complete."""
+        return [Move("reduce", unit), Move("wait", unit)]
 
-    def drain(self, net: Verbs) -> None:
-        """Wait for what a backward or an update has left under way."""
+    def updated(self, unit: Unit) -> list[Move]:
+        """The unit's owned shards have been updated."""
+        return [Move("publish", unit), Move("wait", unit)]
 
-    def publish(self, net: Verbs, unit: Unit) -> None:
-        """Called when the own rows of the unit have been updated."""
-        for work in net.send(unit):
-            work.wait()
+
+@dataclass
+class NearShard:
+    """One owned shard at its update: all tensors are where the optimizer works.
+
+    `master`: what the optimizer updates. `grad`: the reduced gradient. `values`: what
+    becomes the parameters; `master` itself if there is no copy. All [size].
+    """
+
+    flat: Flat
+    master: Tensor
+    grad: Tensor
+    values: Tensor
+
+
+@dataclass
+class Near:
+    """What one call of the optimizer updates.
+
+    `leave`: sends the results to where they rest; returns the units that are complete.
+    """
+
+    shards: list[NearShard]
+    leave: Callable[[], list[Unit]]
 
 
 class Home:
-    """Where shards rest between steps, and how they meet: here, in place.
+    """Where shards rest between steps, and how they come near: here, in place.
 
-    `plan` says where each category rests. A home that brings things from one
-    place to another for the update names those places in `places`; this one
-    moves nothing.
+    `plan` says where each category rests. A home that brings things from one place to
+    another for the update names those places in `places`; this one moves nothing.
     """
 
     places: tuple[str, ...] = ("device",)
@@ -152,42 +185,42 @@ class Home:
                     "minizero.NVMe(plan) for 'nvme'"
                 )
 
-    def attach(self, net: Verbs) -> None:
-        """Called once, when the units have been made."""
+    def attach(self) -> None:
+        """Called once by the net that it serves."""
 
-    def rest(self, row: Tensor, category: str) -> Tensor:
-        """A copy of `row`, [size], where its category rests."""
+    def store(self, values: Tensor, category: str) -> Tensor:
+        """A copy of `values`, [size], where its category rests."""
         on = getattr(self.plan, category).on
         if on == "device":
-            return labels.label(row.clone(), category)
+            return labels.label(values.clone(), category)
         if on == "cpu":
-            host = host_empty(row.shape, row.dtype, category)
-            return host.copy_(row)
+            host = host_empty(values.shape, values.dtype, category)
+            return host.copy_(values)
         raise ValueError(
             f"{type(self).__name__} keeps nothing on {on!r}; give the home "
             f"that does to what places {category} there, as home=..."
         )
 
-    def lift(self, shard: Tensor, row: Tensor) -> Tensor:
-        """What an all-gather into the buffer around `row` reads.
+    def load(self, shard: Tensor, into: Tensor) -> Tensor:
+        """What an all-gather into the buffer around `into` reads.
 
-        A shard that rests elsewhere is copied into `row` first.
+        A shard of parameters that rests elsewhere is copied into `into` first.
         """
-        if not labels.on_host(shard):
+        if self.plan.parameters.on == "device":
             return shard
-        return row.copy_(shard, non_blocking=True)
+        return into.copy_(shard, non_blocking=True)
 
-    def lower(self, shard: Tensor, row: Tensor, a: int = 0) -> None:
-        """Write a row, or part of it from element a, to where it rests."""
-        shard.detach()[a : a + row.numel()].copy_(row)
+    def write_back(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
+        """Write values, from element a of the shard on, to where that rests."""
+        shard.detach()[a : a + values.numel()].copy_(values)
 
     def fetch(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
-        """Elements a to b of what rests, in host memory; only to be read."""
+        """Elements a to b of a shard, in host memory; only to be read."""
         return shard.detach()[a:b].cpu()
 
     @contextmanager
-    def aside(self) -> Iterator[Callable[[], None]]:
-        """Launch a lift and its all-gather beside the computation.
+    def on_copy_stream(self) -> Iterator[Callable[[], None]]:
+        """Launch a load and its all-gather beside the computation.
 
         Yields what makes the computation wait for them.
         """
@@ -197,48 +230,61 @@ class Home:
         """Add a mean gradient, [size], to the shard, wherever that rests."""
         shard.add_(mean)
 
-    def settle(self) -> None:
-        """Finish what `add` has begun."""
-
-    def flush(self, net: Verbs) -> None:
-        """Let an update that is still under way arrive."""
+    def finish_adds(self) -> None:
+        """Wait until what `add` has begun is in the shards."""
 
     def masters(
-        self, flat: Flat, rows: list[Tensor], masters: list[Tensor]
+        self, flat: Flat, shards: list[Tensor], masters: list[Tensor]
     ) -> list[Tensor]:
-        """What the optimizer is given, for each owned row.
+        """What the optimizer is given, for each owned shard.
 
-        `masters` come from the precision: the rows themselves, or copies.
+        `masters` come from the precision: the shards themselves, or copies.
         """
         return masters
 
     def resting(
-        self, flat: Flat, masters: list[Tensor], rows: list[Tensor]
+        self, flat: Flat, masters: list[Tensor], shards: list[Tensor]
     ) -> list[Tensor]:
-        """The masters as they are between updates, beside the owned rows."""
+        """The masters as they are between updates, beside the owned shards."""
         return masters
 
     def refresh(
         self,
         flat: Flat,
         masters: list[Tensor],
-        rows: list[Tensor],
+        shards: list[Tensor],
         read: Callable[[list[Tensor], list[Tensor]], None],
     ) -> None:
-        """Let `read`, a precision's, take over what is in the owned rows."""
-        read(self.resting(flat, masters, rows), rows)
+        """Let `read`, a precision's, take over what is in the owned shards."""
+        read(self.resting(flat, masters, shards), shards)
 
-    def grads(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """The owned gradients, brought to where the masters are."""
-        return owned
+    def staged(
+        self,
+        units: list[tuple[Unit, list[Owned]]],
+        optimizer: torch.optim.Optimizer,
+    ) -> Generator[Near, None, None]:
+        """Bring near what is to be updated, a part at a time: here, all at once."""
+        shards = [
+            NearShard(owned.flat, owned.given, owned.grad, owned.shard)
+            for _, shards in units
+            for owned in shards
+        ]
+        yield Near(shards, lambda: [unit for unit, _ in units])
 
-    def rows(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """Where the masters are, what becomes the owned parameters."""
-        return owned
+    def update(
+        self,
+        near: Near,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+    ) -> None:
+        """Let the optimizer update what is near."""
+        for shard in near.shards:
+            [shard.master.grad] = precision.gradients(shard.flat, [shard.grad])
+        optimizer.step()
+        for shard in near.shards:
+            shard.master.grad = None
+            precision.written([shard.master], [shard.values])
 
-    def update(self, net: Verbs) -> None:
-        """Update and publish every unit."""
-        net.update(net.units)
-        for unit in net.units:
-            net.publish(unit)
-        labels.label_states(net.optimizer)
+    def flush(self) -> list[Unit]:
+        """Let an update that is still under way arrive; the units that it changed."""
+        return []

@@ -13,7 +13,7 @@ from torch import nn
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .interfaces import Home
-from .sharded_buffer import owners
+from .absent import owners
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3

@@ -8,6 +8,7 @@ import torch
 
 WARM = {"warmup_num_steps": 5}
 CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
+RANGE = {"lr_range_test_step_size": 5}
 
 # schedule, its options, the learning rates of the groups that it is given
 SETTINGS: list[tuple[str, dict[str, Any], list[float]]] = [
@@ -90,6 +91,11 @@ SETTINGS: list[tuple[str, dict[str, Any], list[float]]] = [
         [1.0, 2.0],
     ),
     ("OneCycle", {**CYCLE, "cycle_momentum": False}, [1.0]),
+    ("LRRangeTest", {}, [1.0]),
+    ("LRRangeTest", RANGE, [1.0, 2.0]),
+    ("LRRangeTest", {**RANGE, "lr_range_test_min_lr": [1e-4, 0.2]}, [1.0, 2.0]),
+    ("LRRangeTest", {**RANGE, "lr_range_test_step_rate": 5.0}, [1.0]),
+    ("LRRangeTest", {**RANGE, "lr_range_test_staircase": True}, [1.0]),
 ]
 STEPS = 22
 

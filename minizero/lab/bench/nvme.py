@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from minizero.lab.bench.runner import Comparison, interleaved
-from minizero.offload.async_io import AsyncFiles, aligned_buffer
-from minizero.offload.scratch import RunFolder
-from minizero.offload.swap_file import ShardFile
+from minizero.offload.async_io import aligned_buffer
+from minizero.offload.swap_file import SwapFile, SwappedShard
 
 BLOCK_SIZE, QUEUE_DEPTH = 1 << 20, 8  # DeepSpeed's defaults
 RECORDS, WIDTH = 4, 1 << 24  # 4 records of 64 MiB
@@ -29,28 +28,28 @@ FIO = {
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Bytes a second, with headers and checksums, of 256 MiB; direct if possible."""
+    """Bytes a second of 256 MiB; direct if possible."""
     if shutil.which("fio") is None:
         print("no fio: install it (apt install fio) to compare", file=sys.stderr)
         return []
     where = Path(os.environ.get("MINIZERO_NVME") or tempfile.gettempdir())
-    disk = AsyncFiles(BLOCK_SIZE, QUEUE_DEPTH)
-    folder = RunFolder(where, disk)
+    swap = SwapFile(where, BLOCK_SIZE, QUEUE_DEPTH)
     try:
-        return _compare(folder, 3 * repeats)
+        with tempfile.TemporaryDirectory(dir=where) as folder:
+            return _compare(swap, Path(folder, "fio"), 3 * repeats)
     finally:
-        disk.close()
-        folder.close()
+        swap.close()
 
 
-def _compare(folder: RunFolder, turns: int) -> list[Comparison]:
-    how = "direct" if folder.disk.direct else "through the page cache"
-    file = ShardFile(folder, "optimizer", RECORDS * WIDTH, torch.float32, WIDTH)
-    buffers = [aligned_buffer(file.stride).random_() for _ in range(RECORDS)]
+def _compare(swap: SwapFile, path: Path, turns: int) -> list[Comparison]:
+    how = "direct" if swap.direct else "through the page cache"
+    shard = SwappedShard(swap, "optimizer", RECORDS * WIDTH, torch.float32, WIDTH)
+    buffers = [aligned_buffer(shard.stride).random_() for _ in range(RECORDS)]
     results = []
     for verb in ("write", "read"):
-        cases = {"minizero": _ours(file, buffers, verb)}
-        cases |= {name: _fio(folder, verb, options) for name, options in FIO.items()}
+        cases = {"minizero": _ours(shard, buffers, verb)}
+        for name, options in FIO.items():
+            cases[name] = _fio(path, swap.direct, verb, options)
         got = interleaved(cases, turns)
         ours = got.pop("minizero")
         results += [
@@ -69,21 +68,23 @@ def _compare(folder: RunFolder, turns: int) -> list[Comparison]:
 
 
 def _ours(
-    file: ShardFile, buffers: list[torch.Tensor], verb: str
+    shard: SwappedShard, buffers: list[torch.Tensor], verb: str
 ) -> Callable[[], float]:
-    launch = file.write if verb == "write" else file.read
+    launch = shard.write if verb == "write" else shard.read
 
     def case() -> float:
         start = time.perf_counter()
         under_way = [launch(index, buffer) for index, buffer in enumerate(buffers)]
         for transfer in under_way:
             transfer.wait()
-        return file.payload / (time.perf_counter() - start)
+        return shard.payload / (time.perf_counter() - start)
 
     return case
 
 
-def _fio(folder: RunFolder, verb: str, options: list[str]) -> Callable[[], float]:
+def _fio(
+    path: Path, direct: bool, verb: str, options: list[str]
+) -> Callable[[], float]:
     nbytes = RECORDS * WIDTH * 4
     if "--thread" in options:  # each thread has a part of the file
         part = nbytes // QUEUE_DEPTH
@@ -93,10 +94,10 @@ def _fio(folder: RunFolder, verb: str, options: list[str]) -> Callable[[], float
     command = [
         "fio",
         "--name=shards",
-        f"--filename={folder.path / 'fio'}",
+        f"--filename={path}",
         f"--rw={verb}",
         f"--bs={BLOCK_SIZE}",
-        f"--direct={int(folder.disk.direct)}",
+        f"--direct={int(direct)}",
         "--group_reporting",
         "--output-format=json",
         *options,

@@ -42,13 +42,20 @@ class Step:
         return exposed(self.calls)
 
     def intervals(self) -> list[Interval]:
-        """As the simulator gives them: one lane of computing and waiting, one of calls.
+        """As the simulator gives them: a lane of what the rank does, and one of calls.
 
         A call's interval ends when its wait does: when it really arrived, nobody
         notes.
         """
         lanes = []
-        waits = sorted((c.waited, c.finished, c.unit) for c in self.calls)
+        spent = sorted(
+            (begin, end, what, c.unit)
+            for c in self.calls
+            for what, begin, end in (
+                ("launch", c.launched, c.returned),
+                ("wait", c.waited, c.finished),
+            )
+        )
         phases = (
             ("forward", self.begin, self.forward_end),
             ("backward", self.forward_end, self.backward_end),
@@ -56,11 +63,11 @@ class Step:
         )
         for phase, begin, end in phases:
             now = begin
-            for waited, finished, unit in waits:
-                if begin <= waited < end:
-                    lanes.append(Interval("compute", phase, "", now, waited))
-                    lanes.append(Interval("compute", "wait", unit, waited, finished))
-                    now = finished
+            for since, until, what, unit in spent:
+                if begin <= since < end:
+                    lanes.append(Interval("compute", phase, "", now, since))
+                    lanes.append(Interval("compute", what, unit, since, until))
+                    now = until
             lanes.append(Interval("compute", phase, "", now, end))
         lanes += [
             Interval("link", c.op, c.unit, c.launched, c.finished) for c in self.calls

@@ -5,15 +5,15 @@ from __future__ import annotations
 import html
 import json
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import traitlets
 
 from minizero.config import Config, ConfigError, read
 from minizero.config.batch import MICRO, STEPS, TOTAL
-from minizero.config.offload import PLACES
-from minizero.config.schema import walk
+from minizero.config.keys import walk
 from minizero.config.unsupported import REFUSED
+from minizero.config.zero import Place
 from minizero.lab.explorables.base import Explorable, module, table
 from minizero.lab.explorables.memory import PALETTE, STATES
 from minizero.lab.plots.style import amount
@@ -112,7 +112,7 @@ def plans() -> dict[str, dict[str, Any]]:
     that was asked for does nothing, by its block.
     """
     table: dict[str, dict[str, Any]] = {}
-    for stage, state, param in product(range(4), PLACES, PLACES):
+    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
         chosen = {"offload_optimizer": state, "offload_param": param}
         blocks = {
             name: {"device": on, "nvme_path": "files" if on == "nvme" else None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traitlets
 
+from minizero.lab import hardware
 from minizero.lab.explorables.base import Explorable, look, module
 from minizero.lab.plots.style import LINES
 
@@ -22,15 +23,21 @@ class StepCost(Explorable):
     latency: microseconds of a call, 1 to 1,000.
     unit: millions of parameters, 0.1 to 3,200.
     compute: TFLOP/s of a rank, 10 to 1,600.
+
+    It opens with an H100 and its network.
     """
 
     _esm = module("stepcost.js")
 
     tokens = traitlets.Float(8192, min=256, max=262_144).tag(sync=True)
-    bandwidth = traitlets.Float(50, min=1, max=1000).tag(sync=True)
+    bandwidth = traitlets.Float(hardware.H100.network / 1e9, min=1, max=1000).tag(
+        sync=True
+    )
     latency = traitlets.Float(30, min=1, max=1000).tag(sync=True)
     unit = traitlets.Float(200, min=0.1, max=3200).tag(sync=True)
-    compute = traitlets.Float(400, min=10, max=1600).tag(sync=True)
+    compute = traitlets.Float(hardware.H100.flops / 1e12, min=10, max=1600).tag(
+        sync=True
+    )
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     def times(self) -> tuple[float, float, float]:

@@ -18,36 +18,41 @@ PHASE_COLOURS = {
     "update": "#E6EE7F",
     "launch": GREY,
 }
-"""What a rank does; a measured step has its launches inside the phases."""
+"""What a rank does beside waiting."""
 
 
 @rc_context(STYLE)
 def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
-    """Two lanes a step: computing (hatched: waiting), and the calls under way.
+    """Two lanes a step: what the rank does (hatched: waiting), and the calls under way.
 
     steps: intervals by label, as `Timeline.intervals` and `Step.intervals()` give
         them. All share one axis, in milliseconds. A measured call is drawn until its
-        wait ends, a simulated one until its transfer does.
+        wait ends, a simulated one until its transfer does; calls that are under way
+        together share the height of their lane.
     """
     if not any(steps.values()):
         raise ValueError("There is nothing to draw; give the intervals of a step.")
     figure, axes = single(0.9 + 0.62 * len(steps))
     for row, intervals in enumerate(steps.values()):
-        for interval in intervals:
-            computes = interval.lane == "compute"
+        tracks = _tracks([i for i in intervals if i.lane == "link"])
+        height = 0.26 / max(1, len(tracks))
+        for y, interval in [
+            *((row - 0.3, i) for i in intervals if i.lane == "compute"),
+            *((row + 0.08 + height * k, i) for k, t in enumerate(tracks) for i in t),
+        ]:
             waits = interval.what == "wait"
-            colour = (PHASE_COLOURS | OP_COLOURS).get(interval.what, GREY)
             axes.barh(
-                row - 0.3 if computes else row + 0.08,
+                y,
                 (interval.end - interval.begin) * 1e3,
-                0.36 if computes else 0.24,
+                0.36 if interval.lane == "compute" else height,
                 interval.begin * 1e3,
                 align="edge",
-                color="none" if waits else colour,
+                color="none"
+                if waits
+                else (PHASE_COLOURS | OP_COLOURS).get(interval.what, GREY),
                 edgecolor=GREY if waits else "none",
                 hatch="//////" if waits else "",
                 linewidth=0,
-                alpha=None if computes else 0.8,
             )
     name_rows(axes, steps)
     axes.set_xlabel("milliseconds")
@@ -59,6 +64,18 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
     ]
     legend(figure, [*patches, waiting()])
     return figure
+
+
+def _tracks(calls: Sequence[Interval]) -> list[list[Interval]]:
+    """The calls on as few tracks as keep those apart that are under way together."""
+    tracks: list[list[Interval]] = []
+    for call in sorted(calls, key=lambda call: call.begin):
+        free = [track for track in tracks if track[-1].end <= call.begin]
+        if free:
+            free[0].append(call)
+        else:
+            tracks.append([call])
+    return tracks
 
 
 @rc_context(STYLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -13,9 +14,9 @@ from minizero.lab.plots.base import DASHES, STYLE, WIDTH, line, single
 from minizero.lab.plots.lanes import stacked
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES
 from minizero.memory.intensity import efficiency, intensity
-from minizero.offload.async_io import AsyncFiles, aligned_buffer
-from minizero.offload.pieces import Span
-from minizero.offload.scratch import RunFolder
+from minizero.offload.async_io import aligned_buffer
+from minizero.offload.nvme import Activity
+from minizero.offload.swap_file import SwapFile
 from minizero.overlap.machine import Interval
 
 LANES = {
@@ -26,21 +27,19 @@ LANES = {
 
 
 def throughput(
-    folder: RunFolder, nbytes: int, block_size: int, queue_depth: int
+    folder: Path, nbytes: int, block_size: int, queue_depth: int
 ) -> tuple[float, float]:
     """Bytes a second of one write and of one read of a file: (write, read)."""
-    disk = AsyncFiles(block_size, queue_depth, folder.disk.direct)
-    path, buffer = folder.path / "throughput", aligned_buffer(nbytes)
+    swap = SwapFile(folder, block_size, queue_depth)
+    at, buffer = swap.allocate(nbytes), aligned_buffer(nbytes)
     buffer.random_()
-    path.touch()
     rates = []
-    for transfer in (disk.write, disk.write, disk.read):
+    for transfer in (swap.write, swap.write, swap.read):
         start = time.perf_counter()
-        transfer(path, 0, buffer).wait()
+        transfer(at, buffer).wait()
         rates.append(nbytes / (time.perf_counter() - start))
-    disk.close()
-    path.unlink()
-    return rates[1], rates[2]  # the first write made the file longer
+    swap.close()
+    return rates[1], rates[2]  # the first write found its blocks empty
 
 
 @rc_context(STYLE)
@@ -67,7 +66,7 @@ def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
     return figure
 
 
-def lanes_figure(timelines: Mapping[str, Sequence[Span]]) -> Figure:
+def lanes_figure(timelines: Mapping[str, Sequence[Activity]]) -> Figure:
     """Three lanes for each run, in milliseconds; units in the bars."""
     runs = {
         name: [Interval(s.lane, s.lane, s.unit, s.started, s.finished) for s in spans]

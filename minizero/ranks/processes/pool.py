@@ -7,34 +7,49 @@ however it ends.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
-from minizero.ranks.processes import failures as faults
-from minizero.ranks.processes import worker
-from minizero.ranks.processes.child import LEAVE, PATIENCE, Child, prepare, starting
-from minizero.ranks.processes.failures import GRACE, LOOK, Call, RankError
+from minizero.ranks.processes import failures, tasks
+from minizero.ranks.processes.child import LEAVE, PATIENCE, Child
+from minizero.ranks.processes.failures import GRACE, LOOK, RankError, Run
 from minizero.ranks.processes.output import in_order
+from minizero.ranks.processes.starting import starting
 from minizero.ranks.processes.status_board import Board
-from minizero.ranks.processes.worker import pack
+from minizero.ranks.processes.tasks import Reply
+from minizero.ranks.processes.worker import Surroundings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+GONE = "All ranks were ended, and their names are gone."
 
-def _end(children: list[Child], folder: Path) -> None:
+_open: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+@atexit.register  # before multiprocessing, which would wait for them
+def _end_all() -> None:
+    for each in list(_open):
+        each._end()
+
+
+def _end(children: list[Child], folder: Path, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # in a fork of the ranks' parent
     for each in children:
         each.kill()
     for each in children:
@@ -62,12 +77,14 @@ class Processes:
         self._folder = Path(tempfile.gettempdir(), f"minizero-{uuid.uuid4().hex}")
         self._children: list[Child] = []
         # To be called, by whoever comes first: close, the garbage collector, the exit.
-        shared = (self._children, self._folder)
-        self._end = util.Finalize(self, _end, shared, exitpriority=10)
-        prepare()
+        held = self._children, self._folder, os.getpid()
+        self._end = weakref.finalize(self, _end, *held)
+        self._end.atexit = False
+        _open.add(self)
+        around = Surroundings.here()
         with self._ended_by_errors(), starting():
             for rank in range(size):
-                self._children.append(Child(rank, size, self._folder))
+                self._children.append(Child(rank, size, self._folder, around))
             # Only now, since from now on there are ranks that would remove it.
             self._folder.mkdir(mode=0o700)
             self._board = Board(self._folder / "board", size)
@@ -103,7 +120,7 @@ class Processes:
                 pool lives on; if not it has ended, and the message says so.
             KeyboardInterrupt: the parent was interrupted, and with it every rank.
         """
-        return self._call(pack(function, *args, **kwargs), ranks)
+        return self._call(tasks.pack(function, *args, **kwargs), ranks)
 
     def execute(
         self, source: str, ranks: Sequence[int] | None = None
@@ -115,23 +132,21 @@ class Processes:
             None where there is none.
         """
         self._cells += 1
-        return self.run(worker.execute, source, f"<cell {self._cells}>", ranks=ranks)
+        return self.run(tasks.execute, source, f"<cell {self._cells}>", ranks=ranks)
 
     def pull(self, name: str) -> list[Any]:
         """The value of a variable of the lasting namespace, from each rank."""
-        return self.run(worker.lookup, name)
+        return self.run(tasks.lookup, name)
 
     def close(self) -> None:
         """Lets the ranks end by themselves, and kills those that do not."""
         for each in self._children:
             each.send(b"")
-        call = Call([], LEAVE, keep=False)
-        while self._living() and time.monotonic() - call.started < LEAVE:
-            self._listen(call)
+        run = Run([], LEAVE, keep=False)
+        limit = run.started + LEAVE
+        while any(c.alive() for c in self._children) and time.monotonic() < limit:
+            self._listen(run)
         self._end()
-
-    def _living(self) -> list[Child]:
-        return [each for each in self._children if each.alive()]
 
     @contextlib.contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
@@ -159,109 +174,102 @@ class Processes:
         """Gives a task to the ranks, and stays with them until all have replied."""
         if not self._children:
             raise RuntimeError("these ranks have ended; start new ones.")
-        call = Call(self._chosen(ranks), timeout or self.timeout, keep)
-        stopped = False
+        run = Run(self._chosen(ranks), timeout or self.timeout, keep)
+        interrupt: KeyboardInterrupt | None = None
         with self._ended_by_errors():
-            for rank in call.ranks:
+            for rank in run.ranks:
                 self._children[rank].send(task)
             try:
-                while call.waiting or call.unexplained():
-                    self._listen(call)
-                    self._examine(call)
-            except KeyboardInterrupt:
-                if call.receiving:
+                while run.waiting or run.unexplained():
+                    self._listen(run)
+                    self._examine(run)
+            except KeyboardInterrupt as pressed:
+                if run.receiving:
                     raise
-                self._stop(call)
-                stopped = True
-        if stopped:
+                interrupt = pressed
+            if interrupt and not self._recall(run):
+                raise KeyboardInterrupt(
+                    f"Ranks {sorted(run.waiting)} did not react to the interrupt. {GONE}"
+                )
+        if interrupt:
             raise KeyboardInterrupt("The ranks were interrupted.")
-        if call.failures:
-            raise call.error()
-        return [self._unpacked(rank, call.results[rank]) for rank in call.ranks]
+        if run.failures:
+            raise run.error()
+        return [self._unpacked(rank, run.results[rank]) for rank in run.ranks]
 
-    def _listen(self, call: Call) -> None:
+    def _listen(self, run: Run) -> None:
         """Waits a moment for replies and output, and prints what can be printed."""
-        replies = {c.tasks: c for c in self._children if c.rank in call.waiting}
+        replies = {c.tasks: c for c in self._children if c.rank in run.waiting}
         outputs = [c.output for c in self._children if c.output is not None]
-        ends = [c.process.sentinel for c in self._living()]
+        ends = [c.process.sentinel for c in self._children if c.alive()]
         ready = wait([*replies, *outputs, *ends], LOOK)
-        call.receiving = True
-        for tasks, each in replies.items():
-            if tasks in ready and (reply := each.receive()):
-                call.enter(each.rank, reply)
-        call.receiving = False
+        run.receiving = True
+        for pipe, each in replies.items():
+            if pipe in ready and (reply := each.receive()):
+                run.enter(each.rank, reply)
+        run.receiving = False
         # What a rank has printed before its reply is in its pipe by now.
+        self._read(run)
+        self._print(run)
+
+    def _read(self, run: Run) -> None:
         for each in self._children:
             if each.read_output():
-                call.progress = time.monotonic()
-        self._print(call)
+                run.active = time.monotonic()
 
-    def _print(self, call: Call) -> None:
-        if text := in_order([c.printer for c in self._children], call.waiting):
+    def _print(self, run: Run) -> None:
+        if text := in_order([c.printer for c in self._children], run.waiting):
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def _examine(self, call: Call) -> None:
+    def _examine(self, run: Run) -> None:
         """Raises if the call cannot end well any more."""
         dead = [each for each in self._children if not each.alive()]
         for each in dead:
-            call.died(each.rank, each.how_it_ended())
-        if dead or (call.failures and self._stuck(call)):
-            self._fail(call, call.error())
-        if not call.failures and (why := faults.verdict(call, self._board)):
-            self._fail(call, RankError("\n".join([why, *self._story(call)])))
+            ended = Reply(time.monotonic(), summary=each.how_it_ended())
+            run.enter(each.rank, ended)
+        if dead or (run.failures and self._stuck(run)):
+            self._fail(run, run.error())
+        if not run.failures and (why := failures.verdict(run, self._board)):
+            self._fail(run, RankError("\n".join([why, *self._story(run)])))
 
-    def _story(self, call: Call) -> list[str]:
+    def _story(self, run: Run) -> list[str]:
         """What each rank is doing, a line each."""
-        at_work = [self._children[rank] for rank in call.waiting]
+        at_work = [self._children[rank] for rank in run.waiting]
         for each in at_work:
             each.ask_position()
         time.sleep(LOOK)  # until they have answered
         where = {each.rank: each.position() for each in at_work}
-        board = self._board
         return [
-            faults.describe(call, board, rank, where.get(rank, ""))
+            failures.describe(run, self._board, rank, where.get(rank, ""))
             for rank in range(self.size)
         ]
 
-    def _stuck(self, call: Call) -> bool:
-        """Whether ranks have had their time to come back after another has failed."""
-        since = call.since_failure()
-        if not call.waiting or since < GRACE:
+    def _stuck(self, run: Run) -> bool:
+        """Whether ranks do not come back after another has failed."""
+        since = run.since_failure()
+        if not run.waiting or since < GRACE:
             return False
-        if not call.keep or faults.all_blocked(call, self._board):
+        if not run.keep or failures.all_blocked(run, self._board):
             return True
-        if since > PATIENCE and not call.interrupted:
-            self._interrupt(call)  # it may sleep, or wait where we cannot see it
-        return since > 2 * PATIENCE
+        # A rank may sleep, or wait where we cannot see it.
+        return since > PATIENCE and not self._recall(run)
 
-    def _interrupt(self, call: Call) -> None:
-        call.interrupted = True
-        for rank in call.waiting:
+    def _recall(self, run: Run) -> bool:
+        """Interrupts the ranks at work; whether all have come back."""
+        for rank in run.waiting:
             self._children[rank].signal(signal.SIGINT)
-
-    def _stop(self, call: Call) -> None:
-        """Interrupts the ranks because the user has interrupted their parent."""
-        self._interrupt(call)
         limit = time.monotonic() + PATIENCE
-        while call.waiting and time.monotonic() < limit:
-            self._listen(call)
-        if call.waiting:
-            raise KeyboardInterrupt(
-                f"Ranks {sorted(call.waiting)} did not react to the interrupt. "
-                "All ranks were ended, and their names are gone."
-            ) from None
+        while run.waiting and time.monotonic() < limit:
+            self._listen(run)
+        return not run.waiting
 
-    def _fail(self, call: Call, error: RankError) -> NoReturn:
+    def _fail(self, run: Run, error: RankError) -> NoReturn:
         """Raises, after all that was printed is shown. The caller ends the ranks."""
-        for each in self._children:
-            each.read_output()
-        call.waiting.clear()
-        self._print(call)
-        if call.keep:
-            gone = "All ranks were ended, and their names are gone."
-            error = RankError(f"{error}\n\n{gone}", error.rank)
-        raise error
+        self._read(run)
+        run.waiting.clear()
+        self._print(run)
+        raise RankError(f"{error}\n\n{GONE}", error.rank) if run.keep else error
 
     def _unpacked(self, rank: int, result: bytes) -> Any:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Slot(NamedTuple):
+class Activity(NamedTuple):
     """What a rank last reported, and when, in seconds of the monotonic clock."""
 
     time: float
@@ -38,9 +38,9 @@ class Board:
         fields = time.monotonic(), sequence, state.encode(), what.encode()
         self._layout.pack_into(self._map, rank * self._layout.size, *fields)
 
-    def read(self, rank: int) -> Slot:
+    def read(self, rank: int) -> Activity:
         """The slot of `rank`, at time 0 if that rank has not reported yet."""
         offset = rank * self._layout.size
         when, sequence, *texts = self._layout.unpack_from(self._map, offset)
         state, what = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-        return Slot(when, sequence, state, what)
+        return Activity(when, sequence, state, what)

@@ -8,12 +8,10 @@ one place a rank can be read from while it is blocked.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import faulthandler
 import functools
-import linecache
 import multiprocessing
 import os
 import pickle
@@ -21,29 +19,41 @@ import shutil
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from minizero.ranks.processes.status_board import Board
+from minizero.ranks.processes.tasks import attempt, flush
 
 
-class Reply(NamedTuple):
-    """What a rank sends back: a pickled result, or how the task failed, and when."""
+class Surroundings(NamedTuple):
+    """What a rank has from its parent, where the server may have had another."""
 
-    time: float
-    result: bytes | None = None
-    summary: str = ""  # "raised ValueError: too short", to follow the rank's name
-    details: str = ""  # the traceback
+    environment: dict[str, str]
+    cores: set[int]  # that it may use; none if the system does not say
+    start_method: str | None  # of the processes that it starts itself
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        known = hasattr(os, "sched_getaffinity")
+        cores = os.sched_getaffinity(0) if known else set[int]()
+        method = multiprocessing.get_start_method(allow_none=True)
+        return cls(dict(os.environ), cores, method)
+
+    def take_over(self) -> None:
+        """Makes them this process's."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+        multiprocessing.set_start_method(self.start_method, force=True)
 
 
-_write_slot: Callable[[str, int, str], None] | None = None
+_write: Callable[[str, int, str], None] | None = None
 
 
 def report(state: str, sequence: int, what: str) -> None:
@@ -56,30 +66,29 @@ def report(state: str, sequence: int, what: str) -> None:
 
     In a process that no pool has started there is no board, and nothing happens.
     """
-    if _write_slot is not None:
-        _write_slot(state, sequence, what)
+    if _write is not None:
+        _write(state, sequence, what)
 
 
 def serve(
     rank: int,
     ranks: int,
     folder: Path,
-    environment: dict[str, str],
+    surroundings: Surroundings,
     tasks: Connection,
     output: Connection,
 ) -> None:
     """The life of a rank, from start to an empty task."""
     if "numpy.random" in sys.modules:  # with the state of all ranks of the server
         sys.modules["numpy.random"].seed()
-    os.setpgrp()  # the parent decides what a Ctrl-C means, not the terminal
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()  # the parent decides what a Ctrl-C means, not the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     watcher = threading.Thread(target=_follow_parent, args=(folder,), daemon=True)
     watcher.start()
     _redirect_output(output)
-
-    os.environ.clear()  # what it was forked from may have had another
-    os.environ.update(environment)
+    surroundings.take_over()
     # The names that torchrun uses, for libraries that look there.
     names = {"RANK": rank, "LOCAL_RANK": rank}
     names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -102,8 +111,8 @@ def _be_observed(rank: int, ranks: int, folder: Path) -> None:
     The folder exists from the first task on: while ranks start, a parent that is killed
     might otherwise leave it behind.
     """
-    global _write_slot
-    _write_slot = functools.partial(Board(folder / "board", ranks).write, rank)
+    global _write
+    _write = functools.partial(Board(folder / "board", ranks).write, rank)
     stack = open(folder / f"stack{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(all_threads=False)
@@ -116,14 +125,8 @@ def _leave() -> None:
     """
     vars(sys.modules["__main__"]).clear()  # so that open files are written
     atexit._run_exitfuncs()
-    _flush()
+    flush()
     os._exit(0)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a task may have closed or replaced it
-            stream.flush()
 
 
 def _follow_parent(folder: Path) -> None:
@@ -149,110 +152,3 @@ def _redirect_output(output: Connection) -> None:
     options: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
     sys.stdout = open(1, "w", closefd=False, **options)
     sys.stderr = open(2, "w", closefd=False, **options)
-
-
-def pack(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """A task for a rank: a call, pickled with what its cells and `__main__` define.
-
-    Raises:
-        TypeError: `function` is not callable, or a part of the call cannot be pickled.
-    """
-    if not callable(function):
-        raise TypeError(f"ranks run a function, and {function!r} is not one.")
-    # A cell is a source without a file, and so without a modification time.
-    entries = linecache.cache.items()
-    sources = {name: e for name, e in entries if len(e) == 4 and e[1] is None}
-    try:
-        task: bytes = cloudpickle.dumps((sources, function, args, kwargs))
-    except Exception as error:
-        parts = {f"the function {getattr(function, '__name__', function)}": function}
-        parts |= {f"argument {i}": value for i, value in enumerate(args)}
-        parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
-        culprit = next((what for what in parts if not _picklable(parts[what])), "it")
-        raise TypeError(f"{culprit} cannot be sent to the ranks: {error}") from None
-    return task
-
-
-def _picklable(value: Any) -> bool:
-    with contextlib.suppress(Exception):
-        cloudpickle.dumps(value)
-        return True
-    return False
-
-
-def attempt(task: bytes) -> Reply:
-    """Runs a task; whatever it raises becomes a reply too."""
-    try:
-        signal.signal(signal.SIGINT, _interrupt)
-        try:
-            reply = Reply(time.monotonic(), result=_perform(task))
-        except BaseException as error:
-            reply = _failure(error)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt as error:  # came while another error was being told
-        reply = _failure(error)
-    _flush()
-    return reply
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt in the task, once."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _perform(task: bytes) -> bytes:
-    sources, function, args, kwargs = cloudpickle.loads(task)
-    linecache.cache.update(sources)  # a notebook's cells are in no file of this machine
-    result = function(*args, **kwargs)
-    try:
-        packed: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        kind = type(result).__name__
-        raise TypeError(f"the result, a {kind}, cannot be pickled: {error}") from None
-    return packed
-
-
-def _failure(error: BaseException) -> Reply:
-    """The error as text, without the frames of this module that lead to the task."""
-    now = time.monotonic()
-    frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    details = "".join(traceback.format_exception(type(error), error, frames))
-    if isinstance(error, SystemExit):
-        return Reply(now, None, f"left by sys.exit({error.code!r})", details)
-    summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-    return Reply(now, None, f"raised {summary}", details)
-
-
-def execute(source: str, name: str) -> str | None:
-    """Runs `source` in this rank's namespace, as a notebook runs a cell.
-
-    Prints the value of a last expression, unless it is None, and returns its repr.
-    """
-    lines = source.splitlines(keepends=True)
-    linecache.cache[name] = (len(source), None, lines, name)  # for tracebacks
-    namespace = vars(sys.modules["__main__"])
-    body = ast.parse(source, name).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    # Without dont_inherit, the cell would get this module's __future__ imports.
-    code = compile(ast.Module(body, []), name, "exec", dont_inherit=True)
-    exec(code, namespace)
-    if not isinstance(last, ast.Expr):
-        return None
-    code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
-    value = eval(code, namespace)
-    if value is None or source.rstrip().endswith(";"):
-        return None
-    namespace["_"] = value
-    print(text := repr(value))
-    return text
-
-
-def lookup(name: str) -> Any:
-    """The value of a variable of this rank's namespace."""
-    namespace = vars(sys.modules["__main__"])
-    if name not in namespace:
-        raise NameError(f"no variable {name!r} in this rank's namespace")
-    return namespace[name]
