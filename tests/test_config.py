@@ -1058,33 +1058,36 @@ print("torch" in sys.modules, "numpy" in sys.modules)
 def test_map_of_what_a_config_decides() -> None:
     made = {what: how for _, what, how in decisions(read(EXAMPLE, 4))}
     assert made == {
-        "the loop": "4 samples a rank, 16 times, 4 ranks",
+        "Accumulation": "4 samples a rank, 16 times, 4 ranks",
         "Plan": "sharded: parameters, gradients, optimizer",
-        "home": "parameters, gradients, optimizer on cpu",
-        "precision": "float16, first scale 2^16",
-        "schedule": "500,000,000 elements ahead",
-        "bucket_size": "reductions of at most 500,000,000 elements",
-        "clip_grad_norm": "norm at most 1",
-        "update": "those given to initialize",
+        "Offload": "parameters, gradients, optimizer on cpu",
+        "MixedPrecision": "float16, first scale 2^16",
+        "Overlap": "gathers 500,000,000 elements ahead;\n"
+        "units below 1,000,000 stay whole",
+        "parallelize(bucket_size=...)": "reductions of at most 500,000,000 elements",
+        "EngineOptimizer": "norm at most 1",
+        "torch.optim, lr_schedules": "those given to initialize",
     }
     plain = top(gradient_clipping=0, optimizer={"type": "SGD"})
     made = {what: how for _, what, how in decisions(read(plain, 4))}
     assert made["Plan"] == "sharded: nothing"
-    assert made["home"] == "all on the device"
-    assert made["precision"] == "fp32 throughout"
-    assert made["schedule"] == "launched at once"
-    assert made["clip_grad_norm"] == "no clipping"
-    assert made["update"] == "SGD"
+    assert made["Home"] == "all on the device"
+    assert made["Precision"] == "fp32 throughout"
+    assert made["Schedule"] == "waits at once"
+    assert made["EngineOptimizer"] == "no clipping"
+    assert made["torch.optim, lr_schedules"] == "SGD"
     (axes,) = config_map(read(EXAMPLE, 4)).axes
     drawn = [text.get_text() for text in axes.texts]
-    assert "float16, first scale 2^16" in drawn and "schedule" in drawn
+    assert "float16, first scale 2^16" in drawn and "Overlap" in drawn
 
 
 def test_bars_of_phases() -> None:
-    runs = {"a": {"forward": 1.0, "backward": 2.0, "step": 0.5}, "b": {"step": 3.0}}
+    runs = {"a": {"forward": 1.0, "backward": 2.0, "step": 0.5}, "b": {"outside": 3.0}}
     (axes,) = phase_bars(runs).axes
     assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 0.5, 3.0]
     assert [bar.get_x() for bar in axes.patches] == [0.0, 1.0, 3.0, 0.0]
+    clear = [bar.get_facecolor()[3] == 0 for bar in axes.patches]
+    assert clear == [False, False, False, True]
     with pytest.raises(ValueError, match="nothing to draw"):
         phase_bars({})
 
@@ -1093,5 +1096,7 @@ def test_curves_of_rates() -> None:
     (axes,) = rate_curves({"a": [0.0, 1.0], "b": [1.0, 0.5]}).axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[0.0, 1.0], [1.0, 0.5]]
     assert list(axes.lines[0].get_xdata()) == [1, 2]
+    left, right = rate_curves({"a": [0.0]}, {"b": [1.0]}).axes
+    assert left.get_ylim() == right.get_ylim() and len(right.lines) == 1
     with pytest.raises(ValueError, match="nothing to draw"):
         rate_curves({})

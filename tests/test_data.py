@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from minizero.engine import data, sampling
-from minizero.engine.data import Loader
-from minizero.engine.sampling import ShardSampler
+from minizero.engine import data
+from minizero.engine.data import Loader, ShardSampler
 
 
 @pytest.fixture
@@ -20,9 +19,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Makes this process rank r of n for the loader."""
 
     def become(r: int, n: int) -> None:
-        monkeypatch.setattr(sampling, "rank", lambda: r)
-        for module in (data, sampling):
-            monkeypatch.setattr(module, "world_size", lambda: n)
+        monkeypatch.setattr(data, "rank", lambda: r)
+        monkeypatch.setattr(data, "world_size", lambda: n)
 
     return become
 

@@ -23,6 +23,7 @@ from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
 
 import minizero
+from minizero import Delayed, Plan
 from minizero.offload.host import Offload
 from minizero.overlap.prefetch import Overlap
 from minizero.ranks.launch import Pool, rank
@@ -99,6 +100,20 @@ def test_accumulation(four: Pool, stage: int) -> None:
     """Stages 0 and 1 reduce at the boundary, 2 and 3 each micro-batch."""
     by_hand = four.run(train, stage, micro_batches=3, postpone=stage < 2, steps=6)
     assert equal(four.run(trained, stage, 3), by_hand)
+
+
+def late() -> Run:
+    """By hand, with the update of each step beside the next one."""
+    plan = Plan.stage(2, offload_optimizer="cpu")
+    return train(plan, steps=6, home=Delayed(plan))
+
+
+def test_a_key_delays_the_update(two: Pool) -> None:
+    on_host = {"device": "cpu", "delayed_update": True}
+    zero = {"offload_optimizer": on_host}
+    runs = two.run(trained, 2, zero_optimization=zero)
+    assert equal(runs, two.run(late))
+    assert not equal(runs, two.run(trained, 2))
 
 
 def example() -> dict[str, Any]:

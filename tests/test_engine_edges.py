@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 import minizero
 from minizero.checkpoint.api import CheckpointError
 from minizero.engine.data import Loader
-from minizero.engine.getters import REFUSED
+from minizero.engine.delegate import REFUSED
 from minizero.ranks.launch import Pool, rank, world_size
 
 STAGES = (0, 1, 2, 3)

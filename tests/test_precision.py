@@ -419,7 +419,7 @@ def interrupted(folder: Path, stage: int, resume: bool) -> Run:
     for unit in net.units:
         for flat in unit.trainable:
             precision.written(net._masters[flat], net.owned(flat))
-        net.publish(unit)
+        net.updated([unit])
     for step in range(STEPS // 2, STEPS):
         one_step(model, net, run, step)
     run.weights, run.masters = net.state_dict(), masters(net)

@@ -218,7 +218,7 @@ class Restore:
         net = self.net
         for unit in net.units:
             net.release(unit)  # what is whole has the old values
-            net.publish(unit)
+            net.updated([unit])
         net.finish()
         net.zero_grad()
         if self.optimizer and self.same_ranks:

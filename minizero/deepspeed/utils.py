@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..ranks.launch import world_size
-from .views import seen, trained
+from .views import View, seen, trained
 
 
 class RepeatingLoader:
@@ -56,22 +56,15 @@ class RepeatingLoader:
 
 def safe_get_full_fp32_param(p: nn.Parameter) -> Tensor | None:
     """The parameter as the optimizer has it, in fp32, on every rank."""
-    view = seen(p)
-    if view is None:
-        return None
-    return view.whole(view.read([o.master for o in view.owned()]))
+    return _get(p, View.masters, local=False)
 
 
 def safe_get_local_fp32_param(p: nn.Parameter) -> Tensor | None:
-    """What of it is in the rows that this rank updates: 1-D, maybe empty.
+    """What of it is in the shards that this rank updates: 1-D, maybe empty.
 
-    DeepSpeed cuts each parameter for itself, so that its parts have other
-    sizes.
+    DeepSpeed cuts each parameter for itself, so that its parts have other sizes.
     """
-    view = seen(p)
-    if view is None:
-        return None
-    return torch.cat(view.read([o.master for o in view.owned()]))
+    return _get(p, View.masters, local=True)
 
 
 def safe_get_full_optimizer_state(
@@ -81,27 +74,21 @@ def safe_get_full_optimizer_state(
 
     ValueError for one that there is not, as before the first update.
     """
-    view = seen(p)
-    if view is None:
-        return None
-    return view.whole(view.read(view.states(optim_state_key)))
+    return _get(p, lambda view: view.states(optim_state_key), local=False)
 
 
 def safe_get_local_optimizer_state(
     p: nn.Parameter, optim_state_key: str
 ) -> Tensor | None:
     """This rank's part of it, 1-D."""
-    view = seen(p)
-    if view is None:
-        return None
-    return torch.cat(view.read(view.states(optim_state_key)))
+    return _get(p, lambda view: view.states(optim_state_key), local=True)
 
 
 def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
     """The gradient, between a backward and `step`; else None.
 
-    The mean over ranks of what has been added up so far. It carries the loss
-    scale, as in DeepSpeed, and is not clipped yet.
+    The mean over ranks of what has been added up so far. It carries the loss scale, as
+    in DeepSpeed, and is not clipped yet.
     """
     view = seen(p)
     if view is None or not view.net.has_gradients:
@@ -128,24 +115,6 @@ def safe_get_local_grad(p: nn.Parameter) -> Tensor | None:
     return torch.cat(view.gradients())
 
 
-def _set_param(p: nn.Parameter, value: Tensor, local: bool) -> None:
-    view = trained(p)
-    if getattr(view.flat, "pinned", 0):
-        raise RuntimeError(
-            f"parameter {view.slot.name!r} is gathered: write to it, or call "
-            "this after zero.GatheredParameters"
-        )
-    net = view.net
-    net.finish()
-    parts = view.split(value, local)
-    owned = view.owned()
-    view.write([o.master for o in owned], parts)
-    # a 16-bit row is always its master's rounding
-    view.write([o.shard for o in owned], [part.float() for part in parts])
-    net.publish(view.unit)
-    net.finish()
-
-
 def safe_set_full_fp32_param(p: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to `value`, the same on every rank.
 
@@ -163,31 +132,14 @@ def safe_set_full_optimizer_state(
     p: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     """Set a state of the optimizer to `value`, the same on every rank."""
-    view = trained(p)
-    view.write(view.states(optim_state_key), view.split(value, local=False))
+    _set_state(p, value, optim_state_key, local=False)
 
 
 def safe_set_local_optimizer_state(
     p: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's part of it, 1-D."""
-    view = trained(p)
-    view.write(view.states(optim_state_key), view.split(value, local=True))
-
-
-def _set_grad(p: nn.Parameter, value: Tensor, local: bool) -> None:
-    view = trained(p)
-    net = view.net
-    if not net.has_gradients:
-        raise RuntimeError(
-            f"there is no gradient of {view.slot.name!r} to set: there is "
-            "one between a backward and step"
-        )
-    if local:
-        view.need_reduced()
-    parts = view.split(value, local)
-    net._finish_gradients()
-    view.write(net.owned_grads(view.flat), parts)
+    _set_state(p, value, optim_state_key, local=True)
 
 
 def safe_set_full_grad(p: nn.Parameter, value: Tensor) -> None:
@@ -212,3 +164,52 @@ def safe_update_full_grad_vectorized(
         grad = safe_get_full_grad(p)
         if grad is not None:
             safe_set_full_grad(p, update_func(grad, p))
+
+
+def _get(
+    p: nn.Parameter, rests: Callable[[View], list[Tensor]], local: bool
+) -> Tensor | None:
+    """What rests by owned shard: this rank's part of it, or in the shape of `p`."""
+    view = seen(p)
+    if view is None:
+        return None
+    parts = view.read(rests(view))
+    return torch.cat(parts) if local else view.whole(parts)
+
+
+def _set_state(p: nn.Parameter, value: Tensor, key: str, local: bool) -> None:
+    view = trained(p)
+    view.write(view.states(key), view.split(value, local))
+
+
+def _set_param(p: nn.Parameter, value: Tensor, local: bool) -> None:
+    view = trained(p)
+    if getattr(view.flat, "pinned", 0):
+        raise RuntimeError(
+            f"parameter {view.slot.name!r} is gathered: write to it, or call "
+            "this after zero.GatheredParameters"
+        )
+    net = view.net
+    net.finish()
+    parts = view.split(value, local)
+    view.write(view.masters(), parts)
+    # a 16-bit shard is always its master's rounding
+    shards = [owned.shard for owned in view.owned()]
+    view.write(shards, [part.float() for part in parts])
+    net.updated([view.unit])
+    net.finish()
+
+
+def _set_grad(p: nn.Parameter, value: Tensor, local: bool) -> None:
+    view = trained(p)
+    net = view.net
+    if not net.has_gradients:
+        raise RuntimeError(
+            f"there is no gradient of {view.slot.name!r} to set: there is "
+            "one between a backward and step"
+        )
+    if local:
+        view.need_reduced()
+    parts = view.split(value, local)
+    net._finish_gradients()
+    view.write(net.owned_grads(view.flat), parts)

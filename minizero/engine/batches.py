@@ -6,38 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from ..config import Config
-from ..config.batch import batch_sizes
+from ..config.batch import MICRO, STEPS, TOTAL, batch_sizes
+from ..ranks.launch import world_size
 from .data import Loader
-from .step_loop import Loop
+from .step_loop import Accumulation, StepLoop
 
 ROUTES = ("train", "eval", "predict")
 
 
-class Feeding(Loop):
-    """A loop that knows where its batches come from.
+class BatchFeeder:
+    """Knows where batches come from, and how large they are.
 
-    `training_dataloader`: whose place in the data is saved, if there is one.
+    `loader`: whose place in the data is saved, if there is one.
     `collate_fn`: of loaders for which none is given.
     """
 
     def __init__(
         self,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        lr_scheduler: Any,
-        training_dataloader: Loader | None,
+        loop: StepLoop,
+        loader: Loader | None,
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        super().__init__(config, model, optimizer, lr_scheduler)
-        self.training_dataloader = training_dataloader
-        self.collate_fn = collate_fn
+        self.loop, self.steps = loop, loop.steps
+        self.loader, self.collate_fn = loader, collate_fn
 
-    def deepspeed_io(
+    def loader_of(
         self,
         dataset: Any,
         batch_size: int | None = None,
@@ -57,10 +52,11 @@ class Feeding(Loop):
         """
         if route not in ROUTES:
             raise ValueError(f"route must be one of {', '.join(ROUTES)}, not {route!r}")
+        config = self.steps.config
         if batch_size is None:
-            batch_size = self.train_micro_batch_size_per_gpu()
+            batch_size = config.train_micro_batch_size_per_gpu
         collate_fn = collate_fn or self.collate_fn
-        drop_last = self.config.dataloader_drop_last
+        drop_last = config.dataloader_drop_last
         workers = num_local_io_workers or 0
         if data_sampler is not None:
             return DataLoader(
@@ -82,7 +78,7 @@ class Feeding(Loop):
         multiple of a micro-batch on all ranks.
         """
         _check_size(train_batch_size)
-        micro = self.train_micro_batch_size_per_gpu()
+        micro = self.steps.config.train_micro_batch_size_per_gpu
         self._resize(train_batch_size, micro, None)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -92,28 +88,26 @@ class Feeding(Loop):
         such batches from its next iterator on.
         """
         _check_size(micro_batch_size)
-        steps = self.gradient_accumulation_steps()
-        self._resize(None, micro_batch_size, steps)
-        if self.training_dataloader is not None:
-            self.training_dataloader.batch_size = micro_batch_size
+        micro_batches = self.steps.config.gradient_accumulation_steps
+        self._resize(None, micro_batch_size, micro_batches)
+        if self.loader is not None:
+            self.loader.batch_size = micro_batch_size
 
     def _resize(self, total: int | None, micro: int, steps: int | None) -> None:
-        if self.position() or self.net.has_gradients:
-            of = self.gradient_accumulation_steps()
+        if self.steps.position() or self.loop.net.has_gradients:
             raise RuntimeError(
-                f"a step is under way, at micro-batch {self.position() + 1} "
-                f"of {of}; change its size after the step() at the boundary"
+                f"a step is under way, at {place(self.steps)}; change its size "
+                "after the step() at the boundary"
             )
-        sizes = batch_sizes(self.world_size, total, micro, steps)
-        total, micro, steps = sizes
-        self.config = self.config.model_copy(
-            update={
-                "train_batch_size": total,
-                "train_micro_batch_size_per_gpu": micro,
-                "gradient_accumulation_steps": steps,
-            }
-        )
-        self._first = self.micro_steps
+        sizes = batch_sizes(world_size(), total, micro, steps)
+        new: Any = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
+        self.steps.resize(self.steps.config.model_copy(update=new))
+
+
+def place(steps: Accumulation) -> str:
+    """Where a step that is under way has come to."""
+    of = steps.config.gradient_accumulation_steps
+    return f"micro-batch {steps.position() + 1} of {of}"
 
 
 def _check_size(size: int) -> None:

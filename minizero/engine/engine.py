@@ -2,79 +2,239 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from minizero.engine.arguments import (
-    Source,
+from ..activations import functions
+from ..config import Config, read
+from ..config.source import Source
+from ..ranks.launch import device, init_distributed, rank, world_size
+from ..zero.init import GatheredParameters
+from .arguments import (
+    MakeOptimizer,
+    MakeScheduler,
+    Parameters,
     check_model,
+    make_optimizer,
+    make_scheduler,
     overruled,
     refuse,
     the_source,
 )
-from minizero.engine.from_config import (
-    MakeOptimizer,
-    MakeScheduler,
-    Parameters,
-    make_optimizer,
-    make_scheduler,
-)
-
-from ..activations import functions
-from ..config import read
+from .batches import BatchFeeder
+from .checks import check_alive, check_optimizer
 from .data import Loader
+from .delegate import REFUSED, Field, method, option
+from .from_config import wrap
 from .optimizer import EngineOptimizer
-from ..ranks.launch import init_distributed, rank, world_size
-from .throughput import Throughput
-from .run_checkpoint import Resume
+from .run_checkpoint import RunCheckpoint
+from .step_loop import Accumulation, StepLoop
+from .throughput import Meter, Throughput
+from .weights import Weights
 
 
-class Engine(Resume):
+class Engine(nn.Module):
     """Trains a model as a config says; made by `initialize`.
 
     A module around `module`: calls, `train`, `eval`, `parameters` go through
     to it, names have the prefix "module.", and what the engine lacks is
     looked up in the model.
 
-    `net`: the model in its plan. `optimizer`, `lr_scheduler`,
-    `training_dataloader`: what `initialize` returns too. Without an
-    optimizer it evaluates: there is `forward`, and `backward` is refused.
+    `config`: complete; see the config reference. `net`: the model in its
+    plan. `optimizer`, `lr_scheduler`, `training_dataloader`: what
+    `initialize` returns too. Without an optimizer it evaluates: there is
+    `forward`, and `backward` is refused. `collate_fn`: of its other loaders.
     `global_steps`: updates, those included that were skipped for gradients
         that were not finite (`skipped_steps`). `global_samples`: samples of
         all ranks in these. `micro_steps`: calls of `step`.
     """
 
+    module: nn.Module
     is_compiled = False
+
+    config = Field[Config]("_steps.config")
+    global_steps = Field[int]("_steps.global_steps")
+    global_samples = Field[int]("_steps.global_samples")
+    micro_steps = Field[int]("_steps.micro_steps")
+    lr_scheduler = Field[Any]("_loop.scheduler")
+    training_dataloader = Field[Loader | None]("_feeder.loader")
+    collate_fn = Field[Callable[[list[Any]], Any] | None]("_feeder.collate_fn")
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        training_dataloader: Loader | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        super().__init__()
+        zero = config.zero_optimization
+        self.net = net = wrap(model, optimizer, config)
+        self.module, self.device = model, device()
+        clips, norm = config.gradient_clipping, zero.compute_grad_norm
+        updates, trains = EngineOptimizer(net, clips, norm), optimizer is not None
+        self.optimizer = updates if trains else None
+        self.meter = Meter(config.wall_clock_breakdown)
+        self._steps = Accumulation(config)
+        self._loop = StepLoop(net, updates, lr_scheduler, self._steps, self.meter)
+        self._feeder = BatchFeeder(self._loop, training_dataloader, collate_fn)
+        gathers = zero.stage3_gather_16bit_weights_on_model_save
+        self._weights = Weights(model, net, gathers)
+        self._run = RunCheckpoint(self._loop, self._feeder, self._weights, trains)
+        self.global_rank, self.world_size = rank(), world_size()
+        self.dp_world_size = world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            if name in REFUSED:
+                raise AttributeError(
+                    f"minizero's engine has no {name}: {REFUSED[name]}"
+                ) from None
+            raise
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; with fp16 or bf16, of inputs in that dtype."""
+        self._loop.begin()
+        training = torch.is_grad_enabled()
+        with self.meter.phase("forward") if training else nullcontext():
+            return self.net(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Add the gradients of a micro-batch; returns the scaled loss.
+
+        The loss is divided by the number of micro-batches of a step, unless
+        `scale_wrt_gas` is false. Gradients are averaged over ranks: at once
+        where the plan shards them, else at the boundary.
+
+        If it raises, the step begins anew: the gradients of its earlier
+        micro-batches are gone too, and the next `step` does not count.
+        RuntimeError without an optimizer.
+        """
+        self._check_trains()
+        return self._loop.backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Call it after each micro-batch; at the boundary it updates.
+
+        Then it clips, updates, and steps the scheduler (with `lr_kwargs`) if
+        the update was not skipped. Without any gradient nothing is updated.
+        RuntimeError without an optimizer, TypeError if the scheduler needs
+        other `lr_kwargs`; then nothing has happened.
+        """
+        self._check_trains()
+        if not self.net.syncing:
+            raise RuntimeError(
+                "step() inside no_sync would update with gradients of this "
+                "rank alone; call it after the block"
+            )
+        before = self.global_steps
+        try:
+            self._loop.step(lr_kwargs or {})
+        finally:
+            if self.global_steps > before:
+                self._report()
+
+    def _check_trains(self) -> None:
+        check_alive(self._loop.over)
+        check_optimizer(self.optimizer)
+
+    def _report(self) -> None:
+        """A step has ended: time it, and print what the config asks for."""
+        config = self.config
+        micro_batches = config.gradient_accumulation_steps
+        self.meter.end_step(config.train_batch_size, micro_batches)
+        if rank() != 0:
+            return
+        every = config.steps_per_print
+        if every and self.global_steps % every == 0:
+            assert self.optimizer is not None
+            parts = [
+                f"step={self.global_steps}, skipped={self.skipped_steps}",
+                f"lr={self.get_lr()}, mom={self.get_mom()}",
+                f"loss_scale={self.optimizer.loss_scale:g}",
+                str(self.meter.recent),
+            ]
+            print(", ".join(filter(None, parts)), flush=True)
+            self.meter.reset()
+        if config.wall_clock_breakdown:
+            print(f"step={self.global_steps}, {self.meter.last}", flush=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward inside does not reduce; the next one outside does.
+
+        Raises RuntimeError where the plan shards gradients (stages 2 and 3).
+        """
+        if not self.net.syncing:
+            raise RuntimeError("no_sync is inside no_sync; leave one out")
+        return self.net.no_sync()
+
+    position = method("_steps", Accumulation.position)
+    is_gradient_accumulation_boundary = method("_steps", Accumulation.is_boundary)
+    set_gradient_accumulation_boundary = method("_steps", Accumulation.set_boundary)
+    set_train_batch_size = method("_feeder", BatchFeeder.set_train_batch_size)
+    set_train_micro_batch_size = method(
+        "_feeder", BatchFeeder.set_train_micro_batch_size
+    )
+    deepspeed_io = method("_feeder", BatchFeeder.loader_of)
+    save_checkpoint = method("_run", RunCheckpoint.save)
+    finish_checkpoint = method("_run", RunCheckpoint.finish)
+    load_checkpoint = method("_run", RunCheckpoint.load)
+    module_state_dict = method("_weights", Weights.state_dict)
+    # under this name Hugging Face's Trainer and Accelerate ask for it
+    _zero3_consolidated_16bit_state_dict = module_state_dict
+    save_16bit_model = method("_weights", Weights.save)
+
+    # the config under DeepSpeed's names
+    train_batch_size = option("train_batch_size")
+    train_micro_batch_size_per_gpu = option("train_micro_batch_size_per_gpu")
+    gradient_accumulation_steps = option("gradient_accumulation_steps")
+    gradient_clipping = option("gradient_clipping")
+    fp16_enabled = option("fp16.enabled")
+    bfloat16_enabled = option("bf16.enabled")
+    zero_optimization_stage = option("zero_optimization.stage")
+    zero_optimization = option("plan.optimizer.sharded")
+    zero_optimization_partition_gradients = option("plan.gradients.sharded")
+    zero_optimization_partition_weights = option("plan.parameters.sharded")
+    zero_gather_16bit_weights_on_model_save = option(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The three sizes: of a step, of a micro-batch, and the steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were left out: gradients were not finite on a rank."""
         return self.net.precision.skipped_steps
 
-    def count(self) -> None:
-        super().count()
-        self.meter.end_step(self.train_batch_size(), self.gradient_accumulation_steps())
-        if rank() == 0:
-            self._report()
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` has updated parameters."""
+        return self._loop.applied
 
-    def _report(self) -> None:
-        """Print what the config asks for; on rank 0."""
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0:
-            parts = [
-                f"step={self.global_steps}, skipped={self.skipped_steps}",
-                f"lr={self.get_lr()}, mom={self.get_mom()}",
-                f"loss_scale={self._needed_optimizer().loss_scale:g}",
-                str(self.meter.recent),
-            ]
-            print(", ".join(filter(None, parts)), flush=True)
-            self.meter.reset()
-        if self.config.wall_clock_breakdown:
-            print(f"step={self.global_steps}, {self.meter.last}", flush=True)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step."""
+        self.net.zero_grad()
 
     def throughput(self) -> Throughput:
         """Samples and model FLOPs a second of late, and time of phases.
@@ -111,6 +271,27 @@ class Engine(Resume):
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take over weights, names with the prefix "module."; rank 0's count.
+
+        All ranks must call it. The whole model is gathered meanwhile; to go
+        on with training, `load_checkpoint` needs less memory.
+        """
+        if assign:
+            raise ValueError(
+                "parameters are views of flat buffers, so values are copied; "
+                "leave assign=True out"
+            )
+        with GatheredParameters(self.module.parameters(), modifier_rank=0):
+            return super().load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """What `to`, `half`, `cuda` call: only if there is nothing to do."""
+        self._weights.check_in_place(fn)
+        return self
+
     def empty_partition_cache(self) -> None:
         """Free the sharded parameters that are whole; every rank calls it."""
         for unit in self.net.units:
@@ -142,7 +323,7 @@ class Engine(Resume):
 
         The engine is of no use afterwards; a second call does nothing.
         """
-        self._over = True
+        self._loop.over = True
         try:
             self.finish_checkpoint()
         finally:
@@ -210,8 +391,7 @@ def initialize(
     settings = read(source, world_size())
     if model_parameters is None:
         model_parameters = model.parameters()
-    parameters: list[Any] = list(model_parameters)
-    made = make_optimizer(settings, optimizer, parameters)
+    made = make_optimizer(settings, optimizer, [*model_parameters])
     idle = overruled(settings, optimizer=optimizer, scheduler=lr_scheduler)
     if made is None and settings.scheduler is not None:
         idle.append("scheduler has no effect: there is no optimizer")

@@ -5,32 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import Config
-from ..zero.data_parallel import DataParallel
-from ..ranks.launch import device
-from ..precision.loss_scale import DynamicLossScale, LossScale
-from ..offload.nvme import NVMe
-from ..offload.host import Offload
-from ..overlap.prefetch import Overlap
-from ..precision.mixed import MixedPrecision
-from .lr_schedules import SCHEDULES
-from ..zero.interfaces import Home, Schedule
+from ..offload import Delayed, NVMe, Offload
+from ..overlap import Overlap
+from ..precision import DynamicLossScale, LossScale, MixedPrecision
+from ..ranks import device
+from ..zero import DataParallel, Home, Schedule, parallelize
 from ..zero.absent import owners
-from ..zero.parallelize import parallelize
-
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 # %% auto #0
-__all__ = ['Parameters', 'MakeOptimizer', 'MakeScheduler', 'loss_scale', 'precision', 'schedule', 'home', 'make_optimizer',
-           'make_scheduler', 'wrap']
+__all__ = ['loss_scale', 'precision', 'schedule', 'home', 'wrap']
 
 # %% ../../notebooks/13_engine.ipynb #wiring-objects
 def loss_scale(config: Config) -> LossScale | None:
@@ -81,80 +68,10 @@ def home(config: Config) -> Home | None:
     plan = config.plan
     if config.files is not None:
         return NVMe(plan, **config.files)
-    if any(placement.on == "cpu" for placement in vars(plan).values()):
-        return Offload(plan)
-    return None
-
-# %% ../../notebooks/13_engine.ipynb #wiring-clients
-def make_optimizer(
-    config: Config,
-    given: torch.optim.Optimizer | MakeOptimizer | None,
-    parameters: Parameters,
-) -> torch.optim.Optimizer | None:
-    """The optimizer: the client's, what its factory makes, or the config's.
-
-    None if there is none. Raises TypeError if it is none of these,
-    ValueError for a plan that shards what only an optimizer has.
-    """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if given is None and config.optimizer is not None:
-        name, options = config.optimizer.torch_call()
-        return getattr(torch.optim, name)(parameters, **options)
-    if given is None and config.zero_optimization.stage in (1, 2):
-        raise ValueError(
-            "there is no optimizer; give one as optimizer=..., or name one "
-            'in the config: {"optimizer": {"type": "AdamW"}}. To evaluate '
-            "without one, take stage 0 or 3: the others shard only what it "
-            "needs"
-        )
-    if given is None:
+    if all(placement.on == "device" for placement in vars(plan).values()):
         return None
-    made = given(parameters) if callable(given) else given
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(
-            "optimizer= takes a torch.optim.Optimizer, or a function that "
-            f"makes one of parameters; this is, or makes, {made!r}"
-        )
-    return made
-
-
-def make_scheduler(
-    config: Config,
-    given: Any,
-    optimizer: torch.optim.Optimizer | None,
-) -> Any:
-    """The scheduler: the client's, what its factory makes, or the config's.
-
-    None if there is none, or only the config's and no optimizer. Raises
-    ValueError if it moves another optimizer, TypeError if it cannot step.
-    """
-    if optimizer is None and given is not None:
-        raise ValueError(
-            "lr_scheduler= moves the rate of an optimizer, and there is "
-            "none; leave it out, or give an optimizer"
-        )
-    if optimizer is None or (given is None and config.scheduler is None):
-        return None
-    if given is None:
-        chosen = config.scheduler
-        assert chosen is not None
-        return SCHEDULES[chosen.type](optimizer, **vars(chosen.params))
-    # objects of torch's schedulers are not callable
-    made = given(optimizer) if callable(given) else given
-    if not callable(getattr(made, "step", None)):
-        raise TypeError(
-            "lr_scheduler= takes an object with step(), or a function that "
-            f"makes one of an optimizer; this is, or makes, {made!r}"
-        )
-    moved = getattr(made, "optimizer", optimizer)
-    if moved is not optimizer:
-        raise ValueError(
-            f"the scheduler moves another optimizer, a "
-            f"{type(moved).__name__}; make it of the one given as "
-            "optimizer=..., or give a function that makes it"
-        )
-    return made
+    late = config.zero_optimization.offload_optimizer.delayed_update
+    return Delayed(plan) if late else Offload(plan)
 
 # %% ../../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(

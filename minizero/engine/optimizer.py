@@ -27,6 +27,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         # not `super`: everything that it would make is the inner one's
         self.net, self.inner = net, net.optimizer
         self.clipping, self.with_norm = clipping, with_norm
+        self.forget()
+
+    def forget(self) -> None:
+        """There was no update yet, or none since a run was loaded."""
         self.norm: Tensor | None = None
         self.overflow = False
 
@@ -34,18 +38,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         if name == "inner":  # on the way out of a pickle
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
 
     @property
     def loss_scale(self) -> float:

@@ -5,26 +5,35 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint import CheckpointError, Loaded, exists, finish, load, save
 from ..comm.agreement import broadcast_bytes
-from ..checkpoint.api import finish, load, save
-from .batches import Feeding
-from ..checkpoint.directory import exists
 from ..ranks.launch import rank
-from ..checkpoint.restore import Loaded
-from ..checkpoint.tensor_file import CheckpointError
+from .batches import BatchFeeder, place
+from .step_loop import StepLoop
+from .weights import Weights
 
 Folder = str | os.PathLike[str]
 
 
-class Resume(Feeding):
-    """Saves and loads all that a training run consists of."""
+class RunCheckpoint:
+    """Saves and loads all that a training run consists of.
 
-    def save_checkpoint(
+    `trains`: False if there are no optimizer states.
+    """
+
+    def __init__(
+        self, loop: StepLoop, feeder: BatchFeeder, weights: Weights, trains: bool
+    ) -> None:
+        self.loop, self.feeder, self.weights = loop, feeder, weights
+        self.net, self.steps, self.trains = loop.net, loop.steps, trains
+
+    def save(
         self,
         save_dir: Folder,
         tag: str | None = None,
@@ -50,46 +59,40 @@ class Resume(Feeding):
         if it cannot be written: then on all ranks, and the checkpoints that
         there were are as before.
         """
-        self._check_alive()
-        self._mend()
+        self.loop.begin()
         if self.net.has_gradients:
-            of = self.gradient_accumulation_steps()
             raise RuntimeError(
                 "a checkpoint holds no gradients, and this step has some "
-                f"(it is at micro-batch {self.position() + 1} of {of}); save "
-                "after the step() at the boundary, or give them up by "
-                "zero_grad()"
+                f"(it is at {place(self.steps)}); save after the step() at the "
+                "boundary, or give them up by zero_grad()"
             )
-        scheduler, loader = self.lr_scheduler, self.training_dataloader
-        engine: dict[str, Any] = {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "scheduler": None,
+        scheduler, loader = self.loop.scheduler, self.feeder.loader
+        engine = {
+            "global_steps": self.steps.global_steps,
+            "global_samples": self.steps.global_samples,
             "data": None if loader is None else loader.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_type": type(scheduler).__name__,
         }
-        if scheduler is not None:
-            engine["scheduler"] = scheduler.state_dict()
-            engine["scheduler_type"] = type(scheduler).__name__
-        extra = {"engine": engine, "client": client_state or {}}
         if tag is None:
-            tag = f"global_step{self.global_steps}"
-        with self.gathering():
+            tag = f"global_step{self.steps.global_steps}"
+        with self.weights.gathering():
             save(
                 self.net,
                 save_dir,
                 str(tag),
-                extra=extra,
+                extra={"engine": engine, "client": client_state or {}},
                 keep=keep,
                 background=background,
                 latest=save_latest,
             )
         return True
 
-    def finish_checkpoint(self) -> None:
+    def finish(self) -> None:
         """Wait for a save in the background; raises its error."""
         finish(self.net)
 
-    def load_checkpoint(
+    def load(
         self,
         load_dir: Folder,
         tag: str | None = None,
@@ -108,81 +111,62 @@ class Resume(Feeding):
         Raises CheckpointError, on all ranks, for what is damaged, missing
         or of another model, scheduler or data; the run is then as it was.
         """
-        self._check_alive()
-        if tag is None and _is_empty(Path(load_dir)):
+        self.loop.begin()
+        if tag is None and not _anything(Path(load_dir)):
             if rank() == 0:
                 warnings.warn(
                     f"there is no checkpoint in {load_dir}, so nothing is loaded",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             return None, None
-        parts = Parts(
-            None if load_module_only else self.training_dataloader,
-            self.lr_scheduler
-            if load_lr_scheduler_states and not load_module_only
-            else None,
-        )
-        whole = load_optimizer_states and not load_module_only
-        with self.gathering():
+        scheduler, loader = self.loop.scheduler, self.feeder.loader
+        if load_module_only:
+            loader = None
+        if load_module_only or not load_lr_scheduler_states:
+            scheduler = None
+        states = load_optimizer_states and not load_module_only
+        with self.weights.gathering():
             loaded = load(
                 self.net,
                 load_dir,
                 tag,
                 strict=load_module_strict,
-                optimizer=whole and self.optimizer is not None,
-                check=parts.check,
+                optimizer=states and self.trains,
+                check=partial(_check, scheduler, loader),
             )
-        self._torn = False
-        if self.optimizer is not None:
-            self.optimizer.overflow, self.optimizer.norm = False, None
+        self.loop.optimizer.forget()
         engine = saved_by_engine(loaded)
         if engine is None:
             return str(loaded.path), loaded.extra
         if not load_module_only:
-            self.global_steps = engine["global_steps"]
-            self.global_samples = engine["global_samples"]
-            micro_batches = self.gradient_accumulation_steps()
-            self.micro_steps = self.global_steps * micro_batches
-            self._first = self.micro_steps
-            parts.load(engine)
+            self.steps.resume(engine["global_steps"], engine["global_samples"])
+        if engine["scheduler"] and scheduler is not None:
+            scheduler.load_state_dict(engine["scheduler"])
+        if engine["data"] and loader is not None:
+            loader.load_state_dict(engine["data"])
         return str(loaded.path), loaded.extra["client"]
 
 
-class Parts:
-    """What of a run is no part of the net; None is not loaded."""
-
-    def __init__(self, loader: Any, scheduler: Any) -> None:
-        self.loader, self.scheduler = loader, scheduler
-
-    def check(self, loaded: Loaded) -> None:
-        """Raise CheckpointError unless `load` can do it; changes nothing."""
-        engine = saved_by_engine(loaded)
-        if engine is None:
-            return
-        place, state = engine["data"], engine["scheduler"]
-        kind = type(self.scheduler).__name__
-        before = engine.get("scheduler_type", kind)
-        try:
-            if place and self.loader is not None:
-                self.loader.check_state(place)
-            if state and self.scheduler is not None:
-                if before != kind:
-                    raise ValueError(f"the scheduler is {kind} here and was {before}")
-                try_state(self.scheduler, state)
-        except Exception as error:
-            raise CheckpointError(
-                f"{loaded.path}: this checkpoint does not fit: {error}; "
-                "without its scheduler it loads with "
-                "load_lr_scheduler_states=False, and without its place in "
-                "the data once engine.training_dataloader is None"
-            ) from error
-
-    def load(self, engine: dict[str, Any]) -> None:
-        """Take over what was checked."""
-        if engine["scheduler"] and self.scheduler is not None:
-            self.scheduler.load_state_dict(engine["scheduler"])
-        if engine["data"] and self.loader is not None:
-            self.loader.load_state_dict(engine["data"])
+def _check(scheduler: Any, loader: Any, loaded: Loaded) -> None:
+    """Raise CheckpointError unless both can go on from it; changes nothing."""
+    engine = saved_by_engine(loaded)
+    if engine is None:
+        return
+    kind, before = type(scheduler).__name__, engine["scheduler_type"]
+    try:
+        if engine["data"] and loader is not None:
+            loader.check_state(engine["data"])
+        if engine["scheduler"] and scheduler is not None:
+            if before != kind:
+                raise ValueError(f"the scheduler is {kind} here and was {before}")
+            try_state(scheduler, engine["scheduler"])
+    except Exception as error:
+        raise CheckpointError(
+            f"{loaded.path}: this checkpoint does not fit: {error}; "
+            "without its scheduler it loads with "
+            "load_lr_scheduler_states=False, and without its place in "
+            "the data once engine.training_dataloader is None"
+        ) from error
 
 
 def saved_by_engine(loaded: Loaded) -> dict[str, Any] | None:
@@ -209,7 +193,7 @@ def try_state(scheduler: Any, state: Any) -> None:
     trial.load_state_dict(copy.deepcopy(state))
 
 
-def _is_empty(folder: Path) -> bool:
-    """Whether rank 0 finds that nothing was ever saved in a folder."""
+def _anything(folder: Path) -> bool:
+    """Whether rank 0 finds that something was ever saved in a folder."""
     found = rank() == 0 and exists(folder)
-    return broadcast_bytes(b"1" if found else b"0") == b"0"
+    return broadcast_bytes(b"1" if found else b"0") == b"1"

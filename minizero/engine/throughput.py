@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,26 +11,33 @@ from typing import Any
 
 import torch
 
-PHASES = ("forward", "backward", "step")
-
 
 @dataclass
 class Throughput:
-    """What some steps took.
+    """What some steps took; a sum of two is that of all their steps.
 
     `seconds`: from the end of the step before the first of them to the end
         of the last, data loading and all else included.
     `samples`: of all ranks.
-    `milliseconds`: of forward, backward and step on this rank, summed over
-        micro-batches and averaged over steps; empty unless they were timed.
+    `phases`: nanoseconds of forward, backward and step on this rank, of all
+        micro-batches; empty unless they were timed.
     `flops`: model FLOPs of this rank; 0 unless they were counted.
     """
 
     steps: int = 0
     seconds: float = 0.0
     samples: int = 0
-    milliseconds: dict[str, float] = field(default_factory=dict)
+    phases: Counter[str] = field(default_factory=Counter)
     flops: float = 0.0
+
+    def __add__(self, other: Throughput) -> Throughput:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Throughput(*(a + b for a, b in pairs))
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Of each phase, a step."""
+        return {name: ns / 1e6 / self.steps for name, ns in self.phases.items()}
 
     @property
     def samples_per_second(self) -> float:
@@ -45,11 +53,7 @@ class Throughput:
         parts = []
         if self.seconds:
             parts.append(f"samples/s={self.samples_per_second:.4g}")
-        parts += [
-            f"{name}={self.milliseconds[name]:.1f}ms"
-            for name in PHASES
-            if name in self.milliseconds
-        ]
+        parts += [f"{name}={ms:.1f}ms" for name, ms in self.milliseconds.items()]
         if self.tflops:
             parts.append(f"model TFLOPS={self.tflops:.3g}")
         return ", ".join(parts)
@@ -66,8 +70,8 @@ class Meter:
         self.forward_flops: int | None = None  # of one micro-batch
         self.last = Throughput()  # the last step
         self.recent = Throughput()  # since the last `reset`
-        self._phases = dict.fromkeys(PHASES, 0.0)
-        self._ended: float | None = None
+        self._phases: Counter[str] = Counter()
+        self._ended: int | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -100,10 +104,10 @@ class Meter:
             yield
         self.forward_flops = counter.get_total_flops()
 
-    def _now(self) -> float:
+    def _now(self) -> int:
         if self.detailed and torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter_ns()
 
     def end_step(self, samples: int, micro_batches: int) -> None:
         """A step of so many samples on all ranks has ended.
@@ -112,35 +116,14 @@ class Meter:
         at all (Chowdhery et al. 2022, app. B).
         """
         now, before = self._now(), self._ended
-        self._ended = now
-        phases = {k: 1e3 * v for k, v in self._phases.items() if v}
-        self._phases = dict.fromkeys(PHASES, 0.0)
+        phases, self._phases, self._ended = self._phases, Counter(), now
         if before is None:  # the first: it made what later steps find
-            self.last = Throughput(1, milliseconds=phases)
+            self.last = Throughput(1, phases=phases)
             return
         flops = 3 * (self.forward_flops or 0) * micro_batches
-        self.last = Throughput(1, now - before, samples, phases, flops)
-        self.recent = _joined(self.recent, self.last)
+        self.last = Throughput(1, (now - before) / 1e9, samples, phases, flops)
+        self.recent += self.last
 
     def reset(self) -> None:
         """Begin a new average."""
         self.recent = Throughput()
-
-
-def _joined(a: Throughput, b: Throughput) -> Throughput:
-    steps = a.steps + b.steps
-    mean = {
-        name: (
-            a.steps * a.milliseconds.get(name, 0.0)
-            + b.steps * b.milliseconds.get(name, 0.0)
-        )
-        / steps
-        for name in {**a.milliseconds, **b.milliseconds}
-    }
-    return Throughput(
-        steps,
-        a.seconds + b.seconds,
-        a.samples + b.samples,
-        mean,
-        a.flops + b.flops,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,46 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.tensor_file import CheckpointError
+from ..checkpoint import CheckpointError
 from ..comm.agreement import agreeing
-from ..config import Config
-from ..zero.data_parallel import DataParallel
 from ..ranks.launch import rank
-from .getters import Settings
+from ..zero.data_parallel import DataParallel
 from ..zero.absent import owners
-from ..zero.init import GatheredParameters
 
 
-class Weights(Settings):
-    """A module whose parameters are views of flat buffers.
+class Weights:
+    """Whole state dicts of a model whose parameters may be sharded.
 
-    `state_dict`, of the engine and of its modules, raises where parameters
-    are sharded and not gathered: they would be NaNs. `module_state_dict`
-    gathers them.
+    A `state_dict` of the model or of one of its modules raises where
+    parameters are sharded and not gathered: they would be NaNs.
+
+    `gathers`: whether `save_16bit_model` may gather sharded parameters.
     """
 
-    def __init__(self, config: Config, model: nn.Module, net: DataParallel) -> None:
-        super().__init__(config)
-        self.module, self.net = model, net
+    def __init__(self, module: nn.Module, net: DataParallel, gathers: bool) -> None:
+        self.module, self.net, self.gathers = module, net, gathers
         self._gathering = False
         this = weakref.ref(self)
-        for module in model.modules():
-            module.register_state_dict_pre_hook(
-                lambda module, *_: _look(this(), module)
-            )
-        model.register_load_state_dict_post_hook(lambda *_: _refresh(this()))
+        for inner in module.modules():
+            inner.register_state_dict_pre_hook(lambda inner, *_: _look(this(), inner))
+        module.register_load_state_dict_post_hook(lambda *_: _refresh(this()))
 
-    def module_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
+    def state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's whole state dict, without the prefix "module.".
 
         Where parameters are sharded: copies in host memory on rank 0, made
-        unit by unit, and {} on other ranks; all ranks must call it. Else, on
-        every rank, the model's own tensors.
+        unit by unit, and {} on other ranks. Else, on every rank, the model's
+        own tensors. All ranks must call it: an update may be under way.
         """
+        self.net.synchronize()
         with self.gathering():
-            sharded = self.config.plan.parameters.sharded
+            sharded = self.net.plan.parameters.sharded
             whole = (self.net if sharded else self.module).state_dict()
         frozen = {
             name
@@ -61,10 +55,7 @@ class Weights(Settings):
         }
         return {k: v for k, v in whole.items() if k not in frozen}
 
-    # under this name Hugging Face's Trainer and Accelerate ask for it
-    _zero3_consolidated_16bit_state_dict = module_state_dict
-
-    def save_16bit_model(
+    def save(
         self,
         save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
@@ -77,16 +68,15 @@ class Weights(Settings):
         parameters are gathered only if the config has
         `stage3_gather_16bit_weights_on_model_save`.
         """
-        gathers = self.zero_gather_16bit_weights_on_model_save()
-        if self.config.plan.parameters.sharded and not gathers:
+        if self.net.plan.parameters.sharded and not self.gathers:
             if rank() == 0:
                 warnings.warn(
                     "the model is not saved: its parameters are sharded, and "
                     "stage3_gather_16bit_weights_on_model_save is false",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             return False
-        weights = self.module_state_dict(exclude_frozen_parameters)
+        weights = self.state_dict(exclude_frozen_parameters)
         with agreeing(CheckpointError):
             if rank() == 0:
                 _write(Path(save_dir) / save_filename, weights)
@@ -101,41 +91,21 @@ class Weights(Settings):
         finally:
             self._gathering = False
 
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-    ) -> Any:
-        """Take over weights, names with the prefix "module."; rank 0's count.
-
-        All ranks must call it. The whole model is gathered meanwhile; to go
-        on with training, `load_checkpoint` needs less memory.
-        """
-        if assign:
-            raise ValueError(
-                "parameters are views of flat buffers, so values are copied; "
-                "leave assign=True out"
-            )
-        with GatheredParameters(self.module.parameters(), modifier_rank=0):
-            return super().load_state_dict(state_dict, strict)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Weights:
-        """What `to`, `half`, `cuda` call: only if there is nothing to do."""
+    def check_in_place(self, moves: Any) -> None:
+        """Raise RuntimeError if a function of tensors would not keep them."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        if any(fn(t) is not t for t in tensors):
+        if any(moves(t) is not t for t in tensors):
             raise RuntimeError(
                 "the model's parameters are views of flat buffers, which "
                 f"rest on {self.net.units[0].flats[0].full.device}; move or "
                 "cast the model before minizero.initialize, or choose its "
                 "dtype in the config (fp16, bf16)"
             )
-        return self
 
 
-def _look(engine: Weights | None, module: nn.Module) -> None:
+def _look(weights: Weights | None, module: nn.Module) -> None:
     """Raise RuntimeError rather than hand out NaNs."""
-    if engine is None or engine._gathering:
+    if weights is None or weights._gathering:
         return
     if any(not flat.whole for flat in owners(module.parameters(False))):
         raise RuntimeError(
@@ -145,10 +115,10 @@ def _look(engine: Weights | None, module: nn.Module) -> None:
         )
 
 
-def _refresh(engine: Weights | None) -> None:
+def _refresh(weights: Weights | None) -> None:
     """Masters would undo what has been loaded."""
-    if engine is not None:
-        engine.net.refresh()
+    if weights is not None:
+        weights.net.refresh()
 
 
 def _write(path: Path, weights: dict[str, Tensor]) -> None:

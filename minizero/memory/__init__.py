@@ -1,8 +1,9 @@
 """Where the bytes of training live: the plan, the formulas, and what is measured.
 
-Read `plan` (the table of the stages, and `estimate`), `labels` (what a storage is for),
-`tracker` (live bytes, measured), `intensity` (how fast a link or a disk must be) and
-`bytes` (alignment and host memory). Imports nothing of minizero.
+Read `plan` (the table of the stages, and `estimate`), `live_bytes` (the count of what is
+alive, by storage), `labels` (what a storage is for), `tracker` (that count over time),
+`intensity` (how fast a link or a disk must be) and `bytes` (alignment and host memory).
+Imports nothing of minizero.
 """
 
 from .bytes import (

@@ -26,17 +26,11 @@ class Watcher(Protocol):
     def mark(self, event: str, unit: str = "") -> None: ...
 
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "buffers",
-)
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # What each storage is for, and which of them are off the device. Weak keys:
 # a label must not keep memory alive.
-_labels: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _watchers: list[Watcher] = []
 _allocates_on_host = False
@@ -50,7 +44,7 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     """
     _check("category", category, CATEGORIES)
     storage = tensor.untyped_storage()
-    _labels[storage] = category
+    _categories[storage] = category
     if on is not None:
         _check("on", on, ("device", "cpu"))
         _hosted[storage] = on == "cpu"
@@ -61,9 +55,22 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(
-            f"{name} must be one of {', '.join(known)}, not {value!r}"
-        )
+        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+
+
+def category_of(storage: torch.UntypedStorage) -> str:
+    """The category that a storage was given; "activations" if nobody gave one."""
+    return str(_categories.get(storage, "activations"))
+
+
+def is_hosted(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is host memory, as far as anyone said."""
+    return bool(_hosted.get(storage, False))
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's storage is host memory, as far as anyone said."""
+    return is_hosted(tensor.untyped_storage())
 
 
 @contextmanager
@@ -77,9 +84,20 @@ def host_memory() -> Iterator[None]:
         _allocates_on_host = before
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's storage is host memory, as far as anyone said."""
-    return bool(_hosted.get(tensor.untyped_storage(), False))
+def allocates_on_host(*arguments: Any) -> bool:
+    """Whether what an operation makes of these is host memory.
+
+    It is inside `host_memory`, and if all tensors among the arguments are.
+    """
+    if _allocates_on_host or not _hosted:
+        return _allocates_on_host
+    tensors = [x for x in tree_iter(arguments) if isinstance(x, Tensor)]
+    return bool(tensors) and all(on_host(x) for x in tensors)
+
+
+def note_host(storage: torch.UntypedStorage) -> None:
+    """A storage is host memory, unless someone said already where it is."""
+    _hosted.setdefault(storage, True)
 
 
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -101,8 +119,8 @@ def labelled_bytes(on: str = "device") -> dict[str, int]:
     """
     _check("on", on, ("device", "cpu"))
     live = dict.fromkeys(CATEGORIES, 0)
-    for storage, category in list(_labels.items()):
-        if bool(_hosted.get(storage, False)) == (on == "cpu"):
+    for storage, category in list(_categories.items()):
+        if is_hosted(storage) == (on == "cpu"):
             live[category] += storage.nbytes()
     return live
 
@@ -111,3 +129,15 @@ def mark(event: str, unit: str = "") -> None:
     """Mark a moment in every tracker that is running."""
     for watcher in _watchers:
         watcher.mark(event, unit)
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` of labels and moments; first of the labels that there are."""
+    _watchers.append(watcher)
+    try:
+        for storage, category in list(_categories.items()):
+            watcher.see(storage, category)
+        yield
+    finally:
+        _watchers.remove(watcher)

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# values and weights want digits, gradients want range
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
 # %% auto #0
 __all__ = ['E4M3', 'E5M2', 'Where', 'quantise', 'has_float8', 'product', 'Float8Linear', 'use_float8']
 
 # %% ../../notebooks/04_precision.ipynb #float8-quantise
+# values and weights want digits, gradients want range
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """8-bit values and one fp32 scale, such that x is about values * scale.
 

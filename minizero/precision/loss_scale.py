@@ -46,11 +46,10 @@ class LossScale:
 class DynamicLossScale(LossScale):
     """As large as gradients allow, by DeepSpeed's rules and its names.
 
-    An overflow costs one of `hysteresis` lives, and with the last one left it
-    halves the scale; at `min_loss_scale` it raises OverflowError instead.
-    `loss_scale_window` steps in a row without one (after a first that is not
-    counted) double it and give all lives back; with `consecutive_hysteresis`
-    each step without one gives them back.
+    An overflow costs one of `hysteresis` lives; the last one halves the scale
+    each time, down to `min_loss_scale`, where it raises OverflowError.
+    `loss_scale_window` steps in a row without one, the first not counted,
+    double it and (with `consecutive_hysteresis`: each of them) restore lives.
     """
 
     saved = ("scale", "lives", "good_steps")

@@ -89,25 +89,26 @@ class Step(Clipping):
         return ready
 
     def _update(self) -> None:
-        updated: list[Unit] = []
+        changed: list[Unit] = []
         staged = self.home.staged(self._to_update(), self.optimizer)
         with closing(staged):
             for near in staged:
                 self.home.update(near, self.optimizer, self.precision)
                 complete = near.leave()
-                self._publish(complete)
-                updated += complete
-        if updated:
+                self.updated(complete)
+                changed += complete
+        if changed:
             labels.label_states(self.optimizer)
 
     def flush(self) -> None:
         """Let an update that a home has left under way arrive."""
         arrived = self.home.flush()
-        self._publish(arrived)
+        self.updated(arrived)
         if arrived:
             labels.label_states(self.optimizer)
 
-    def _publish(self, units: list[Unit]) -> None:
+    def updated(self, units: list[Unit]) -> None:
+        """Owned shards of these units have changed: publish them."""
         for unit in units:
             self.carry_out(self.schedule.updated(unit), unit)
 

@@ -58,8 +58,7 @@ def module(*names: str) -> str:
     """The JavaScript of an explorable: what all share, then these files of the lab."""
     folder = Path(__file__).parent
     return "\n".join(
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("base.js", *names)
+        (folder / name).read_text(encoding="utf-8") for name in ("base.js", *names)
     )
 
 

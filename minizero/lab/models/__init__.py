@@ -1,1 +1,6 @@
-"""Models and text to train on."""
+"""Models to train and to measure, and text to train on.
+
+`gpt` (a small GPT in plain PyTorch), `corpus` (bytes of real text, cut into batches),
+`activations` (what that GPT saves for backward, by formula), `tensor_parallel` (a GPT
+whose blocks are cut over the ranks).
+"""

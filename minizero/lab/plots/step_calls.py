@@ -254,7 +254,7 @@ def step_calls(stage: int, *seams: str) -> Figure:
         above[depth:] = [(x, y, colour)]
         if colour:
             band = (-0.5, y - 0.5), right + 0.5, 1
-            axes.add_patch(Rectangle(*band, color=LINES[1], alpha=0.2, linewidth=0))
+            axes.add_patch(Rectangle(*band, color=LINES[1], alpha=0.13, linewidth=0))
             if call.lane != "comm":
                 text = axes.text(right - 0.1, y, call.by, ha="right", va="center")
                 text.set_fontsize(8.5)

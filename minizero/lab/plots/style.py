@@ -1,4 +1,4 @@
-"""One palette and one way to write bytes, for figures and explorables.
+"""One palette for figures and explorables, and what they write beside it.
 
 The colours start from Okabe and Ito's set (2008), moved until they are also told
 apart in greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in colour
@@ -6,6 +6,9 @@ apart in greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in col
 """
 
 from __future__ import annotations
+
+from minizero.lab.units import amount as amount
+from minizero.lab.units import short as short
 
 CATEGORY_COLOURS = {
     "parameters": "#0460A9",
@@ -59,18 +62,3 @@ def contrast(a: str, b: str) -> float:
 def ink(fill: str) -> str:
     """Black or white, whichever reads better on `fill`."""
     return max("#000000", "#FFFFFF", key=lambda colour: contrast(colour, fill))
-
-
-def amount(nbytes: float) -> str:
-    """Bytes in words, in decimal units and four digits at most: "38.5 GB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= size:
-            return f"{short(nbytes / size)} {unit}"
-    return f"{short(nbytes)} B"
-
-
-def short(number: float) -> str:
-    """At most four digits and no trailing zero: "112", "26.25", "0.4"."""
-    decimals = max(0, 4 - len(str(int(abs(number)))))
-    text = f"{number:,.{min(decimals, 2)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
