@@ -35,7 +35,7 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
     figure, axes = single(0.9 + 0.62 * len(steps))
     for row, intervals in enumerate(steps.values()):
         tracks = _tracks([i for i in intervals if i.lane == "link"])
-        height = 0.26 / max(1, len(tracks))
+        height = 0.36 / max(1, len(tracks))
         for y, interval in [
             *((row - 0.3, i) for i in intervals if i.lane == "compute"),
             *((row + 0.08 + height * k, i) for k, t in enumerate(tracks) for i in t),
@@ -56,7 +56,7 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
             )
     name_rows(axes, steps)
     axes.set_xlabel("milliseconds")
-    used = {interval.what for step in steps.values() for interval in step}
+    used = {i.what for step in steps.values() for i in step if i.end > i.begin}
     patches = [
         Patch(facecolor=colour, label=what)
         for what, colour in (PHASE_COLOURS | OP_COLOURS).items()
