@@ -75,9 +75,9 @@ def protocol_figure(ranks: Sequence[Sequence[Span]]) -> Figure:
     """
     start = min(begin for spans in ranks for _, begin, _ in spans)
     figure, axes = single(1.3 + 0.42 * len(ranks))
-    used = set()
+    used, order = set(), ["wait", *SPANS]
     for r, spans in enumerate(ranks):
-        for what, begin, end in sorted(spans, key=lambda span: span[0] != "wait"):
+        for what, begin, end in sorted(spans, key=lambda span: order.index(span[0])):
             left, width = 1e3 * (begin - start), 1e3 * (end - begin)
             waits = what == "wait"
             axes.barh(
