@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm import algorithms, point_to_point
+from minizero.comm import backend, point_to_point
 from minizero.ranks.launch import Pool, RankError, rank, world_size
 
 NUMBERS = [0, 1, 7, 12]
@@ -65,7 +65,7 @@ original_staged = point_to_point.staged
 
 
 def stage(staged: Callable[[Tensor], bool]) -> None:
-    point_to_point.staged = algorithms.staged = staged
+    point_to_point.staged = backend.staged = staged
 
 
 @pytest.mark.parametrize("async_op", [False, True])

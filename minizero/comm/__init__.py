@@ -1,30 +1,23 @@
 """Collectives, and the ledger in which each call is entered.
 
 Read `point_to_point` (send and receive), `algorithms` (collectives made of them),
-`ledger`, `collectives` (what everybody calls), and `agreement` (one rank's bytes, anybody's
-error). Imports `ranks` and `memory`. Nothing outside this folder calls a collective of torch.
+`backend` (its own, and the choice), `ledger`, `collectives` (what everybody calls), and
+`agreement` (one rank's bytes, anybody's error). Imports `ranks` and `memory`. Nothing
+outside this folder calls a collective of torch.
 """
 
+from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
+from ..ranks.launch import world_size as get_world_size
+from .backend import ALGORITHMS, algorithm, current_algorithm
 from .collectives import (
-    ALGORITHMS,
     Work,
-    algorithm,
     all_gather,
     all_reduce,
     barrier,
     broadcast,
-    current_algorithm,
-    get_rank,
-    get_world_size,
     reduce_scatter,
 )
-from .ledger import (
-    Call,
-    Ledger,
-    enter,
-    ledger,
-    phase,
-)
+from .ledger import Call, Ledger, enter, ledger, phase
 
 __all__ = [
     "ALGORITHMS",

@@ -7,58 +7,20 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .algorithms import ALL_GATHER, REDUCE_SCATTER
-from .point_to_point import Rows, exchange, rows, staged
-from ..ranks.launch import rank, report, world_size
+from .backend import halves, natively
 from .ledger import Call, enter
-from .ledger import ledger as ledger
-from .ledger import phase as phase
-
-ALGORITHMS = tuple(REDUCE_SCATTER)
-
-# as DeepSpeed's module of the same name has them
-get_rank, get_world_size = rank, world_size
-
-_algorithm: list[str] = []
-_sequence = 0
-
-
-@contextmanager
-def algorithm(name: str) -> Iterator[None]:
-    """Choose how collectives are done: "direct", "ring" or "backend".
-
-    Without it gloo takes "direct" and NCCL takes "backend". Only "direct"
-    promises that the order of a sum is the order of the ranks.
-    """
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"algorithm must be one of {', '.join(ALGORITHMS)}, not {name!r}"
-        )
-    _algorithm.append(name)
-    try:
-        yield
-    finally:
-        _algorithm.pop()
-
-
-def current_algorithm() -> str:
-    """The algorithm that the next collective takes."""
-    if _algorithm:
-        return _algorithm[-1]
-    single = not dist.is_initialized()
-    return "direct" if single or dist.get_backend() != "nccl" else "backend"
+from .point_to_point import Rows, exchange, full_row, rows
+from ..ranks.launch import device, rank, report, world_size
 
 # %% auto #0
-__all__ = ['ALGORITHMS', 'get_rank', 'get_world_size', 'algorithm', 'current_algorithm', 'Work', 'reduce_scatter', 'all_gather',
-           'all_reduce', 'broadcast', 'barrier']
+__all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
 
 # %% ../../notebooks/02_ranks.ipynb #comm-work
 class Work:
@@ -68,13 +30,14 @@ class Work:
     thread. Callbacks added with `then` run once, when the wait is over.
     """
 
+    made = 0  # by this process: the ranks number their calls alike
+
     def __init__(self, call: Call, finish: Callable[[], Any]) -> None:
         self.call = call
         self._finish: Callable[[], Any] | None = finish
         self._after: list[Callable[[], Any]] = []
-        global _sequence
-        _sequence += 1
-        self._number = _sequence
+        Work.made += 1
+        self._number = Work.made
 
     def then(self, callback: Callable[[], Any]) -> Work:
         """Run `callback` when the wait is over: now, if it is."""
@@ -103,35 +66,26 @@ class Work:
         for callback in self._after:
             callback()
 
-# %% ../../notebooks/02_ranks.ipynb #comm-launch
-def _launch(
+# %% ../../notebooks/02_ranks.ipynb #comm-begin
+def _begin(
     op: str,
     parts: Rows,
     sent: int,
-    start: Callable[[int], Callable[[], None]],
-    async_op: bool,
+    start: Callable[[int], Callable[[], Any]],
+    async_op: bool = False,
 ) -> Work:
     """Enter the call in the ledgers, start it, wait unless it is async."""
-    elements, like = sum(p.numel() for p in parts), parts[0]
-    dtype = str(like.dtype).removeprefix("torch.")
-    call = enter(op, elements, sent, dtype, like.element_size())
-    # ranks whose programs differ get different tags: they wait for each
-    # other, and the status board says in what, where matching bytes would
-    # silently mix up
-    key = f"{_sequence + 1} {op} {elements} {dtype}"
-    tag = zlib.crc32(key.encode()) & 0x7FFFFFFF
-    work = Work(call, start(tag))
+    elements, kind = sum(part.numel() for part in parts), parts[0].dtype
+    dtype = str(kind).removeprefix("torch.")
+    call = enter(op, elements, sent, dtype, kind.itemsize)
+    tag = zlib.crc32(f"{Work.made + 1} {op} {elements} {dtype}".encode())
+    work = Work(call, start(tag & 0x7FFFFFFF))
     call.returned = time.perf_counter()
     if not async_op:
         work.wait()
     return work
 
-
-def _others(parts: Rows) -> int:
-    """Elements of all rows but the own one: what a reduce-scatter sends."""
-    return sum(p.numel() for j, p in enumerate(parts) if j != rank())
-
-
+# %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
     out: Tensor, inp: Tensor | Sequence[Tensor], async_op: bool = False
 ) -> Work:
@@ -140,20 +94,14 @@ def reduce_scatter(
     `inp`: n elements, or N rows. `out`: ceil(n/N) elements, may be row r
     itself.
     """
-    parts = rows(inp)
-    if out.numel() != parts[0].numel():
-        raise ValueError(
-            f"reduce_scatter: out has {out.numel()} elements, rank "
-            f"{rank()}'s row of the input has {parts[0].numel()}; "
-            "make them equal"
-        )
-    start = REDUCE_SCATTER[current_algorithm()]
-    target = out.detach().view(-1)
-    return _launch(
+    parts, start = rows(inp), halves().reduce_scatter
+    row = full_row("reduce_scatter", out, parts)
+    sent = sum(part.numel() for j, part in enumerate(parts) if j != rank())
+    return _begin(
         "reduce_scatter",
         parts,
-        _others(parts),
-        lambda tag: start(target, parts, tag),
+        sent,
+        lambda tag: start(row, parts, tag),
         async_op,
     )
 
@@ -166,21 +114,14 @@ def all_gather(
     `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements, or N
     rows.
     """
-    parts = rows(out)
-    if inp.numel() != parts[0].numel():
-        raise ValueError(
-            f"all_gather: the input has {inp.numel()} elements, rank "
-            f"{rank()}'s row of the output has {parts[0].numel()}; "
-            "make them equal"
-        )
-    start = ALL_GATHER[current_algorithm()]
-    own = inp.detach().view(-1)
+    parts, start = rows(out), halves().all_gather
+    row = full_row("all_gather", inp, parts)
     sent = parts[rank()].numel() * (world_size() - 1)
-    return _launch(
+    return _begin(
         "all_gather",
         parts,
         sent,
-        lambda tag: start(parts, own, tag),
+        lambda tag: start(parts, row, tag),
         async_op,
     )
 
@@ -189,30 +130,24 @@ def all_reduce(
     tensor: Tensor | Sequence[Tensor], async_op: bool = False
 ) -> Work:
     """Sum over ranks in place: a reduce-scatter, then an all-gather."""
-    parts, me = rows(tensor), rank()
-    name = current_algorithm()
-    own = parts[me]
+    parts, half = rows(tensor), halves()
+    own, size = parts[rank()], parts[0].numel()
 
-    def start(tag: int) -> Callable[[], None]:
-        if (
-            name == "backend"
-            and isinstance(tensor, Tensor)
-            and not staged(tensor)
-        ):
-            work = dist.all_reduce(tensor.detach(), async_op=True)
-            return lambda: work.wait()
-        short = own.numel() < parts[0].numel()
-        mine = own.new_empty(parts[0].numel()) if short else own
-        reduce = REDUCE_SCATTER[name](mine, parts, tag)
+    def start(tag: int) -> Callable[[], Any]:
+        if isinstance(tensor, Tensor) and natively(tensor):
+            return dist.all_reduce(tensor.detach(), async_op=True).wait
+        row = own if own.numel() == size else own.new_empty(size)
+        reduce = half.reduce_scatter(row, parts, tag)
 
         def finish() -> None:
             reduce()
-            ALL_GATHER[name](parts, mine, tag ^ 1)()
+            half.all_gather(parts, row, tag ^ 1)()
 
         return finish
 
-    sent = _others(parts) + own.numel() * (world_size() - 1)
-    return _launch("all_reduce", parts, sent, start, async_op)
+    others = sum(part.numel() for part in parts) - own.numel()
+    sent = others + own.numel() * (world_size() - 1)
+    return _begin("all_reduce", parts, sent, start, async_op)
 
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
 def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
@@ -225,30 +160,20 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
     peers = [j for j in range(world_size()) if j != src]
     mine = rank() == src
 
-    def start(tag: int) -> Callable[[], None]:
-        if current_algorithm() == "backend" and not staged(flat):
-            work = dist.broadcast(flat, src, async_op=True)
-            return lambda: work.wait()
+    def start(tag: int) -> Callable[[], Any]:
+        if natively(flat):
+            return dist.broadcast(flat, src, async_op=True).wait
         sends = dict.fromkeys(peers, flat) if mine else {}
         return exchange(sends, {} if mine else {src: flat}, tag)
 
     sent = flat.numel() * len(peers) if mine else 0
-    return _launch("broadcast", [flat], sent, start, async_op)
+    return _begin("broadcast", [flat], sent, start, async_op)
 
 
 def barrier() -> None:
     """Return when every rank has come here."""
-    seen = torch.zeros(world_size(), dtype=torch.uint8)
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        seen = seen.cuda()
-    parts = rows(seen)
-    start = ALL_GATHER[current_algorithm()]
-    mine = parts[rank()]
-    sent = world_size() - 1
-    _launch(
-        "barrier",
-        parts,
-        sent,
-        lambda tag: start(parts, mine.clone(), tag),
-        False,
-    )
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    seen = torch.zeros(world_size(), device=device() if nccl else "cpu")
+    parts, start = rows(seen.to(torch.uint8)), halves().all_gather
+    own = parts[rank()].clone()
+    _begin("barrier", parts, len(parts) - 1, lambda t: start(parts, own, t))

@@ -1,7 +1,7 @@
 """Processes that train together, and how they find each other.
 
-Read `launch` (start ranks, ask who one is), `rendezvous` (how they meet), and then
-`processes/`, the live pool beneath. Imports nothing of minizero.
+Read `launch` (start ranks, ask who one is), `pool` (ranks that stay), `rendezvous` (how
+they meet), and then `processes/`, what is beneath. Imports nothing of minizero.
 """
 
 from .launch import (

@@ -11,32 +11,22 @@ then the same program.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import datetime
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minizero.ranks.rendezvous import (
-    START,
-    join,
-    leave,
-    use_loopback,
-    use_network,
-)
-from .processes import LEAVE, Processes, RankError, pack, report
-
-TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
-
-_all_ = ["RankError", "report"]
+from .pool import Pool as Pool
+from .pool import default_ranks as default_ranks
+from .processes import RankError as RankError
+from .processes import pack
+from .processes import report as report
+from .rendezvous import TIMEOUT as TIMEOUT
+from .rendezvous import init_distributed as init_distributed
 
 # %% auto #0
-__all__ = ['TIMEOUT', 'rank', 'world_size', 'device', 'default_ranks', 'init_distributed', 'Pool', 'launch', 'RankError',
-           'report']
+__all__ = ['rank', 'world_size', 'device', 'launch']
 
 # %% ../../notebooks/02_ranks.ipynb #launch-rank
 def rank() -> int:
@@ -54,148 +44,6 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def default_ranks() -> int:
-    """Ranks to start when nobody says: MINIZERO_RANKS, the GPUs, or 4.
-
-    Raises:
-        ValueError: MINIZERO_RANKS is not a positive number.
-    """
-    wanted = os.environ.get("MINIZERO_RANKS")
-    if wanted is None:
-        return torch.cuda.device_count() or 4
-    if not wanted.isdecimal() or int(wanted) < 1:
-        raise ValueError(
-            f"MINIZERO_RANKS is {wanted!r}; set it to a number of ranks, "
-            "such as 4."
-        )
-    return int(wanted)
-
-# %% ../../notebooks/02_ranks.ipynb #launch-choose-backend
-def _choose_backend(wanted: str | None, ranks: int) -> str:
-    """NCCL needs a GPU for each of the machine's ranks. Gloo always works."""
-    gpus = torch.cuda.device_count()
-    if wanted is None:
-        return "nccl" if gpus >= ranks else "gloo"
-    if wanted not in ("nccl", "gloo"):
-        raise ValueError(
-            f"backend is {wanted!r}; choose 'nccl', 'gloo' or None."
-        )
-    if wanted == "nccl" and gpus < ranks:
-        raise ValueError(
-            f"backend 'nccl' needs a GPU for each rank, and there are {gpus} "
-            f"GPUs for {ranks} ranks; choose 'gloo' or start fewer ranks."
-        )
-    return wanted
-
-
-def _check_timeout(timeout: float | None) -> float:
-    if timeout is None:
-        return TIMEOUT
-    if not timeout > 0:
-        raise ValueError(
-            f"timeout is {timeout!r}; give a positive number of seconds."
-        )
-    return timeout
-
-# %% ../../notebooks/02_ranks.ipynb #launch-join
-def _join_pool(backend: str, timeout: float, rendezvous: str) -> None:
-    use_loopback()
-    usable = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    )
-    cores = len(usable) or os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
-    # The parent, which can explain a hang, should speak long before torch
-    # gives up.
-    join(backend, timeout + 3600, rendezvous)
-
-
-def _leave_pool() -> None:
-    dist.barrier()  # nobody leaves while another still talks
-    leave()
-
-
-def init_distributed(
-    backend: str | None = None,
-    timeout: float | datetime.timedelta | None = None,
-    *,
-    dist_backend: str | None = None,
-) -> None:
-    """Makes this process a rank, if it is not one yet.
-
-    Within `launch` and `Pool` there is nothing to do. Under torchrun the
-    environment says which rank of how many. Elsewhere the process is rank 0
-    of 1.
-
-    Args:
-        backend: "nccl", "gloo", or None for nccl where each rank has its own
-            GPU.
-        timeout: seconds that a collective may take, or a timedelta.
-        dist_backend: DeepSpeed's name of `backend`.
-    """
-    if dist.is_initialized():
-        return
-    backend = backend or dist_backend
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
-    here = int(
-        os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-    )
-    if here == int(os.environ.get("WORLD_SIZE", "1")):
-        use_loopback()
-    else:
-        use_network(os.environ.get("MASTER_ADDR", ""))
-    join(_choose_backend(backend, here), _check_timeout(timeout))
-    atexit.register(leave)
-
-# %% ../../notebooks/02_ranks.ipynb #launch-pool
-class Pool(Processes):
-    """Ranks that live until they are closed, for one function after another.
-
-    Args:
-        nprocs: how many ranks.
-        backend: "nccl", "gloo", or None for nccl where each rank has its own
-            GPU. With gloo, ranks share the GPUs there are, or compute on the
-            CPU.
-        timeout: seconds without progress after which a call counts as
-            hanging. A rank makes progress when it enters or leaves a
-            collective, prints or returns.
-
-    Raises:
-        ValueError: an argument makes no sense.
-        RankError: a rank could not start.
-    """
-
-    def __init__(
-        self,
-        nprocs: int,
-        backend: str | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        if (
-            not isinstance(nprocs, int)
-            or isinstance(nprocs, bool)
-            or nprocs < 1
-        ):
-            raise ValueError(
-                f"nprocs is {nprocs!r}; give a number of ranks, 1 or more."
-            )
-        chosen = _choose_backend(backend, nprocs)
-        super().__init__(nprocs, _check_timeout(timeout))
-        join = pack(
-            _join_pool, chosen, self.timeout, str(self._folder / "store")
-        )
-        with self._ended_by_errors():
-            self._call(join, keep=False, timeout=START)
-
-    def close(self) -> None:
-        """Ends the ranks. To close them again does nothing."""
-        if self.alive:
-            with contextlib.suppress(RankError), self._ended_by_errors():
-                self._call(pack(_leave_pool), keep=False, timeout=LEAVE)
-        super().close()
 
 # %% ../../notebooks/02_ranks.ipynb #launch-launch
 def launch(
@@ -223,4 +71,4 @@ def launch(
     """
     task = pack(fn, *args, **kwargs)
     with Pool(nprocs, backend, timeout) as pool:
-        return pool._call(task, keep=False)
+        return pool.call(task, keep=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import gc
@@ -12,9 +13,70 @@ import uuid
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    Store,
+    TCPStore,
+)
 
+TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
+
+
+def choose_backend(wanted: str | None, ranks: int) -> str:
+    """NCCL needs a GPU for each of the machine's ranks. Gloo always works."""
+    gpus = torch.cuda.device_count()
+    if wanted is None:
+        return "nccl" if gpus >= ranks else "gloo"
+    if wanted not in ("nccl", "gloo"):
+        raise ValueError(f"backend is {wanted!r}; choose 'nccl', 'gloo' or None.")
+    if wanted == "nccl" and gpus < ranks:
+        raise ValueError(
+            f"backend 'nccl' needs a GPU for each rank, and there are {gpus} GPUs for "
+            f"{ranks} ranks; choose 'gloo' or start fewer ranks."
+        )
+    return wanted
+
+
+def check_timeout(timeout: float | None) -> float:
+    """A timeout in seconds; the usual one for None."""
+    if timeout is None:
+        return TIMEOUT
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; give a positive number of seconds.")
+    return timeout
+
+
+def init_distributed(
+    backend: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
+    *,
+    dist_backend: str | None = None,
+) -> None:
+    """Makes this process a rank, if it is not one yet.
+
+    Within `launch` and `Pool` there is nothing to do. Under torchrun the environment
+    says which rank of how many. Elsewhere the process is rank 0 of 1.
+
+    Args:
+        backend: "nccl", "gloo", or None for nccl where each rank has its own GPU.
+        timeout: seconds that a collective may take, or a timedelta.
+        dist_backend: DeepSpeed's name of `backend`.
+    """
+    if dist.is_initialized():
+        return
+    backend = backend or dist_backend
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    if here == ranks:
+        use_loopback()
+    else:
+        use_network(os.environ.get("MASTER_ADDR", ""))
+    join(choose_backend(backend, int(here)), check_timeout(timeout))
+    atexit.register(leave)
 
 
 def use_loopback() -> None:

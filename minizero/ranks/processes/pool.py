@@ -120,7 +120,7 @@ class Processes:
                 pool lives on; if not it has ended, and the message says so.
             KeyboardInterrupt: the parent was interrupted, and with it every rank.
         """
-        return self._call(tasks.pack(function, *args, **kwargs), ranks)
+        return self.call(tasks.pack(function, *args, **kwargs), ranks)
 
     def execute(
         self, source: str, ranks: Sequence[int] | None = None
@@ -164,7 +164,7 @@ class Processes:
             raise ValueError(f"ranks is {ranks!r}; name {there}.")
         return chosen
 
-    def _call(
+    def call(
         self,
         task: bytes,
         ranks: Sequence[int] | None = None,
