@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -558,7 +559,7 @@ def test_a_write_that_fails(tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", tmp_path],
+        ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", tmp_path],
         capture_output=True,
     )
     if mounted.returncode:
@@ -608,7 +609,8 @@ def train(folder, fault):
         if step == 1 and fault == "cut" and rank() == 1:
             os.ftruncate(home.swap.fd, 0)
         if step == 1 and fault == "wait":
-            print("ready", os.getpid(), flush=True)
+            Path(folder).with_name(f"rank{rank()}").write_text(str(os.getpid()))
+            print("ready", flush=True)
             time.sleep(600)
 
 if __name__ == "__main__":
@@ -639,10 +641,14 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
         script(tmp_path, "wait"), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-    folder = tmp_path / "state"
+    assert "ready" in process.stdout.readline()
+    folder, notes = tmp_path / "state", [tmp_path / f"rank{r}" for r in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(note.exists() for note in notes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.1)  # a file is there before it is written
     assert folder.is_dir() and not list(folder.iterdir())
-    for pid in ranks:
+    for pid in (int(note.read_text()) for note in notes):
         files = Path(f"/proc/{pid}/fd").iterdir()
         assert any(os.readlink(f).startswith(str(folder)) for f in files)
         os.kill(pid, signal.SIGKILL)

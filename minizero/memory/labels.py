@@ -108,7 +108,8 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for p, state in list(optimizer.state.items()):
         on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
         for leaf in tree_iter(state):
-            if isinstance(leaf, Tensor):
+            # what is labelled stands for a state that rests elsewhere
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in _categories:
                 label(leaf, "optimizer", on)
 
 

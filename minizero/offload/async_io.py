@@ -135,7 +135,7 @@ class AsyncFile:
                 raise DiskFault(
                     self.path,
                     f"the file ends at byte {at:,}, and {len(left):,} more were "
-                    "to be read; another process has cut it short",
+                    "to be read; start again",
                 )
             left, at = left[count:], at + count
         return time.perf_counter()

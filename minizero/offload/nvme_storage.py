@@ -33,7 +33,14 @@ class DiskStorage(HostStorage):
     """Keeps shards in a swap file; `NVMe` is the one that can update them.
 
     A tensor stands for such a shard: it has the shape, takes no memory of its own and
-    reads as NaN. The place in the file is free again when the tensor is gone.
+    reads as NaN. The place in the file is free again when the tensor is gone. Before
+    an all-gather a shard is read through the staging buffers, and what came next the
+    last time is read ahead.
+
+    `folder`: of the swap file (default: the environment's MINIZERO_NVME, or the folder
+    for temporary files). `buffer_count`, `buffer_size`: staging buffers, and elements
+    that are updated in one. `block_size`, `queue_depth`: bytes of a request, requests
+    in flight.
     """
 
     places: tuple[str, ...] = ("device", "cpu", "nvme")
@@ -212,7 +219,7 @@ class DiskStorage(HostStorage):
             return shard.to(device)
         return self.load(shard, torch.empty_like(shard, device=device))
 
-    def new_state(self, flat: Flat, dtype: torch.dtype) -> Tensor:
+    def new_state(self, flat: Flat, name: str, dtype: torch.dtype) -> Tensor:
         """Room for a state that the optimizer has yet to make, [size]."""
         on = self.plan.optimizer.on
         if on == "nvme":
@@ -229,6 +236,7 @@ class DiskStorage(HostStorage):
         return StagedTensor(
             tensor,
             self._swapped.get(tensor),
+            a // self.buffer_size,
             getattr(self.plan, category).on,
             self.at,
             CPU if self.at == "cpu" else flat.full.device,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
 from ..memory.bytes import host_empty
 from ..memory.plan import Plan
-from ..zero.flat_buffer import Flat
+from ..zero.flat_buffer import Flat, Unit
 from ..zero.owned import Owned
 from .host import Offload
 
@@ -16,19 +17,24 @@ from .host import Offload
 class SecondSet(Offload):
     """Gradients and new parameters in host memory, beside those that are in use.
 
-    `busy`: whether an update is under way.
+    `units`, `work`: what a thread is updating, and its results. `steps`: how many
+    updates there were; the first `start` are waited for.
     """
 
-    busy = False
-
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, start: int = 0) -> None:
         if plan.optimizer.on != "cpu":
             raise ValueError(
                 "a delayed update runs on the host while the device computes, but the "
                 f"plan's optimizer is on {plan.optimizer.on!r}; use "
                 "Plan.stage(..., offload_optimizer='cpu')"
             )
+        if start < 0:
+            raise ValueError(f"start must be at least 0, not {start!r}")
         super().__init__(plan)
+        self.start, self.steps = start, 0
+        self.thread = ThreadPoolExecutor(1, "update")
+        self.work: list[Future[None]] = []
+        self.units: list[tuple[Unit, list[Owned]]] = []
         self._new: dict[Flat, list[Tensor]] = {}
         self._taken: dict[Flat, list[Tensor]] = {}
 
@@ -46,7 +52,7 @@ class SecondSet(Offload):
     def resting(
         self, flat: Flat, masters: list[Tensor], shards: list[Tensor]
     ) -> list[Tensor]:
-        if self.busy:
+        if self.work:
             raise RuntimeError(
                 "parameters were written to while an update was under way, "
                 "which would undo that; call net.synchronize() first, or "
