@@ -22,7 +22,9 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 PAGES = ("README.md", "book/index.md")
-ROW = re.compile(r"^\| (\d+) \| \[([^]]+)\]\(([^)]+)\) \| ([^|]*) \|", re.M)
+ROW = re.compile(
+    r"^\| (\d+) \| \[([^]]+)\]\(([^)]+)\) \| [^|]+ \| ([^|]*) \|", re.M
+)
 
 
 def chapters(root: Path) -> list[str]:
@@ -50,24 +52,24 @@ def test_readme_names_the_two_commands(root: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_table_of_chapters(root: Path, page: str) -> None:
-    """Numbers, titles, links and modules are those of the notebooks."""
+    """Numbers, titles, links and rooms are those of the notebooks."""
     rows = {}
-    for number, title, link, modules in ROW.findall((root / page).read_text()):
+    for number, title, link, rooms in ROW.findall((root / page).read_text()):
         path = (root / page).parent.joinpath(link).resolve().relative_to(root)
         name = path.with_suffix("").as_posix()
-        rows[name] = f"# {number}. {title}", set(re.findall(r"`(\w+)`", modules))
+        rows[name] = f"# {number}. {title}", set(re.findall(r"`(\w+)`", rooms))
     assert list(rows) == chapters(root)
-    for name, (heading, modules) in rows.items():
+    for name, (heading, rooms) in rows.items():
         path = root / f"{name}.ipynb"
         if not path.exists():
             pytest.fail(f"{name}.ipynb is in the table and does not exist")
         notebook = nbformat.read(path, as_version=4)
         assert notebook.cells[0].source.startswith(heading), name
-        assert modules == exported(notebook), name
+        assert rooms == exported(notebook), name
 
 
 def exported(notebook: nbformat.NotebookNode) -> set[str]:
-    """The modules that a notebook's cells go to."""
+    """The rooms that a notebook's cells go to."""
     modules = set()
     for cell in notebook.cells:
         if cell.cell_type != "code":
@@ -76,7 +78,6 @@ def exported(notebook: nbformat.NotebookNode) -> set[str]:
             r"^#\| *(default_exp|export)\b *(\S*)", cell.source, re.M
         ):
             modules.add(name if directive == "default_exp" or name else "")
-    # a package is named as one: `config` for config.batch
     return {name.split(".")[0] for name in modules - {""}}
 
 
