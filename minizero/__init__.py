@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from . import checkpoint
     from .checkpoint import consolidate
     from .deepspeed import checkpointing, utils
-    from .engine import Engine, add_config_arguments, initialize
+    from .deepspeed.arguments import add_config_arguments
+    from .engine import Engine, initialize
     from .offload import Delayed, NVMe, Offload
     from .overlap import Overlap
 
@@ -67,7 +68,7 @@ _LATER = {
     "NVMe": "offload",
     "Offload": "offload",
     "Overlap": "overlap",
-    "add_config_arguments": "engine",
+    "add_config_arguments": "deepspeed.arguments",
     "checkpoint": "checkpoint",
     "checkpointing": "deepspeed.checkpointing",
     "consolidate": "checkpoint",

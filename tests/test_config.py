@@ -937,6 +937,35 @@ def test_it_is_frozen_and_the_source_stays_as_it_is() -> None:
         config.zero_optimization.stage = 1  # type: ignore[misc]
 
 
+def test_an_update_may_be_delayed() -> None:
+    """The key leads to `Delayed`: the same weights as with that by hand."""
+    import torch
+
+    import minizero
+    from minizero import Delayed, Plan, parallelize
+
+    def weights(by_hand: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if by_hand:
+            plan = Plan.stage(2, "cpu")
+            net: Any = parallelize(model, optimizer, plan, home=Delayed(plan))
+        else:
+            delayed = {"device": "cpu", "delayed_update": True}
+            config = zero(2, offload_optimizer=delayed)
+            config |= {"train_batch_size": 1, "gradient_clipping": 0}
+            net = minizero.initialize(None, model, optimizer, config=config)[0]
+            assert type(net.net.home) is Delayed
+        for step in range(3):
+            net.backward(net(torch.full((1, 4), step + 1.0)).sum())
+            net.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for a, b in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(a, b)
+
+
 # DeepSpeed, read from its source
 
 

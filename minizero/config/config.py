@@ -40,7 +40,7 @@ class Config(Section):
 
     `world_size`: the number of ranks it was completed for. `warnings`: a
     sentence for all that was asked for and has no effect.
-"""
+    """
 
     train_batch_size: Samples = UNSET
     """Samples in one step of all ranks. Unset: from the next two. Done: the engine."""

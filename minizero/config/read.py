@@ -109,14 +109,10 @@ def _chosen(
 
 def _not_filled(key: Key, where: str) -> str:
     leave = "" if key.required else ", or leave it out"
-    return (
-        f'{where} is "auto", but nothing fills it here; give {expected(key)}{leave}'
-    )
+    return f'{where} is "auto", but nothing fills it here; give {expected(key)}{leave}'
 
 
-def _stranger(
-    known: Mapping[str, Key], name: str, value: Any, path: str
-) -> list[str]:
+def _stranger(known: Mapping[str, Key], name: str, value: Any, path: str) -> list[str]:
     """What to say of a key that is refused, misplaced or misspelt."""
     where = f"{path}{name}"
     if where not in REFUSED:

@@ -296,9 +296,9 @@ class ActivationCheckpointing(Section):
 class Checkpoint(Section):
     """How checkpoints are saved; minizero has a format of its own."""
 
-    tag_validation: Annotated[
-        Literal["Ignore", "Warn", "Fail"], Anyway("Fail")
-    ] = "Warn"
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Anyway("Fail")] = (
+        "Warn"
+    )
     """What happens when ranks save under different tags. No effect: different tags are
     always an error."""
     load_universal: Annotated[bool, Anyway(True)] = False

@@ -32,8 +32,7 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         return source, ""
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            "a config is a dict, the path of a JSON file or JSON text, not "
-            f"{source!r}"
+            f"a config is a dict, the path of a JSON file or JSON text, not {source!r}"
         )
     # a file's mark of its encoding, if the text was read without that
     text = os.fspath(source).removeprefix("\ufeff")

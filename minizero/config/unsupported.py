@@ -67,8 +67,7 @@ SECTIONS = {
 
 TOP = {
     "managed_gradient_accumulation": Refused(
-        True,
-        "the engine counts micro-batches; use gradient_accumulation_steps",
+        True, "the engine counts micro-batches; use gradient_accumulation_steps"
     ),
     "prescale_gradients": Refused(False, _FP32),
     "gradient_predivide_factor": Refused(1.0, _FP32),
@@ -119,9 +118,7 @@ ZERO = {
     "offload_optimizer.ratio": Refused(
         1.0, "all of the optimizer state is offloaded; leave it at 1"
     ),
-    "offload_optimizer.super_offload": Refused(
-        False, "use offload_optimizer as it is"
-    ),
+    "offload_optimizer.super_offload": Refused(False, "use offload_optimizer as it is"),
 }
 
 INNER = {
@@ -129,8 +126,7 @@ INNER = {
     "bf16.bf16_master_weights_and_grads": Refused(False, _MASTERS),
     "bf16.bf16_optimizer_states": Refused(False, _MASTERS),
     "data_types.keep_in_fp32_modules": Refused(
-        "auto",
-        "buffers stay as they come, unless buffer_dtype casts them all",
+        "auto", "buffers stay as they come, unless buffer_dtype casts them all"
     ),
     "aio.use_gds": Refused(False, "files are read into host memory"),
     "aio.thread_count": Refused(1, "use intra_op_parallelism"),

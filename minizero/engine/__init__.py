@@ -3,14 +3,6 @@
 Read `step_loop`, `from_config`, `engine`, then the rest. Imports everything below.
 """
 
-from .arguments import add_config_arguments
-from .engine import (
-    Engine,
-    initialize,
-)
+from .engine import Engine, initialize
 
-__all__ = [
-    "add_config_arguments",
-    "Engine",
-    "initialize",
-]
+__all__ = ["Engine", "initialize"]

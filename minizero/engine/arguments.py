@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -143,19 +142,3 @@ def make_scheduler(
             "optimizer=..., or give a function that makes it"
         )
     return made
-
-
-def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Let a script take `--deepspeed` and `--deepspeed_config FILE`."""
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--deepspeed",
-        action="store_true",
-        help="for the script's own use; the engine does not look at it",
-    )
-    group.add_argument(
-        "--deepspeed_config",
-        metavar="FILE",
-        help="the config, a JSON file",
-    )
-    return parser
