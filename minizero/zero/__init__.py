@@ -17,7 +17,7 @@ Imports `comm`, `config`, `ranks` and `memory`.
 from .construction import nets_of
 from .data_parallel import DataParallel
 from .flat_buffer import Flat, Unit
-from .init import GatheredParameters, Init
+from .init import GatheredParameters, Init, Source
 from .interfaces import Home, Move, Near, NearShard, Precision, Schedule
 from .parallelize import parallelize
 from .stage1 import ZeRO1
@@ -36,6 +36,7 @@ __all__ = [
     "NearShard",
     "Precision",
     "Schedule",
+    "Source",
     "Unit",
     "ZeRO1",
     "ZeRO2",
