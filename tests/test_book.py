@@ -111,6 +111,26 @@ def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None
     assert not dead
 
 
+def test_sections_that_are_named_exist() -> None:
+    """A page that sends a reader to a section of a chapter names it as it is."""
+    text = " ".join((ROOT / "book/troubleshooting.md").read_text().split())
+    link = r"notebooks/(\w+\.ipynb)\)((?:, \*[^*]+\*(?: and \*[^*]+\*)?))"
+    found = re.findall(link, text)
+    assert len(found) > 10
+    for name, sections in found:
+        chapter = json.loads((ROOT / "notebooks" / name).read_text())
+        prose = "\n".join(
+            "".join(cell["source"])
+            for cell in chapter["cells"]
+            if cell["cell_type"] == "markdown"
+        )
+        for section in re.findall(r"\*([^*]+)\*", sections):
+            assert re.search(rf"^#+ {re.escape(section)}$", prose, re.M), (
+                name,
+                section,
+            )
+
+
 REMOTE_STYLE = re.compile(r"""(@import|url\()\s*["']?(https?:)?//""")
 REMOTE_SCRIPT = re.compile(r"""(\bfrom|import|import\(|fetch\()\s*["'](https?:)?//""")
 LOADED = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "manifest"}

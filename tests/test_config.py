@@ -1091,8 +1091,9 @@ def test_map_of_what_a_config_decides() -> None:
         "Plan": "sharded: parameters, gradients, optimizer",
         "Offload": "parameters, gradients, optimizer on cpu",
         "MixedPrecision": "float16, first scale 2^16",
-        "Overlap": "gathers 500,000,000 elements ahead;\n"
-        "units below 1,000,000 stay whole",
+        "Overlap": "gathers 500,000,000 elements ahead",
+        "Overlap(param_persistence_threshold=...)": "units below 1,000,000 elements "
+        "stay whole",
         "parallelize(bucket_size=...)": "reductions of at most 500,000,000 elements",
         "EngineOptimizer": "norm at most 1",
         "torch.optim, lr_schedules": "those given to initialize",

@@ -22,6 +22,7 @@ import minizero
 from minizero.checkpoint.api import CheckpointError
 from minizero.engine.data import Loader
 from minizero.engine.delegate import REFUSED
+from minizero.engine.lr_schedules import SCHEDULES
 from minizero.ranks.launch import Pool, rank, world_size
 
 STAGES = (0, 1, 2, 3)
@@ -204,6 +205,11 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"make": a_step},
         {"make": a_lambda},
         "the scheduler is LambdaLR here and was StepLR; without its scheduler",
+    ),
+    "another schedule of DeepSpeed's": (
+        {"make": SCHEDULES["WarmupLR"]},
+        {"make": SCHEDULES["LRRangeTest"]},
+        "the scheduler is LRRangeTest here and was WarmupLR; without its scheduler",
     ),
     "a scheduler of other parts": (
         {"make": in_turn(3)},

@@ -248,7 +248,7 @@ def test_formats(show: Show) -> None:
 
 
 def test_step_cost(show: Show) -> None:
-    widgets = [StepCost(), StepCost(tokens=256, latency=1000, unit=0.1)]
+    widgets = [StepCost(compute=400), StepCost(tokens=256, latency=1000, unit=0.1)]
     roots = show(*(widget.static_html() for widget in widgets))
     for widget, root in zip(widgets, roots, strict=True):
         found = [number for ((_, number),) in bars(root)]

@@ -34,18 +34,20 @@ def test_interval() -> None:
 
 
 def test_figures() -> None:
-    rows = figures.rows_figure({"a": 20, "b": 31}, saved=4, loaded=3)
-    texts = {text.get_text() for text in rows.axes[0].texts}
+    shards = figures.shards_figure({"a": 20, "b": 31}, saved=4, loaded=3)
+    texts = {text.get_text() for text in shards.axes[0].texts}
     assert {"file 3", "rank 2", "a", "b"} <= texts
     assert "rank 3" not in texts
-    stops = figures.stops_figure({"x": ["old", "old", "torn", "new"]})
-    widths = [patch.get_width() for patch in stops.axes[0].patches]
-    assert widths == [50, 25, 25]
+    first = [("prepare", 1.0, 1.2), ("wait", 1.2, 1.5), ("decide", 1.4, 1.45)]
+    saved = figures.protocol_figure([first, [("prepare", 1.0, 1.4)]])
+    widths = [patch.get_width() for patch in saved.axes[0].patches]
+    assert widths == pytest.approx([300, 200, 50, 400])
+    assert [text.get_text() for text in saved.axes[0].texts] == ["load(tag)"]
     live = {"parameters": 40, "optimizer": 60, "buffers": 0}
     sample = Sample(0.0, "", "", live, {"buffers": 10})
     loading = figures.loading_figure([sample, sample], 100, 110)
     shown = {text.get_text() for text in loading.axes[0].texts if text.get_visible()}
-    assert shown == {"peak 110 B", "shard and a row, 110 B"}
+    assert shown == {"peak 110 B", "at most 110 B"}
     assert sample.live["buffers"] == 0
     drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
     assert "19 min" in drawn.axes[0].texts[0].get_text()

@@ -9,18 +9,14 @@ from .recompute import Recompute
 from .stores import Offloaded
 
 how = Recompute("full")
+# whether a script has set that itself, which an engine's config does not change
 configured = False
 
 
-def use(on_host: bool, *, by_script: bool = False) -> None:
-    """From now on `checkpoint` keeps arguments in host memory, or on the device.
-
-    What a script has set itself, an engine's config does not change.
-    """
-    global how, configured
-    if by_script or not configured:
-        how = Recompute("full", Offloaded() if on_host else None)
-    configured = configured or by_script
+def use(on_host: bool) -> None:
+    """From now on `checkpoint` keeps arguments in host memory, or on the device."""
+    global how
+    how = Recompute("full", Offloaded() if on_host else None)
 
 
 def reset() -> None:

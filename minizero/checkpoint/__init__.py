@@ -6,7 +6,7 @@ Read `api`, `commit`, `manifest`, `resharding`; then what they stand on: `direct
 """
 
 from .api import finish, load, save
-from .directory import exists
+from .directory import Folder, exists
 from .export import consolidate, export, open_run, weights
 from .restore import Loaded
 from .tensor_file import CheckpointError
@@ -14,6 +14,7 @@ from .writer import Saving
 
 __all__ = [
     "CheckpointError",
+    "Folder",
     "Loaded",
     "Saving",
     "consolidate",

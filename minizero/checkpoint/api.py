@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary
 from .. import comm
 from .commit import Commit, busy
 from minizero.checkpoint.directory import (
-    StrPath,
+    Folder,
     check_free,
     checkpoints,
     is_tag,
     read_index,
     sweep,
 )
-from .manifest import parse_index
+from .manifest import INDEX, parse_index
 from .reader import SavedRun
 from .restore import Loaded, Restore
 from .run_state import describe, settle
@@ -36,16 +36,13 @@ from ..comm.agreement import agreeing, broadcast_bytes
 from ..ranks.launch import rank, world_size
 from ..zero.data_parallel import DataParallel
 
-# the last save of each net
-_saves: WeakKeyDictionary[DataParallel, Saving] = WeakKeyDictionary()
-
 # %% auto #0
 __all__ = ['save', 'finish', 'load']
 
 # %% ../../notebooks/12_checkpoint.ipynb #api-save
 def save(
     net: DataParallel,
-    folder: StrPath,
+    folder: Folder,
     tag: str,
     *,
     extra: dict[str, Any] | None = None,
@@ -97,6 +94,10 @@ def save(
         return saving
 
 # %% ../../notebooks/12_checkpoint.ipynb #api-parts
+# the last save of each net
+_saves: WeakKeyDictionary[DataParallel, Saving] = WeakKeyDictionary()
+
+
 def finish(net: DataParallel) -> None:
     """Wait for the save that is under way, if one is; raises its error."""
     before = _saves.pop(net, None)
@@ -162,7 +163,7 @@ def _check(
 # %% ../../notebooks/12_checkpoint.ipynb #api-load
 def load(
     net: DataParallel,
-    folder: StrPath,
+    folder: Folder,
     tag: str | None = None,
     *,
     strict: bool = True,
@@ -207,8 +208,8 @@ def _open(folder: Path, tag: str | None) -> SavedRun:
     with agreeing(CheckpointError):
         if rank() == 0:
             text, path = read_index(folder, tag)
-            found = path.relative_to(folder).as_posix().encode() + b"\n" + text
+            found = path.parent.name.encode() + b"\n" + text
     name, _, text = broadcast_bytes(found).partition(b"\n")
     with agreeing(CheckpointError):
         path = folder / name.decode()
-        return SavedRun(path.parent, parse_index(text, path))
+        return SavedRun(path, parse_index(text, path / INDEX))

@@ -32,15 +32,13 @@ from minizero.checkpoint.manifest import (
 from .tensor_file import CheckpointError
 from ..ranks.launch import TIMEOUT, world_size
 
-LAST = 30.0  # seconds that a program that has ended waits for other ranks
-
-# the saves of this process whose files are not to be swept
-busy: set[str] = set()
-
 # %% auto #0
-__all__ = ['LAST', 'busy', 'written_by', 'leave_marker', 'check_there', 'decide', 'point', 'Commit', 'wait']
+__all__ = ['busy', 'LAST', 'written_by', 'leave_marker', 'check_there', 'decide', 'point', 'Commit', 'wait']
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-prepare
+busy: set[str] = set()  # saves under way here: not to be swept
+
+
 def written_by(r: int) -> str:
     """The name of what rank r of this job writes."""
     return file_name(r, world_size())
@@ -143,14 +141,17 @@ class Commit:
         return SavedFile(**marker)
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-wait
-def wait(path: Path, r: int, so_far: float, given_up: threading.Event) -> None:
+LAST = 30.0  # seconds that a program that has ended waits for other ranks
+
+
+def wait(path: Path, r: int, since: float, over: threading.Event) -> None:
     """Wait 10 ms more for a marker, or raise CheckpointError."""
-    if given_up.wait(0.01):
+    if over.wait(0.01):
         raise CheckpointError(f"{path}: the save was given up")
     # a program that has ended writes its last save, and cannot be told more
-    if so_far > (TIMEOUT if threading.main_thread().is_alive() else LAST):
+    if since > (TIMEOUT if threading.main_thread().is_alive() else LAST):
         raise CheckpointError(
             f"{path}: rank {r} has not finished its file within "
-            f"{so_far:.0f} s; it may have ended, or the folder is not the "
+            f"{since:.0f} s; it may have ended, or the folder is not the "
             "same on all nodes. The checkpoint before this one is whole"
         )

@@ -19,7 +19,7 @@ from .manifest import INDEX, Index, parse_index
 from .tensor_file import CheckpointError, explained, write_all
 
 LATEST = "latest"
-StrPath = str | os.PathLike[str]
+Folder = str | os.PathLike[str]
 
 # what saves leave in a folder; nothing else is ever deleted
 ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old)-(?P<nonce>[0-9a-f]{8})")
@@ -52,7 +52,7 @@ def found(folder: Path) -> dict[str, Path]:
     return tags
 
 
-def exists(folder: StrPath) -> bool:
+def exists(folder: Folder) -> bool:
     """Whether anything was ever saved in a folder, and so is to be resumed.
 
     True for a damaged checkpoint as well: `load` will say what is wrong.

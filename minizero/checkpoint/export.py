@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .directory import StrPath, fsync_folder, read_index, replace_file
+from .directory import Folder, fsync_folder, read_index, replace_file
 from .encoding import DTYPES
 from .manifest import SavedFlat, SavedSlot, parse_index
 from .reader import SavedRun
@@ -27,7 +27,7 @@ _WEIGHTS = re.compile(
 )
 
 
-def open_run(folder: StrPath, tag: str | None = None) -> SavedRun:
+def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
     """A checkpoint whose files have all been verified; close it after use."""
     raw, path = read_index(Path(folder), tag)
     run = SavedRun(path.parent, parse_index(raw, path))
@@ -69,7 +69,7 @@ def weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
     return found
 
 
-def consolidate(folder: StrPath, tag: str | None = None) -> dict[str, Tensor]:
+def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
     """The whole model, in fp32, as a plain torch model loads it.
 
     Master weights where there were any; frozen parameters and persistent buffers; tied
@@ -86,8 +86,8 @@ def consolidate(folder: StrPath, tag: str | None = None) -> dict[str, Tensor]:
 
 
 def export(
-    folder: StrPath,
-    out: StrPath,
+    folder: Folder,
+    out: Folder,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5_000_000_000,

@@ -16,14 +16,15 @@ from typing import Any
 from .encoding import DTYPES
 from .tensor_file import CheckpointError, explained
 
+# %% auto #0
+__all__ = ['FORMAT', 'VERSION', 'INDEX', 'SavedSlot', 'SavedFlat', 'SavedFile', 'Index', 'file_name', 'sealed', 'open_seal',
+           'unsealed', 'check', 'index_text', 'parse_index']
+
+# %% ../../notebooks/12_checkpoint.ipynb #manifest-saved
 FORMAT, VERSION = "minizero checkpoint", 1
 INDEX = "index.json"
 
-# %% auto #0
-__all__ = ['FORMAT', 'VERSION', 'INDEX', 'SavedSlot', 'SavedFlat', 'SavedFile', 'Index', 'file_name', 'check', 'sealed',
-           'open_seal', 'unsealed', 'index_text', 'parse_index']
 
-# %% ../../notebooks/12_checkpoint.ipynb #manifest-saved
 @dataclass
 class SavedSlot:
     """A parameter's place in a saved flat buffer; offset in elements."""
@@ -101,32 +102,6 @@ def file_name(r: int, world_size: int) -> str:
     """What rank r writes."""
     return f"rank-{r:04d}-of-{world_size:04d}.safetensors"
 
-# %% ../../notebooks/12_checkpoint.ipynb #manifest-check
-def check(index: Index) -> None:
-    """Raise ValueError unless the parts fit together."""
-    n = index.world_size
-    if len(index.files) != n:
-        raise ValueError(f"{len(index.files)} files of {n} ranks")
-    for r, file in enumerate(index.files):
-        if file.name != file_name(r, n):
-            raise ValueError(f"a file called {file.name!r}")
-    if not isinstance(index.number, int):
-        raise ValueError(f"the number {index.number!r}")
-    names = set()
-    for flat in index.flats:
-        ends = [slot.offset + slot.numel for slot in flat.slots]
-        known = {flat.dtype, *flat.states.values()} <= DTYPES.keys()
-        in_order = [0, *ends[:-1]] == [slot.offset for slot in flat.slots]
-        if not (known and in_order and flat.size * n >= flat.numel):
-            raise ValueError(f"no such buffer: {flat.tensor()}")
-        names |= {slot.name for slot in flat.slots}
-    for name, first in index.tied.items():
-        if first not in names:
-            raise ValueError(f"{name!r} is tied to {first!r}: no such")
-    for name, (dtype, _) in index.buffers.items():
-        if dtype not in DTYPES:
-            raise ValueError(f"buffer {name!r} of dtype {dtype!r}")
-
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-seal
 _SEAL = ',\n "seal": "{}"\n}}\n'
 
@@ -163,6 +138,32 @@ def unsealed(path: Path) -> dict[str, Any]:
         return open_seal(path.read_bytes(), path)
     except OSError as error:
         raise explained(path, error) from error
+
+# %% ../../notebooks/12_checkpoint.ipynb #manifest-check
+def check(index: Index) -> None:
+    """Raise ValueError unless the parts fit together."""
+    n = index.world_size
+    if len(index.files) != n:
+        raise ValueError(f"{len(index.files)} files of {n} ranks")
+    for r, file in enumerate(index.files):
+        if file.name != file_name(r, n):
+            raise ValueError(f"a file called {file.name!r}")
+    if not isinstance(index.number, int):
+        raise ValueError(f"the number {index.number!r}")
+    names = set()
+    for flat in index.flats:
+        ends = [slot.offset + slot.numel for slot in flat.slots]
+        known = {flat.dtype, *flat.states.values()} <= DTYPES.keys()
+        in_order = [0, *ends[:-1]] == [slot.offset for slot in flat.slots]
+        if not (known and in_order and flat.size * n >= flat.numel):
+            raise ValueError(f"no such buffer: {flat.tensor()}")
+        names |= {slot.name for slot in flat.slots}
+    for name, first in index.tied.items():
+        if first not in names:
+            raise ValueError(f"{name!r} is tied to {first!r}: no such")
+    for name, (dtype, _) in index.buffers.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"buffer {name!r} of dtype {dtype!r}")
 
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-parse
 def index_text(index: Index) -> bytes:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from .manifest import SavedFlat, SavedSlot
 from ..zero.flat_buffer import Flat, Slot
 
-Place = tuple[SavedFlat, SavedSlot]
-
 # %% auto #0
 __all__ = ['Place', 'pieces', 'places']
 
@@ -28,6 +26,9 @@ def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
         a += last - first
 
 # %% ../../notebooks/12_checkpoint.ipynb #places
+Place = tuple[SavedFlat, SavedSlot]
+
+
 def places(
     flat: Flat, index: int, found: dict[Slot, Place]
 ) -> Iterator[tuple[Place, int, int, int]]:

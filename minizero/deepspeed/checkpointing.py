@@ -13,7 +13,15 @@ from ..config.sections import ActivationCheckpointing
 from ..config.source import Source
 from ..ranks.launch import world_size
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+__all__ = ["Source", "checkpoint", "configure", "is_configured", "reset", "use"]
+
+
+def use(section: ActivationCheckpointing) -> None:
+    """From now on `checkpoint` keeps arguments as a config's section says.
+
+    A `configure` that comes later overrules that, and so does an engine's config.
+    """
+    functions.use(section.cpu_checkpointing)
 
 
 def configure(
@@ -52,7 +60,8 @@ def configure(
         if value:
             why = known[key].ignored
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    functions.use(on_host, by_script=True)
+    functions.use(on_host)
+    functions.configured = True
 
 
 def _check_unit(mpu: Any) -> None:

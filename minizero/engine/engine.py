@@ -407,6 +407,7 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
-    functions.use(settings.activation_checkpointing.cpu_checkpointing)
+    if not functions.configured:
+        functions.use(settings.activation_checkpointing.cpu_checkpointing)
     engine = Engine(settings, model, made, scheduler, loader, collate_fn)
     return engine, engine.optimizer, loader, scheduler

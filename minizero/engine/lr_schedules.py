@@ -49,13 +49,15 @@ def cycle(step: int, up: int, down: int, stairs_up: int, stairs_down: int) -> fl
 class Schedule(LRScheduler):
     """Writes the rates of a step to an optimizer's groups, one step at a time.
 
-    `rates`, `betas`: of a step, a value for each group; `betas` may be None.
+    `name`: DeepSpeed's. `rates`, `betas`: of a step, a value for each group; `betas`
+    may be None.
     `last_batch_iteration`: the step that was made last. Unless some were made, the
     first rates are written at once: the first update comes before the first `step`.
     """
 
     def __init__(
         self,
+        name: str,
         optimizer: Optimizer,
         rates: Callable[[int], list[float]],
         last_batch_iteration: int,
@@ -63,7 +65,7 @@ class Schedule(LRScheduler):
     ) -> None:
         # without torch's own, which wraps optimizer.step for a warning that a skipped
         # step would earn, and adds to the groups' options, which are saved
-        self.optimizer = optimizer
+        self.name, self.optimizer = name, optimizer
         self.base_lrs = self._last_lr = [*_own(optimizer)]
         self._rates, self._betas = rates, betas
         if last_batch_iteration == -1:
@@ -120,7 +122,7 @@ def WarmupLR(
     top = _own(moved) if warmup_max_lr is None else warmup_max_lr
     low, high = _each(moved, warmup_min_lr=warmup_min_lr, warmup_max_lr=top)
     rates = _between(low, high, lambda step: warm_up(step, steps, warmup_type))
-    return Schedule(moved, rates, last_batch_iteration)
+    return Schedule("WarmupLR", moved, rates, last_batch_iteration)
 
 
 def WarmupDecayLR(
@@ -145,7 +147,9 @@ def WarmupDecayLR(
             return warm_up(step, steps, warmup_type)
         return line(step, steps, total_num_steps)
 
-    return Schedule(moved, _between(low, high, height), last_batch_iteration)
+    return Schedule(
+        "WarmupDecayLR", moved, _between(low, high, height), last_batch_iteration
+    )
 
 
 def WarmupCosineLR(
@@ -175,7 +179,10 @@ def WarmupCosineLR(
         return max(0.0, low + (1 - low) * height)
 
     return Schedule(
-        moved, lambda step: [rate * ratio(step) for rate in own], last_batch_iteration
+        "WarmupCosineLR",
+        moved,
+        lambda step: [rate * ratio(step) for rate in own],
+        last_batch_iteration,
     )
 
 
@@ -243,7 +250,7 @@ def OneCycle(
             stacklevel=2,
         )
     beta_of = betas if cycle_momentum else None
-    return Schedule(moved, rates, last_batch_iteration, beta_of)
+    return Schedule("OneCycle", moved, rates, last_batch_iteration, beta_of)
 
 
 def LRRangeTest(
@@ -267,7 +274,7 @@ def LRRangeTest(
         gone = (step + 1) // size if lr_range_test_staircase else (step + 1) / size
         return [rate * (1 + lr_range_test_step_rate * gone) for rate in low]
 
-    return Schedule(moved, rates, last_batch_iteration)
+    return Schedule("LRRangeTest", moved, rates, last_batch_iteration)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {

@@ -72,7 +72,7 @@ class RunCheckpoint:
             "global_samples": self.steps.global_samples,
             "data": None if loader is None else loader.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "scheduler_type": type(scheduler).__name__,
+            "scheduler_type": _name(scheduler),
         }
         if tag is None:
             tag = f"global_step{self.steps.global_steps}"
@@ -152,7 +152,7 @@ def _check(scheduler: Any, loader: Any, loaded: Loaded) -> None:
     engine = saved_by_engine(loaded)
     if engine is None:
         return
-    kind, before = type(scheduler).__name__, engine["scheduler_type"]
+    kind, before = _name(scheduler), engine["scheduler_type"]
     try:
         if engine["data"] and loader is not None:
             loader.check_state(engine["data"])
@@ -167,6 +167,11 @@ def _check(scheduler: Any, loader: Any, loaded: Loaded) -> None:
             "load_lr_scheduler_states=False, and without its place in "
             "the data once engine.training_dataloader is None"
         ) from error
+
+
+def _name(scheduler: Any) -> str:
+    """DeepSpeed's name of its schedules, and of others that of their class."""
+    return str(getattr(scheduler, "name", type(scheduler).__name__))
 
 
 def saved_by_engine(loaded: Loaded) -> dict[str, Any] | None:

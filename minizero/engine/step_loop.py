@@ -89,8 +89,8 @@ class StepLoop:
     meter: Meter
     applied = torn = over = False
 
-    def backward(self, loss: Tensor, retain_graph: bool, mean: bool) -> Tensor:
-        """Add a micro-batch's gradients, for `mean` divided by their number."""
+    def backward(self, loss: Tensor, retain: bool, mean: bool) -> Tensor:
+        """Add gradients, of the loss or of its share in the step's mean."""
         self.begin()
         check_loss(loss)
         if mean:
@@ -98,7 +98,7 @@ class StepLoop:
         now = self.net.plan.gradients.sharded or self.steps.is_boundary()
         with self._tearing(), self.meter.phase("backward"):
             with nullcontext() if now else self.net.no_sync():
-                self.net.backward(loss, retain_graph)
+                self.net.backward(loss, retain)
         return loss.detach()
 
     def step(self, options: dict[str, Any]) -> None:

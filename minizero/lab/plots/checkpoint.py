@@ -1,4 +1,4 @@
-"""Figures of checkpoints: what is in them, and what a stopped writer leaves."""
+"""Figures of checkpoints: what is in them, how they are made, what loading takes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.lab.plots.base import STYLE, legend, name_rows, single
+from minizero.lab.plots.base import STYLE, legend, name_rows, single, waiting
 from minizero.lab.plots.memory import memory_over_step
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 from minizero.memory.tracker import Sample
 
-OUTCOMES = {
-    "old": CATEGORY_COLOURS["parameters"],
-    "torn": CATEGORY_COLOURS["gradients"],
-    "new": CATEGORY_COLOURS["optimizer"],
-}
-"""What a stopped writer leaves, by colour."""
+Span = tuple[str, float, float]
+"""What a rank does in a save, and from when to when, in seconds."""
 
-HATCHES = {"old": "", "torn": "//", "new": ""}
+SPANS = {
+    "prepare": CATEGORY_COLOURS["parameters"],
+    "marker": CATEGORY_COLOURS["optimizer"],
+    "decide": CATEGORY_COLOURS["gradients"],
+    "point": LINES[2],
+}
+"""The parts of a save, by colour; a rank that does none of them waits."""
 
 
 @rc_context(STYLE)
-def rows_figure(slots: Mapping[str, int], saved: int, loaded: int) -> Figure:
+def shards_figure(slots: Mapping[str, int], saved: int, loaded: int) -> Figure:
     """A flat buffer as it is cut for the ranks that save, and for those that load.
 
     slots: elements of each parameter. saved, loaded: how many ranks.
@@ -65,44 +67,48 @@ def _box(axes: Axes, start: float, size: float, y: int, face: str, text: str) ->
 
 
 @rc_context(STYLE)
-def stops_figure(outcomes: Mapping[str, Sequence[str]]) -> Figure:
-    """A strip a way of writing: what was found after a stop at each place.
+def protocol_figure(ranks: Sequence[Sequence[Span]]) -> Figure:
+    """A save on every rank against time: prepare, decide, point, and waits between.
 
-    outcomes: by label, "old", "torn" or "new" for each stop, in order.
+    ranks: of each, its spans; "wait" is drawn below the others. The line at the end of
+    "decide" and of "point" says which `load` finds the checkpoint from then on.
     """
-    figure, axes = single(0.9 + 0.55 * len(outcomes))
-    for y, found in enumerate(outcomes.values()):
-        begin = 0
-        for i in range(1, len(found) + 1):
-            if i == len(found) or found[i] != found[begin]:
-                axes.barh(
-                    y,
-                    100 * (i - begin) / len(found),
-                    0.6,
-                    100 * begin / len(found),
-                    color=OUTCOMES[found[begin]],
-                    hatch=HATCHES[found[begin]],
-                    edgecolor="white",
-                    linewidth=0,
-                )
-                begin = i
-    name_rows(axes, outcomes)
-    axes.set(xlabel="where the writer was stopped, % of its operations", xlim=(0, 100))
-    axes.spines[["left"]].set_visible(False)
-    legend(
-        figure,
-        [
-            Patch(facecolor=OUTCOMES[n], hatch=HATCHES[n], edgecolor="white", label=t)
-            for n, t in (
-                ("old", "the old one is whole"),
-                ("torn", "torn"),
-                ("new", "the new one is whole"),
+    start = min(begin for spans in ranks for _, begin, _ in spans)
+    figure, axes = single(1.3 + 0.42 * len(ranks))
+    used, order = set(), ["wait", *SPANS]
+    for r, spans in enumerate(ranks):
+        for what, begin, end in sorted(spans, key=lambda span: order.index(span[0])):
+            left, width = 1e3 * (begin - start), 1e3 * (end - begin)
+            waits = what == "wait"
+            axes.barh(
+                r,
+                width,
+                0.5,
+                left,
+                color="none" if waits else SPANS[what],
+                edgecolor=GREY if waits else "none",
+                hatch="//////" if waits else "",
+                linewidth=0,
             )
-        ],
-    )
+            used.add(what)
+            if what in ("decide", "point"):
+                axes.axvline(left + width, color=GREY, linestyle=":", linewidth=1.2)
+                axes.annotate(
+                    "load(tag)" if what == "decide" else "load()",
+                    (left + width, 1),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(-3 if what == "decide" else 3, 2),
+                    textcoords="offset points",
+                    ha="right" if what == "decide" else "left",
+                )
+    name_rows(axes, [f"rank {r}" for r in range(len(ranks))])
+    axes.set(xlabel="milliseconds")
+    patches = [Patch(facecolor=SPANS[w], label=w) for w in SPANS if w in used]
+    legend(figure, [*patches, waiting()])
     return figure
 
 
+@rc_context(STYLE)
 def loading_figure(samples: Sequence[Sample], shard: float, limit: float) -> Figure:
     """Live bytes of a rank while it loads, device and host together.
 
@@ -122,7 +128,7 @@ def loading_figure(samples: Sequence[Sample], shard: float, limit: float) -> Fig
     for text in axes.texts:
         text.set_visible(not text.get_text().startswith("budget"))
     axes.annotate(
-        f"shard and a row, {amount(limit)}",
+        f"at most {amount(limit)}",
         (0.01, limit),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),

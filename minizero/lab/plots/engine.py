@@ -46,11 +46,17 @@ def decisions(config: Config) -> list[tuple[str, str, str]]:
     off = [f"{', '.join(names)} on {on}" for on, names in places.items()]
     home = "NVMe" if "nvme" in places else "Offload" if places else "Home"
     schedule = "reductions wait late" if zero.overlap_comm else "waits at once"
+    kept = []
     if zero.overlap_comm and zero.stage == 3:
-        schedule = (
-            f"gathers {zero.stage3_prefetch_bucket_size:,} elements ahead;\nunits "
-            f"below {zero.stage3_param_persistence_threshold:,} stay whole"
-        )
+        schedule = f"gathers {zero.stage3_prefetch_bucket_size:,} elements ahead"
+        threshold = zero.stage3_param_persistence_threshold
+        kept = [
+            (
+                "stage3_param_persistence_threshold",
+                "Overlap(param_persistence_threshold=...)",
+                f"units below {threshold:,} elements stay whole",
+            )
+        ]
     scaled = config.fp16.enabled and not config.fp16.loss_scale
     scale = f", first scale 2^{config.fp16.initial_scale_power}" if scaled else ""
     wide = dtypes == ("float32", "float32", None)
@@ -78,11 +84,11 @@ def decisions(config: Config) -> list[tuple[str, str, str]]:
             "fp32 throughout" if wide else f"{dtypes.parameters}{scale}",
         ),
         (
-            "overlap_comm, stage3_prefetch_bucket_size\n"
-            "stage3_param_persistence_threshold",
+            "overlap_comm\nstage3_prefetch_bucket_size",
             "Overlap" if zero.overlap_comm else "Schedule",
             schedule,
         ),
+        *kept,
         (
             "reduce_bucket_size",
             "parallelize(bucket_size=...)",

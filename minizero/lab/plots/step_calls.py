@@ -57,6 +57,9 @@ NAMES = {
 
 SAID = {"__call__": "net(x)", "backward": "backward(loss)", "step": "step()"}
 
+LANE, TEXT = 0.2, 2.1
+"""Inches, so that a figure is no wider than the page of a phone: a lane, the names."""
+
 LINE: Any = {"color": GREY, "linewidth": 0.8, "zorder": 1}
 
 
@@ -241,35 +244,40 @@ def step_calls(stage: int, *seams: str) -> Figure:
     new = changed(type(net))
     rows = [row for call in calls for row in call.walk()]
     lanes = [lane for lane in LANES if any(call.lane == lane for _, call in rows)]
-    right = len(lanes) + (7 if seams else 5.6)
-    figure = Figure(figsize=(0.4 * (right + 0.5), 0.45 + 0.2 * len(rows)))
+    names, right = LANE * len(lanes), LANE * len(lanes) + TEXT
+    figure = Figure(figsize=(right + LANE / 2, 0.19 * (len(rows) + 3)))
     axes = figure.add_subplot()
-    above: list[tuple[int, int, bool]] = []  # of each depth: lane, row, in colour
+    above: list[tuple[float, int, bool]] = []  # of each depth: lane, row, in colour
     for y, (depth, call) in enumerate(rows):
-        x, (from_x, from_y, parent_new) = lanes.index(call.lane), (0, y, False)
+        x, parent_new = LANE * lanes.index(call.lane), False
         if depth:
             from_x, from_y, parent_new = above[depth - 1]
             axes.plot([from_x, from_x, x], [from_y, y, y], **LINE)
         colour = call.name in new or (call.lane == "comm" and parent_new)
         above[depth:] = [(x, y, colour)]
         if colour:
-            band = (-0.5, y - 0.5), right + 0.5, 1
+            band = (-LANE / 2, y - 0.5), right + LANE / 2, 1
             axes.add_patch(Rectangle(*band, color=LINES[1], alpha=0.13, linewidth=0))
             if call.lane != "comm":
-                text = axes.text(right - 0.1, y, call.by, ha="right", va="center")
-                text.set_fontsize(8.5)
+                end = right - 0.04, y
+                axes.text(*end, call.by, ha="right", va="center", fontsize=8)
         axes.plot(x, y, "s" if colour else "o", color=LINES[1] if colour else GREY)
         weight = "bold" if colour or not depth else "normal"
-        axes.text(len(lanes), y, _said(call), va="center", fontweight=weight)
-    for x, lane in enumerate(lanes):
-        axes.text(x, -1.1, lane, ha="center", va="center", fontsize=8.5)
-    axes.set(xlim=(-0.5, right), ylim=(len(rows) - 0.4, -1.6))
+        text = _said(call, seams)
+        axes.text(names, y, text, va="center", fontsize=9, fontweight=weight)
+    for i, lane in enumerate(lanes):
+        said = seams[0] if lane == "asked" and len(seams) == 1 else lane
+        axes.text(LANE * (i - 0.2), -0.8, said, fontsize=8, rotation=45)
+    axes.set(xlim=(-LANE / 2, right), ylim=(len(rows) - 0.4, -3))
     axes.axis("off")
     return figure
 
 
-def _said(call: StepCall) -> str:
+def _said(call: StepCall, seams: tuple[str, ...]) -> str:
+    """What stands beside a call; with one seam its lane says whose question it is."""
     text = SAID.get(call.name, call.name)
+    if len(seams) == 1:
+        text = text.removeprefix(f"{seams[0]}.")
     if call.answer:
         text += f": {call.answer}"
     return text if call.times == 1 else f"{text} ×{call.times}"
