@@ -91,14 +91,7 @@ ARGUMENTS = {
 }
 
 
-WAIT = pytest.mark.xfail(strict=True, reason="to be written anew")
-UNFINISHED: tuple[str, ...] = ()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [pytest.param(n, marks=[WAIT] if n in UNFINISHED else []) for n in NAMES],
-)
+@pytest.mark.parametrize("module", NAMES)
 def test_names(module: str) -> None:
     """By attribute, which `from module import name` is."""
     found = import_module(module)
