@@ -113,6 +113,9 @@ class Overlap(Prefetch):
             param_persistence_threshold=param_persistence_threshold,
         )
         super().__init__(limits)
+        self.prefetch_bucket_size = int(prefetch_bucket_size)
+        self.max_live_parameters = int(max_live_parameters)
+        self.param_persistence_threshold = int(param_persistence_threshold)
 
     def updated(self, unit: Unit) -> list[Move]:
         """As `Late`; and a unit that is kept has old values now.

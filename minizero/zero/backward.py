@@ -28,7 +28,8 @@ class Backward(Accumulation):
         self._begin_backward()
         try:
             with comm.phase("backward"):
-                self.precision.scaled(loss).backward(retain_graph=retain_graph)
+                scaled = self.precision.scaled(loss)
+                scaled.backward(retain_graph=retain_graph)
                 self._end_backward()
         finally:
             self._in_backward = False
@@ -58,10 +59,7 @@ class Backward(Accumulation):
             self._reduce(left.pop())
 
     def _end_backward(self) -> None:
-        """Unused parameters never report: their units go last, with zeros.
-
-        After them, units with a gradient that came when they were reduced.
-        """
+        """Units that never reported go last, with zeros; then late ones."""
         self._unsynced = not self.syncing
         if self.syncing:
             for unit in reversed(self.units):

@@ -18,12 +18,13 @@ from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
 
-_PLANS: tuple[type[DataParallel], ...] = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
-
 # %% auto #0
 __all__ = ['parallelize']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-parallelize-parallelize
+_PLANS: tuple[type[DataParallel], ...] = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
+
+
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -51,7 +51,7 @@ class Clipping(Backward, OwnedStates):
         return [grad for flat in flats for grad in self.owned_grads(flat)]
 
     def _shard_norms(self) -> Tensor:
-        """Norm of every rank's shard of every buffer, fp32, [ranks, flats]."""
+        """Of every rank's shard of every buffer, fp32, [ranks, flats]."""
         flats = self._trainable()
         norms = [
             torch.linalg.vector_norm(grad, dtype=torch.float32)
@@ -113,6 +113,6 @@ class Step(Clipping):
             self.carry_out(self.schedule.updated(unit), unit)
 
     def synchronize(self) -> None:
-        """Wait for all that is under way: an update, reductions, publications."""
+        """Wait for an update, reductions and publications under way."""
         self.flush()
         self.finish()

@@ -61,7 +61,7 @@ class Verbs:
         yield from ()
 
     def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
-        """The shards of a buffer laid out as `flat` that this rank updates."""
+        """The shards of a buffer, laid out as `flat`, to be updated here."""
         return flat.shards(buffer)
 
     def owned(self, flat: Flat) -> list[Tensor]:
