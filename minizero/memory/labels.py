@@ -137,8 +137,13 @@ def watching(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of labels and moments; first of the labels that there are."""
     _watchers.append(watcher)
     try:
-        for storage, category in list(_categories.items()):
-            watcher.see(storage, category)
+        _show_all(watcher)
         yield
     finally:
         _watchers.remove(watcher)
+
+
+def _show_all(watcher: Watcher) -> None:
+    # not in `watching`, whose frame would keep the last storage alive
+    for storage, category in list(_categories.items()):
+        watcher.see(storage, category)
