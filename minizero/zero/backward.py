@@ -18,7 +18,6 @@ __all__ = ['Backward']
 class Backward(Accumulation):
     """A backward that reduces each unit when its gradients are complete."""
 
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of `loss`, averaged over ranks (not inside `no_sync`).
 
