@@ -9,7 +9,7 @@ from .recompute import Recompute
 from .stores import Offloaded
 
 how = Recompute("full")
-# whether a script has set that itself, which an engine's config does not change
+# whether a script has called DeepSpeed's `configure`; only `is_configured` asks
 configured = False
 
 

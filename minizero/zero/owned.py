@@ -13,6 +13,9 @@ from .accumulation import Accumulation
 from .flat_buffer import Flat, Unit
 
 
+NO_GRADIENT = torch.empty(0)  # one for all: a step describes every shard anew
+
+
 @dataclass
 class Owned:
     """One owned shard between updates: what it is made of, where that rests.
@@ -30,7 +33,7 @@ class Owned:
     master: Tensor
     given: Tensor
     state: dict[str, Any] = field(default_factory=dict)
-    grad: Tensor = field(default_factory=lambda: torch.empty(0))
+    grad: Tensor = NO_GRADIENT
 
 
 class OwnedStates(Accumulation):
