@@ -1,5 +1,5 @@
 # Each target first makes the environment .venv from requirements.txt, with any
-# Python from 3.10 to 3.13 (`make PYTHON=/path/to/python3 ...` names one). As long as
+# Python from 3.11 to 3.13 (`make PYTHON=/path/to/python3 ...` names one). As long as
 # requirements.txt and pyproject.toml stay as they are, it is made once.
 
 VENV := .venv
@@ -9,18 +9,20 @@ READY := $(VENV)/ready
 # Given to the command that a target runs: `make train ARGS="--stage 2"`.
 ARGS :=
 
-SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help book test train bench parity lab rerun check picture clean
+.PHONY: help book test oldest train bench gpu parity lab rerun check picture clean
 
 help:
 	@echo 'make book      the book, as pages in _build/html'
 	@echo 'make test      every test: package, notebooks, book, README'
+	@echo 'make oldest    the tests of minizero.hf on the oldest transformers that is supported'
 	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="overlap --repeats 9")'
+	@echo 'make gpu       run everything that concerns a GPU, on one, in parts (ARGS="alone waits")'
 	@echo 'make parity    train one script on DeepSpeed and on this, and compare (ARGS=--record keeps DeepSpeed half for the tests)'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make rerun     run every notebook here and store its outputs (ARGS="notebooks/05_zero1.ipynb")'
@@ -35,11 +37,21 @@ book: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope $(ARGS)
 
+# Beside the environment, not in it: this path is searched first. Needs a network.
+OLDEST := transformers==5.0.0 accelerate==1.10.0 tokenizers==0.22.1 huggingface-hub==1.3.0
+
+oldest: $(READY)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/oldest $(OLDEST)
+	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q tests/test_hf.py $(ARGS)
+
 train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
 
 bench: $(VENV)/peers
 	@$(BIN)/python -m minizero bench $(ARGS)
+
+gpu: $(VENV)/peers
+	@$(BIN)/python -m minizero.lab.gpu $(ARGS)
 
 parity: $(VENV)/peers
 	@$(BIN)/python tests/parity $(ARGS)
@@ -69,11 +81,11 @@ $(VENV)/peers: requirements-bench.txt $(READY)
 
 $(READY): requirements.txt pyproject.toml
 	@if ! { $(BIN)/python -c '$(SUITABLE)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
-	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
 	    if $$python -c '$(SUITABLE)' >/dev/null 2>&1; then found=$$python; break; fi; \
 	  done; \
 	  if [ -z "$$found" ]; then \
-	    echo 'No suitable Python was found. Install Python 3.10, 3.11, 3.12 or 3.13 with its venv module'; \
+	    echo 'No suitable Python was found. Install Python 3.11, 3.12 or 3.13 with its venv module'; \
 	    echo '(on Debian and Ubuntu: apt install python3-venv), or name one: make PYTHON=/path/to/python3 ...'; \
 	    exit 1; \
 	  fi >&2; \

@@ -23,13 +23,15 @@ from .ranks import default_ranks, init_distributed, launch
 from .zero import parallelize
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint, scale
     from .checkpoint import consolidate
-    from .deepspeed import checkpointing, utils
+    from .deepspeed import checkpointing
+    from .deepspeed import parameters as utils
     from .deepspeed.arguments import add_config_arguments
     from .engine import Engine, initialize
     from .offload import Delayed, NVMe, Offload
     from .overlap import Overlap
+    from .scale.dryrun import dryrun
 
 __version__ = "0.1.0"
 
@@ -48,12 +50,14 @@ __all__ = [
     "comm",
     "consolidate",
     "default_ranks",
+    "dryrun",
     "estimate",
     "estimate_activations",
     "init_distributed",
     "initialize",
     "launch",
     "parallelize",
+    "scale",
     "see_memory_usage",
     "utils",
     "zero",
@@ -72,7 +76,9 @@ _LATER = {
     "checkpoint": "checkpoint",
     "checkpointing": "deepspeed.checkpointing",
     "consolidate": "checkpoint",
+    "dryrun": "scale.dryrun",
     "initialize": "engine",
+    "scale": "scale",
     "utils": "deepspeed.utils",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from minizero import default_ranks, estimate, init_distributed
 from minizero.ranks import launch
 from minizero.ranks.launch import RankError, rank, world_size
+from minizero.scale import command
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -65,6 +66,8 @@ def _arguments() -> argparse.ArgumentParser:
     whole.add_argument(
         "--max-shard-size", type=float, default=5e9, help="bytes of one file"
     )
+
+    command.add_arguments(commands)
 
     bench = commands.add_parser(
         "bench", help="measure speed, as ratios", formatter_class=_Defaults
@@ -153,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "train": _train,
             "consolidate": _consolidate,
             "bench": _bench,
+            "plan": command.plan,
+            "dryrun": command.rehearse,
         }
         commands[options.command](options)
     except (ValueError, OSError, RankError) as error:

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minizero.ranks.launch import Pool
+
+# Where there is no GPU, Triton interprets kernels if it finds this at its import.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell starts a command in the background with interrupts ignored, and what a test
 # starts would inherit that; some tests are about interrupts.

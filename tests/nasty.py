@@ -82,6 +82,27 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
+def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """Of torch: what has no gradient keeps its value and its states.
+
+    All but the count of steps, which parameters in one buffer share.
+    """
+    idle = [p for p in params if p.grad is None]
+    state = optimizer.state
+    kept = [(p.detach().clone(), {**state[p]}) for p in idle]
+    kept = [(p, {k: v.clone() for k, v in s.items() if v.ndim}) for p, s in kept]
+    for p in idle:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        for p, (value, before) in zip(idle, kept, strict=True):
+            p.copy_(value)
+            for key, now in state[p].items():
+                if now.ndim:
+                    now.copy_(before[key] if key in before else torch.zeros_like(now))
+    optimizer.zero_grad()
+
+
 def batches(steps: int, micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
     """The global batches, the same on every rank; `rows` for each rank."""
     generator = torch.Generator().manual_seed(7)

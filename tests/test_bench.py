@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from minizero.lab import gpu
 from minizero.lab.bench import runner
 from minizero.lab.bench.runner import Comparison, interleaved, table
 
@@ -72,3 +75,33 @@ def test_bad_input(
     monkeypatch.setattr(runner.importlib, "import_module", lambda name: Fake)
     with pytest.raises(ValueError, match=message):
         runner.run(names, repeats, str(tmp_path / "bench.json"))
+
+
+def test_without_a_gpu_everything_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And said so; that is no failure."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    gpu.main(["--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(":")[0] for line in lines} == {p.name for p in gpu.parts()}
+    assert all("left out: it needs" in line for line in lines)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_part_found_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As soon as it ends, whether it went well or not."""
+    commands = {"bus": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
+    made = [gpu.Part(n, [sys.executable, "-c", c], 0) for n, c in commands.items()]
+    monkeypatch.setattr(gpu, "parts", lambda: made)
+    gpu.main(["b", "--out", str(tmp_path)])
+    [path] = tmp_path.glob("gpu-*.json")
+    found = json.loads(path.read_text())["parts"]
+    assert found["bus"]["ok"] and found["bus"]["found"] == {"up": 1.5}
+    assert not found["bad"]["ok"] and "no card" in found["bad"]["said"]
+
+
+def test_overlaps_are_counted_once() -> None:
+    assert gpu.union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]

@@ -21,7 +21,7 @@ PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapte
 
 SOURCES = [
     f"source/{path.relative_to(ROOT).as_posix()}"
-    for kind in ("py", "js")
+    for kind in ("py", "js", "cpp")
     for path in (ROOT / "minizero").rglob(f"*.{kind}")
     if path.name != "_modidx.py"
 ]
@@ -225,8 +225,6 @@ def complaints(browser: Any) -> list[str]:
         entry["message"]
         for entry in browser.get_log("browser")
         if entry["level"] == "SEVERE"
-        # The theme of Python 3.10 preloads its fonts, which no page from a folder may.
-        and not re.search(r"fontawesome/.*\.woff2", entry["message"])
     ]
 
 

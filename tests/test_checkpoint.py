@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import dataclasses
 import errno
 import gc
 import json
@@ -31,14 +33,16 @@ from minizero.checkpoint import commit, writer
 from minizero.checkpoint.api import load, save
 from minizero.checkpoint.directory import checkpoints, exists, read_index
 from minizero.checkpoint.encoding import DTYPES, decode, encode
-from minizero.checkpoint.manifest import Index, index_text, parse_index
+from minizero.checkpoint.manifest import Index, index_text, parse_index, sealed
 from minizero.checkpoint.tensor_file import (
     CheckpointError,
     LazyTensor,
     TensorFile,
     TensorWriter,
+    seal,
 )
 from minizero.checkpoint.writer import Saving
+from minizero.precision import MixedPrecision
 from minizero.ranks.launch import Pool, RankError, rank
 from minizero.zero.data_parallel import DataParallel
 
@@ -91,6 +95,13 @@ def complete(folder: Path, *tags: str, ranks: int = 1) -> bool:
     expected = 1 + sum(1 + ranks for _ in tags)
     indexes = {f"{tag}/index.json" for tag in tags}
     return len(found) == expected and {"latest", *indexes} <= set(found)
+
+
+def values_of(path: Path) -> tuple[list[str], bytes]:
+    """What a file holds, but for the seal in its header."""
+    raw = path.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    return [*json.loads(raw[8:begin])][1:], raw[begin:]
 
 
 def data_file(folder: Path, tag: str, r: int = 0) -> Path:
@@ -313,6 +324,27 @@ def test_latest_that_is_wrong(tmp_path: Path) -> None:
     assert load(net, tmp_path, "z").tag == "z"
 
 
+def test_latest_that_was_cut_or_changed(tmp_path: Path) -> None:
+    """None of its beginnings is another checkpoint's name; scripts can read it."""
+    net = net_of()
+    for tag in ("step-1", "step-10"):
+        save(net, tmp_path, tag)
+    path = tmp_path / "latest"
+    line = path.read_bytes()
+    assert line.decode().strip() == "step-10" and line.count(b"\n") == 1
+    for length in range(len(line)):
+        path.write_bytes(line[:length])
+        with pytest.raises(CheckpointError, match="latest: it names"):
+            load(net, tmp_path)
+    path.write_bytes(line.replace(b"step-10", b"step-1"))
+    with pytest.raises(
+        CheckpointError, match="names 'step-1' .* it was cut or changed"
+    ):
+        load(net, tmp_path)
+    path.write_text("step-1\n")  # by hand
+    assert load(net, tmp_path).tag == "step-1"
+
+
 @pytest.mark.parametrize(
     "options, text",
     [
@@ -359,20 +391,68 @@ def test_tags_that_are_no_names(tmp_path: Path) -> None:
         assert load(net_of(), tmp_path / "here").tag == tag
 
 
-def test_a_save_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    net, other = net_of(), net_of()
+def in_a_step(
+    folder: Path, stage: int, synced: str, load_it: bool
+) -> dict[str, Tensor]:
+    """Two steps of three micro-batches; saved, or loaded, in the second one."""
     torch.manual_seed(1)
-    first, second = torch.rand(2, 4, WIDTH)
-    for each in (net, other):
-        each.backward(each(first).sum())
-        if each is net:
-            with pytest.raises(CheckpointError, match="gradients.* after step()"):
-                save(net, tmp_path, "a")
-            assert not names(tmp_path)
-        each.backward(each(second).sum())
-        each.step()
-    assert same(state(net), state(other))  # the refusal has changed nothing
+    data, net = torch.rand(7, 4, WIDTH), net_of(stage=stage)
+    for n, reduces in zip((0, 1, 2, 3, 4, 5), synced * 2, strict=True):
+        if n == 5 and load_it:
+            net.backward(net(data[6]).sum())  # which is forgotten
+            load(net, folder)
+        elif n == 5:
+            saving = save(net, folder, "a", background=1 << 20)
+        with net.no_sync() if reduces == "-" else contextlib.nullcontext():
+            net.backward(net(data[n] * (1 + rank())).square().sum())
+        if n % 3 == 2:
+            net.step()
+    if not load_it:
+        saving.wait()
+    return state(net)
+
+
+def test_a_save_in_the_middle_of_a_step(two: Pool, tmp_path: Path) -> None:
+    """Gradients so far are saved, reduced or not: the resumed run is the same."""
+    for stage, synced in ((0, "--+"), (1, "--+"), (1, "+++"), (1, "+-+"), (2, "+++")):
+        folder = tmp_path / f"{stage}{synced}"
+        runs = two.run(in_a_step, folder, stage, synced, False)
+        again = two.run(in_a_step, folder, stage, synced, True)
+        assert all(map(same, runs, again)), (stage, synced)
+    # what was not reduced becomes what its reduction would have made
+    nets = two.run(resharded, tmp_path / "0--+", 3)
+    [alone] = [resharded(tmp_path / "0--+", 1)]
+    for key in alone:
+        torch.testing.assert_close(
+            torch.cat([n[key] for n in nets])[: len(alone[key])], alone[key]
+        )
+
+
+def test_a_save_between_clipping_and_step(tmp_path: Path) -> None:
+    """In 16 bit, clipping is only a factor until the update."""
+    module = model()
+    optimizer, half = torch.optim.AdamW(module.parameters()), MixedPrecision()
+    net = parallelize(module, optimizer, Plan.stage(1), precision=half)
+    net.backward(net(torch.rand(4, WIDTH)).square().sum())
+    net.clip_grad_norm(0.1)
+    with pytest.raises(CheckpointError, match="clip_grad_norm was called"):
+        save(net, tmp_path, "a")
+    net.step()
     save(net, tmp_path, "a")
+
+
+def resharded(folder: Path, stage: int) -> dict[str, Tensor]:
+    net = net_of(stage=stage)
+    assert load(net, folder).gradients and net.has_gradients
+    net.grad_norm()  # joins what was set aside
+    grads = {}
+    for unit in net.units:
+        for number, flat in enumerate(unit.trainable):
+            grads[f"{unit.name} {number}"] = torch.cat(net.owned_grads(flat))
+            assert grads[f"{unit.name} {number}"].any()
+    assert not load(net, folder, optimizer=False).gradients
+    assert not net.has_gradients
+    return grads
 
 
 # Damage
@@ -441,19 +521,42 @@ def test_damage_is_refused_by_name_on_all_ranks(two: Pool, tmp_path: Path) -> No
     assert two.run(lambda folder: load(net_of(), folder).tag, tmp_path) == ["a", "a"]
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Another index with a good checksum, as another program might write it."""
+def reheaded(path: Path, change: Callable[[dict[str, Any]], Any], owner: str) -> None:
+    """Another header in a tensor file; sealed, if there is an owner to seal it for."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    about = header.pop("__metadata__")
+    change(header)
+    if owner:
+        about = {"seal": seal(header, owner)}
+    text = json.dumps({"__metadata__": about, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+def rewritten(
+    folder: Path, change: Callable[[dict[str, Any]], Any], believed: bool = True
+) -> None:
+    """Another index with a good checksum, as another program might write it.
+
+    If it is to be `believed`, the data files are sealed for that index.
+    """
     path = folder / "a" / "index.json"
     facts = json.loads(path.read_text())
     del facts["seal"]
     change(facts)
-    from minizero.checkpoint.manifest import sealed
-
     path.write_bytes(sealed(facts))
+    if believed:
+        with contextlib.suppress(CheckpointError):
+            index = parse_index(path.read_bytes(), path)
+            for file in index.files:
+                owner = f"{file.name} {index.said()}"
+                reheaded(path.parent / file.name, lambda header: None, owner)
+            with_good_checksums(folder)
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "newer": (lambda f: f.update(version=2), "index.json: it is of version 2, and"),
+    "newer": (lambda f: f.update(version=3), "index.json: it is of version 3, and"),
     "foreign": (lambda f: f.update(format="x"), "index.json: its format is 'x'"),
     "nothing": (lambda f: f.clear(), "index.json: this is no JSON"),
     "nameless": (lambda f: f.pop("format"), "index.json: its format is None"),
@@ -473,12 +576,52 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda f: f["flats"][0].update(unit="elsewhere"),
         r"rank-0000.* it has no tensor 'elsewhere/0/",
     ),
+    "integers": (
+        lambda f: f["flats"][0].update(dtype="int32"),
+        r"rank-0000.* it has no tensor '0/0/parameters' of int32",
+    ),
+    "state": (
+        lambda f: f["flats"][0]["states"].pop("exp_avg"),
+        "optimizer's states of '0.weight' lack exp_avg",
+    ),
+    "further state": (
+        lambda f: f["flats"][0]["states"].update(more="float32"),
+        "it has no tensor '0/0/optimizer/more' of float32",
+    ),
+    "scalar": (
+        lambda f: f["flats"][0]["scalars"].update(step="x"),
+        "optimizer's states of '0.weight': 'step' is 'x', which is no number",
+    ),
+    "option": (
+        lambda f: f["groups"][0].update(lr="x"),
+        "option 'lr' of group 0 is 'x', which is no number",
+    ),
+    "options": (
+        lambda f: f["groups"][0].update(betas=3),
+        "a saved value does not make sense",
+    ),
+    "parameters": (
+        lambda f: f["groups"][0].update(params=[]),
+        "group 0 of the optimizer has no options",
+    ),
+    "precision": (
+        lambda f: f["precision"].update(skipped_steps="x"),
+        "the precision's state is {'skipped_steps': 'x'}",
+    ),
     "value": (lambda f: f.update(extra={"$pickle": "x"}), "does not make sense"),
-    "number": (lambda f: f.update(number="x"), "make sense .the number 'x'"),
+    "number": (lambda f: f.update(number="x"), "make sense .'number': Input should"),
     "tied": (lambda f: f.update(tied={"a": "b"}), "'a' is tied to 'b': no such"),
+    "twice": (
+        lambda f: f["flats"].append(f["flats"][0]),
+        "2 tensors of the name '0.weight'",
+    ),
     "buffer": (
-        lambda f: f["buffers"].update(x=["text", [1]]),
-        "buffer 'x' of dtype 'text'",
+        lambda f: f["buffers"].update(x={"dtype": "text", "shape": [1]}),
+        "'buffers/x' of dtype 'text'",
+    ),
+    "no buffer": (
+        lambda f: f["buffers"].update(x={"dtype": "int8", "shape": [1]}),
+        r"rank-0000.* it has no tensor 'buffers/x' of int8, \[1\]",
     ),
 }
 
@@ -492,6 +635,116 @@ def test_an_index_that_is_not_ours(tmp_path: Path, change: str) -> None:
     with pytest.raises(CheckpointError, match=CHANGES[change][1]):
         load(net, tmp_path)
     assert same(state(net), before)
+
+
+# Forgeries: what has good checksums and is not what was saved
+
+
+def drawn_change(tree: Any, dice: random.Random) -> None:
+    """Change one thing somewhere in a tree."""
+    while True:
+        keys = [*tree] if isinstance(tree, dict) else [*range(len(tree))]
+        if not keys:
+            break
+        key = dice.choice(keys)
+        value = tree[key]
+        if isinstance(value, dict | list) and value and dice.random() < 0.85:
+            tree = value
+            continue
+        other = dice.choice(keys)
+        how = dice.randrange(6)
+        if how == 0:
+            del tree[key]
+        elif how == 1:
+            tree[key], tree[other] = tree[other], tree[key]
+        elif how == 2:
+            tree[key] = tree[other]
+        elif how == 3 and isinstance(value, int | float):
+            tree[key] = dice.choice([value + 1, -value, value * 2, 0, 2**70])
+        elif how == 4 and isinstance(value, str):
+            tree[key] = dice.choice(["int32", "I32", "BF16", "float32", value[:-1], ""])
+        else:
+            values: list[Any] = [None, True, -1, 1.5, "x", [], {}, [[]], 10**30]
+            tree[key] = dice.choice(values)
+        return
+    if isinstance(tree, dict):
+        tree["more"] = 1
+    else:
+        tree.append(1)
+
+
+def all_there_is(net: DataParallel, extra: Any = None) -> str:
+    """Every value that a load may change, in words."""
+    groups = [{**group, "params": 0} for group in net.optimizer.param_groups]
+    precision = net.precision.state_dict()
+    tensors = {k: v.tolist() for k, v in state(net).items()}
+    counts = net.model[2].count, net.has_gradients
+    return repr((groups, precision, tensors, counts, extra))
+
+
+def forgeable(seed: int) -> DataParallel:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counting())
+    module[2].weight.requires_grad_(False)
+    first, *others = (p for p in module.parameters() if p.requires_grad)
+    groups = [{"params": [first]}, {"params": others, "weight_decay": 0.5}]
+    net = parallelize(module, torch.optim.AdamW(groups, lr=0.1 + seed), Plan.stage(1))
+    for _ in range(1 + seed):
+        net.backward(net.model[1](net.model[0](torch.rand(4, WIDTH))).square().sum())
+        net.step()
+    module[2].count = seed
+    return net
+
+
+@pytest.mark.parametrize("believed", [False, True], ids=["resealed", "rewritten"])
+def test_forgeries(tmp_path: Path, believed: bool) -> None:
+    """Refused with the net untouched, or the very same values; and none hangs.
+
+    What is `believed` has all seals anew, as only this library makes them; then it may
+    be other values too, but never half of them.
+    """
+    saver, net, dice = forgeable(1), forgeable(0), random.Random(believed)
+    save(saver, tmp_path / "good", "a", extra={"step": 7, "losses": torch.ones(3)})
+    saved_ones = load(saver, tmp_path / "good").extra
+    expected, torch_state = all_there_is(saver, saved_ones), torch.get_rng_state()
+    before, refusals, bad = all_there_is(net), 0, tmp_path / "bad"
+    for n in range(200):
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(tmp_path / "good", bad)
+        if n % 3:
+            rewritten(bad, lambda facts: drawn_change(facts, dice), believed)
+        else:
+            path = data_file(bad, "a")
+            index = parse_index(*read_index(bad, "a"))
+            owner = f"{path.name} {index.said()}" if believed else ""
+            reheaded(path, lambda header: drawn_change(header, dice), owner)
+            with_good_checksums(bad)
+        try:
+            extra = load(net, bad).extra
+        except CheckpointError:
+            refusals += 1
+        else:
+            assert believed or all_there_is(net, extra) == expected, n
+            net, _ = forgeable(0), torch.set_rng_state(torch_state)
+            continue
+        assert all_there_is(net) == before, n
+    assert refusals > 100
+
+
+@pytest.mark.parametrize("name", ["latest", "a/index.json", "data"])
+def test_files_without_an_end(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, "a")
+    place = data_file(tmp_path, "a") if name == "data" else tmp_path / name
+    place.unlink()
+    net = net_of()
+    for make in (lambda: place.symlink_to("/dev/zero"), lambda: os.mkfifo(place)):
+        make()
+        with pytest.raises(
+            CheckpointError, match=f"{place.name}.*: .*device or a pipe"
+        ):
+            load(net, tmp_path)
+        save(net, tmp_path, "b", keep=9, latest=False)  # looks at what there is
+        place.unlink()
 
 
 def small(*widths: int, groups: int = 1, kind: str = "AdamW", **options: Any) -> Any:
@@ -732,7 +985,7 @@ def behind(folder: Path, budget: int) -> tuple[bool, bool, dict[str, Tensor]]:
         Gate.opened.set()
         under_way.wait()
         under_way.wait()  # once more does nothing
-    files = [data_file(folder, tag, rank()).read_bytes() for tag in ("now", "later")]
+    files = [values_of(data_file(folder, tag, rank())) for tag in ("now", "later")]
     torch.set_rng_state(before["random"])
     load(net, folder, "later")
     return (
@@ -751,6 +1004,66 @@ def test_steps_go_on_while_files_are_written(
         got = {k.removeprefix("got "): v for k, v in found.items() if k[:4] == "got "}
         assert all(torch.equal(v, found[k]) for k, v in got.items())
     assert complete(tmp_path, "now", "later", ranks=2)
+
+
+class Recorded:
+    """A copy stream, and its events, that write down who waits for whom."""
+
+    log: list[str] = []
+
+    def follow(self, *others: Any) -> None:
+        self.log.append("follow")
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        self.log.append("copy")
+        out.copy_(source)
+
+    def event(self) -> Recorded:
+        return self
+
+    def wait(self, on: str) -> None:
+        self.log.append(f"{on} waits")
+
+
+def test_copies_from_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next piece comes while one is written; an update waits for what is copied."""
+    log = Recorded.log = []
+    put = TensorWriter._put
+    monkeypatch.setattr(writer, "CopyStream", Recorded)
+    monkeypatch.setattr(writer, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr("minizero.checkpoint.tensor_file.CHUNK", 40)
+    monkeypatch.setattr(
+        TensorWriter, "_put", lambda self, data: log.append("write") or put(self, data)
+    )
+    values = torch.arange(25.0)
+    lazy = LazyTensor.of("a", values)
+    lazy = dataclasses.replace(lazy, steady=values)
+    file = TensorWriter(tmp_path / "f", [lazy])
+    for tensor in writer.read_ahead([lazy]):
+        file.write(tensor)
+    file.finish()
+    piece = ["cpu waits", "write"]
+    assert log == ["write", "follow", "copy", "copy", *piece, "copy", *piece, *piece]
+    with TensorFile(tmp_path / "f") as read:
+        assert torch.equal(read.tensor("a"), values)
+    net = net_of(stage=1)
+    step(net)
+    log.clear()
+    Gate.opened.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "TensorWriter", Gate)
+        under_way = save(net, tmp_path, "a", background=1 << 20)
+        copies = (
+            ["copy"] * 3 * sum(len(unit.flats) for unit in net.units)
+        )  # values and two moments
+        assert [e for e in log if e != "cpu waits"] == ["write", "follow", *copies]
+        step(net)
+        assert log.count("device waits") == 1
+        Gate.opened.set()
+        under_way.wait()
+        assert log.index("cpu waits") < log.index("write", 1)
+    step(net)
+    assert log.count("device waits") == 1
 
 
 def second(folder: Path) -> list[str]:
@@ -1142,7 +1455,7 @@ def test_loading_twice_and_saving_again(tmp_path: Path) -> None:
     load(net, tmp_path)
     assert same(state(net), before)
     save(net, tmp_path, "b", extra={"loss": float("nan")})
-    files = [data_file(tmp_path, tag).read_bytes() for tag in "ab"]
+    files = [values_of(data_file(tmp_path, tag)) for tag in "ab"]
     assert files[0] == files[1] and math.isnan(load(net, tmp_path).extra["loss"])
 
 

@@ -144,6 +144,48 @@ def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
         assert all(t.item() == 1 + 1 / 128 for t in results)
 
 
+def averaged(algorithm: str) -> None:
+    """Of fp16 whose sum would be infinite; of fp32 as the sum is, divided."""
+    me, n = rank(), world_size()
+    with comm.algorithm(algorithm):
+        large = torch.full((5,), 60000.0, dtype=torch.float16)
+        row = large.new_zeros(-(-5 // n))
+        comm.reduce_scatter(row, large, average=True)
+        assert row[: max(0, min(len(row), 5 - me * len(row)))].eq(large[0]).all()
+        comm.all_reduce(large, average=True)
+        assert large.eq(60000.0).all()
+    t = values(12, me, torch.float32) / 3
+    mean = t.clone()
+    comm.all_reduce(t)
+    comm.all_reduce(mean, average=True)
+    assert torch.equal(mean, t / n)
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_means_fit_where_sums_do_not(pool: Pool, algorithm: str) -> None:
+    pool.run(averaged, algorithm)
+
+
+def staged_once() -> int:
+    """How often a row that goes to all peers is copied to the host."""
+    stage(lambda like: True)
+    cpu, copies = Tensor.cpu, []
+    Tensor.cpu = lambda t: copies.append(t) or cpu(t)  # type: ignore[method-assign]
+    try:
+        whole = torch.zeros(3 * world_size())
+        comm.all_gather(whole, torch.full((3,), rank() + 1.0))
+    finally:
+        Tensor.cpu = cpu  # type: ignore[method-assign]
+        stage(original_staged)
+    assert whole.tolist() == [r + 1.0 for r in range(world_size()) for _ in range(3)]
+    return len(copies)
+
+
+def test_a_row_is_staged_once(pool: Pool) -> None:
+    ranks = len(copies := pool.run(staged_once))
+    assert copies == [min(1, ranks - 1)] * ranks
+
+
 def counted(algorithm: str) -> list[tuple[str, int, int, int, str, str]]:
     ranks = world_size()
     t, row = torch.zeros(6 * ranks), torch.zeros(6)
@@ -250,16 +292,22 @@ def test_misuse_is_told(pool: Pool) -> None:
         assert word in message
 
 
-def different() -> None:
+def different(unit: str) -> None:
     t = torch.zeros(8)
-    if rank() == 0:
+    if unit:
+        with comm.phase(unit=f"{unit} {rank()}"):
+            comm.all_reduce(t)
+    elif rank() == 0:
         comm.all_reduce(t)
     else:
         comm.broadcast(t)
 
 
-def test_ranks_that_differ_are_told_apart() -> None:
+@pytest.mark.parametrize("unit", ["", "unit"])
+def test_ranks_that_differ_are_told_apart(unit: str) -> None:
+    """By the call, or only by the unit that it is for: its data would be wrong."""
     with Pool(2, timeout=30) as pool, pytest.raises(RankError) as error:
-        pool.run(different)
-    assert "all_reduce of 8 float32" in str(error.value)
-    assert "broadcast of 8 float32" in str(error.value)
+        pool.run(different, unit)
+    first, other = ("all_reduce", "broadcast") if not unit else ("unit 0", "unit 1")
+    assert first in str(error.value) and other in str(error.value)
+    assert "8 float32" in str(error.value)

@@ -18,7 +18,6 @@ from minizero.lab.explorables.base import MOUNT, Explorable, module
 from minizero.lab.explorables.blocktime import BlockTime
 from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.exchanges import WAYS, Exchanges
-from minizero.lab.explorables.flatrows import FlatRows
 from minizero.lab.explorables.formats import FormatExplorer
 from minizero.lab.explorables.interval import (
     SaveInterval,
@@ -27,13 +26,14 @@ from minizero.lab.explorables.interval import (
     lost,
 )
 from minizero.lab.explorables.memory import MemoryExplorer
+from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
 from minizero.lab.plots.style import amount
 
 ALL: list[type[Explorable]] = [
     MemoryExplorer,
     Exchanges,
-    FlatRows,
+    Shards,
     FormatExplorer,
     StepCost,
     BlockTime,
@@ -75,7 +75,7 @@ def test_all_fit_on_a_page(browser: Any, show: Show, width: int) -> None:
     wide = [
         MemoryExplorer(n_params=1e12, world_size=1, device_memory=24),
         Exchanges(ranks=8),
-        FlatRows(ranks=1),
+        Shards(ranks=1),
         FormatExplorer(weight=-19.75, update=-29.75),
         SaveInterval(n_params=1e13, node_days=9999),
     ]
@@ -216,9 +216,9 @@ def test_exchanges(browser: Any, show: Show) -> None:
     assert find(root, ".words").text == "Step 6 of 6. Each rank has sent 1.5 Ψ."
 
 
-def test_flat_rows(show: Show) -> None:
+def test_shards(show: Show) -> None:
     cases = list(product((1, 5, 8), (1, 7, 32)))
-    widgets = [FlatRows(ranks=ranks, bucket=bucket) for ranks, bucket in cases]
+    widgets = [Shards(ranks=ranks, bucket=bucket) for ranks, bucket in cases]
     roots = show(*(widget.static_html() for widget in widgets))
     for widget, root in zip(widgets, roots, strict=True):
         size = -(-24 // widget.ranks)
@@ -316,7 +316,7 @@ Traits = Callable[..., Explorable]
     [
         (Exchanges, "ranks", 9),
         (Exchanges, "way", "tree"),
-        (FlatRows, "bucket", 0),
+        (Shards, "bucket", 0),
         (FormatExplorer, "weight", 30.0),
         (StepCost, "tokens", 1.0),
         (BlockTime, "ranks", 1),

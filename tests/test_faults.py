@@ -299,6 +299,17 @@ def test_different_collectives_are_a_bug_at_once(look):
     assert 1.5 < when < 2.5
 
 
+def test_ranks_that_have_queued_unlike_collectives_are_out_of_step(look):
+    alike = [(0, r, "queued", 5, "a", 1) for r in range(3)]
+    assert look(alike, 9) is None
+    # and go on: where a device carries them out, nobody waits
+    calls = [(0.1 * i, r, i) for i in range(90) for r in (0, 2)]
+    unlike = [(when, r, "queued", i, f"{i}", 1 + r // 2) for when, r, i in calls]
+    why, when = look(unlike, 8)
+    assert "wait in different collectives" in why
+    assert when < 2
+
+
 def test_a_rank_that_is_ahead_is_no_bug(look):
     waits = [(0, 0, "waits", 5, "a"), (1, 2, "waits", 6, "b")]
     assert look(waits, 9) is None

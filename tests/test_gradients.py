@@ -299,8 +299,9 @@ def test_a_look_inside_a_forward(pool: Pool, what: str) -> None:
 def refused() -> list[str]:
     messages = []
 
-    def by_linear(net: Any, x: Tensor) -> None:
-        net.backward(loss(net.model.blocks[0].linear(x)))
+    def by_hand(net: Any, x: Tensor) -> None:
+        linear = net.model.blocks[0].linear
+        net.backward(loss(nn.functional.linear(x, linear.weight, linear.bias)))
 
     def of_gradients(net: Any, x: Tensor) -> None:
         torch.autograd.grad(loss(net(x)), x, create_graph=True)
@@ -314,7 +315,7 @@ def refused() -> list[str]:
         net.model.blocks[2].wrap = lambda t: vars(deep.inner).update(t=t) or deep
         net.backward(loss(net(x).inner.t))
 
-    for act in (by_linear, of_gradients, lazily, hidden):
+    for act in (by_hand, of_gradients, lazily, hidden):
         with pytest.raises((RuntimeError, TypeError)) as error:
             act(build("plain", 3), data(rank()))
         messages.append(str(error.value))
@@ -325,8 +326,8 @@ def refused() -> list[str]:
 
 
 def test_what_cannot_be_right_is_told(pool: Pool) -> None:
-    linear, gradients, lazily, hidden, shared = pool.run(refused)[0]
-    assert "blocks.0.linear.weight. A parameter was used outside" in linear
+    by_hand, gradients, lazily, hidden, shared = pool.run(refused)[0]
+    assert "blocks.0.linear.weight. A parameter was used outside" in by_hand
     assert "create_graph=True" in gradients and "stage 0, 1 or 2" in gradients
     assert "unit 'blocks.1' returns a generator" in lazily
     assert "A value is missing" in hidden

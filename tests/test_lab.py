@@ -451,7 +451,8 @@ def samples(totals: Sequence[int], marks: dict[int, str]) -> list[Sample]:
 
 
 def call(op: str, launched: float, waited: float, finished: float) -> Call:
-    return Call(op, 8, 8, 32, "float32", "", "", launched, waited, finished)
+    times = {"launched": launched, "waited": waited, "finished": finished}
+    return Call(op, 8, 8, 32, "float32", "", "", **times)
 
 
 def test_memory_bars_carry_their_numbers() -> None:

@@ -28,6 +28,7 @@ from minizero.ranks.launch import (
     world_size,
 )
 from minizero.ranks.processes.output import Printer
+from minizero.ranks.rendezvous import join
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -62,6 +63,24 @@ def run_script(tmp_path, text, *command, **environment):
         env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
         cwd=os.getcwd(),
     )
+
+
+def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *args, **options: made.append((args, options)),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    join("nccl", 60, os.devnull)
+    join("gloo", 60, os.devnull)
+    assert [args for args, _ in made] == [("cpu:gloo,cuda:nccl",), ("gloo",)]
+    assert made[0][1]["device_id"] == torch.device("cuda", 1)
+    assert made[1][1]["device_id"] is None
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 5])

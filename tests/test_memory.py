@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from minizero import Plan, Tracker, estimate, estimate_activations, see_memory_usage
 from minizero.lab.toygpu import ToyGPU
+from minizero.memory import host_empty, labels
 from minizero.memory.labels import host_memory, label, labelled_bytes, on_host
 from minizero.memory.plan import Placement
 
@@ -232,6 +234,47 @@ def test_see_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quiet" not in out
     assert out.startswith("after forward: parameters ")
     del t
+
+
+def test_unlabelled_memory_of_the_cpu_is_the_hosts_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stands for a device's memory only where everything is on the CPU."""
+    alone = torch.zeros(10)
+    assert not on_host(alone)
+    monkeypatch.setattr(labels, "_on_gpu", {"a parameter on a GPU": True})
+    with Tracker() as tracker:
+        batch = torch.zeros(1000)
+        said = label(torch.zeros(10), "buffers", on="device")
+        assert on_host(alone) and on_host(batch) and not on_host(said)
+        assert tracker.host["activations"] == 4000
+        assert tracker.live["activations"] == 0
+
+
+def test_page_locked_memory_takes_the_bytes_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Registered from a page on, and until the tensor and its views are gone."""
+    calls: list[tuple[str, int]] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda at, n, flags: calls.append((f"lock {n}", at)) or 0,
+        cudaHostUnregister=lambda at: calls.append(("unlock", at)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("wait", 0)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    shard = host_empty((3, 11), torch.bfloat16, "gradients").fill_(2)
+    at, row = shard.data_ptr(), shard[1]
+    assert at % 4096 == 0 and on_host(shard)
+    assert shard.untyped_storage().nbytes() == 66
+    del shard
+    assert calls == [("lock 66", at)] and row.sum() == 22
+    del row
+    assert calls[1:] == [("wait", 0), ("unlock", at)]
+    assert host_empty((0,), torch.float32, "buffers").numel() == 0
+    cudart.cudaHostRegister = lambda *_: 2
+    with pytest.raises(RuntimeError, match="could not be page-locked"):
+        host_empty((5,), torch.float32, "gradients")
 
 
 def test_host_memory_is_counted_apart() -> None:

@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import torch
 from nasty import Nasty, Run, batches, own, same, train
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from minizero import Delayed, Offload, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
@@ -30,7 +30,7 @@ from minizero.overlap.prefetch import Overlap
 from minizero.precision.loss_scale import DynamicLossScale, LossScale
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import Pool, RankError, rank, world_size
-from minizero.zero.interfaces import Home
+from minizero.zero.interfaces import Home, Near
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
 
@@ -139,7 +139,7 @@ def test_with_overlap(two: Pool) -> None:
         return train(plan, home=kind(plan), schedule=Overlap(), steps=5)
 
     at_once = two.run(train, 1, steps=5)
-    late_by_one = two.run(train, 1, make_optimizer=late, steps=5)
+    late_by_one = two.run(late, 1, steps=5)
     for plan in THREE:
         assert same(two.run(run, plan, Offload), at_once), name(plan)
     for plan in (Plan.stage(2, "cpu"), FULL):
@@ -350,27 +350,27 @@ def test_replicated_state_is_not_offloaded(arguments: Any) -> None:
 # The delayed update
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class Late(Home):
+    """Updates with the gradients, and the options, of the step before."""
+
+    kept: tuple[Any, ...] | None = None
+
+    def update(self, near: Near, optimizer: Any, precision: Any) -> None:
+        groups = optimizer.param_groups
+        shards = [replace(s, grad=s.grad.clone()) for s in near.shards]
+        now = Near(shards, near.leave), copy.copy(precision), [g["lr"] for g in groups]
+        before, self.kept = self.kept, now
+        if before is not None:
+            for group, rate in zip(groups, before[2], strict=True):
+                group["lr"] = rate
+            super().update(before[0], optimizer, before[1])
+            for group, rate in zip(groups, now[2], strict=True):
+                group["lr"] = rate
 
 
-class Late(torch.optim.AdamW):
-    """AdamW that applies the gradients, and the options, of the step before."""
-
-    def step(self, closure: Any = None) -> None:
-        rates = [group["lr"] for group in self.param_groups]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            for p in group["params"]:
-                now, p.grad = p.grad.clone(), None
-                if p in _kept:
-                    p.grad, group["lr"] = _kept[p]
-                _kept[p] = now, rate
-        super().step()
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-
-def late(params: Any) -> torch.optim.Optimizer:
-    return Late(params, lr=1e-2)
+def late(stage: int, **options: Any) -> Run:
+    plan = Plan.stage(stage)
+    return train(plan, home=Late(plan), **options)
 
 
 def delayed(plan: Plan, bf16: bool = False, **options: Any) -> Run:
@@ -383,7 +383,7 @@ DELAYED = [Plan.stage(1, "cpu"), Plan.stage(2, "cpu"), FULL]
 
 def test_delay_is_one_step(two: Pool) -> None:
     """Against an optimizer that keeps each gradient for a step itself."""
-    reference = two.run(train, 0, make_optimizer=late, steps=6)
+    reference = two.run(late, 0, steps=6)
     at_once = two.run(train, 0, steps=6)
     assert not torch.equal(reference[0].losses, at_once[0].losses)
     for plan in DELAYED:
@@ -395,7 +395,7 @@ def test_delay_is_one_step(two: Pool) -> None:
 
 def test_delay_with_accumulation(two: Pool) -> None:
     options = {"steps": 4, "micro_batches": 2}
-    reference = two.run(train, 0, make_optimizer=late, **options)
+    reference = two.run(late, 0, **options)
     for plan in (Plan.stage(2, "cpu"), Plan.stage(3, "cpu")):
         got = two.run(delayed, plan, **options)
         assert torch.equal(got[0].losses, reference[0].losses), name(plan)
@@ -405,11 +405,10 @@ def with_schedule(how: str) -> Run:
     """The learning rate changes while the update of the step before runs."""
     torch.manual_seed(0)
     model = Nasty()
-    make = late if how == "late" else nasty.adamw
-    optimizer = make(nasty.groups(model))
+    optimizer = nasty.adamw(nasty.groups(model))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     plan = Plan.stage(0) if how == "late" else FULL
-    home = None if how == "late" else Delayed(plan)
+    home = Late(plan) if how == "late" else Delayed(plan)
     net = parallelize(model, optimizer, plan, home=home)
     losses = []
     for x, y in batches(5, 1, rows=2):
@@ -467,7 +466,7 @@ def by_hand() -> Run:
 
 def test_delay_in_mixed_precision(two: Pool) -> None:
     """The factor of clipping is that of the gradients' step, not the next."""
-    late_in_bf16 = partial(train, make_optimizer=late, precision=MixedPrecision())
+    late_in_bf16 = partial(late, precision=MixedPrecision())
     reference = two.run(late_in_bf16, 1, steps=6)
     for plan in DELAYED:
         got = two.run(delayed, plan, bf16=True, steps=6)

@@ -547,10 +547,8 @@ def invented(machine: Machine, sizes: list[int]) -> Step:
                 end = waited + machine.latency + nbytes / machine.bandwidth
                 if op == "reduce_scatter":
                     end += nbytes / machine.adding
-                call = Call(
-                    op, 2 * size, size, nbytes, "float32", phase, f"{number}", now
-                )
-                call.waited, call.finished = waited, end
+                call = Call(op, 2 * size, size, nbytes, "float32", phase, f"{number}")
+                call.launched, call.waited, call.finished = now, waited, end
                 calls.append(call)
                 now = end + (0.25 if op == "all_gather" else 0.0)
         if phase == "forward":

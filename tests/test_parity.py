@@ -108,7 +108,7 @@ def test_the_script_runs_as_it_stands(root: Path) -> None:
     script = root / "tests" / "parity" / "script.py"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [sys.executable, *command, script, "minizero", "sgd-2"],
+        [sys.executable, *command, script, "minizero.deepspeed", "sgd-2"],
         cwd=root,
         capture_output=True,
         text=True,

@@ -176,7 +176,7 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
     """The same without minizero: every rank in one process, one after the other.
 
     Each parameter has an fp32 master; each rank's 16-bit gradients are summed in
-    fp32 in rank order, rounded, divided by N, and unscaled in fp32.
+    fp32 in rank order, divided by N, rounded, and unscaled in fp32.
     """
     n = world_size()
     torch.manual_seed(0)
@@ -192,22 +192,19 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
         for r in range(n):
             loss = model16(x[2 * r : 2 * r + 2], y[2 * r : 2 * r + 2])
             (loss.float() * scale).backward()
-            unused = [torch.zeros_like(q) for _, q in trained]
-            grads.append(
-                [
-                    zeros if q.grad is None else q.grad
-                    for zeros, (_, q) in zip(unused, trained, strict=True)
-                ]
-            )
+            grads.append([q.grad for _, q in trained])
             model16.zero_grad()
             if r == rank():
                 run.losses.append(loss.detach())
         for (p, _), *ranks in zip(trained, *grads, strict=True):
+            # all ranks use the same parameters
+            if ranks[0] is None:
+                continue
             total = ranks[0].float()
             for grad in ranks[1:]:
                 total += grad
-            p.grad = (total.to(dtype) / n).float() / scale
-        optimizer.step()
+            p.grad = (total / n).to(dtype).float() / scale
+        nasty.step(optimizer, [p for p, _ in trained])
         with torch.no_grad():
             for p, q in trained:
                 q.copy_(p)
@@ -247,11 +244,7 @@ def by_fsdp2() -> Run:
         loss = net(own(x, 2), own(y, 2))
         loss.backward()
         run.losses.append(loss.detach())
-        for p in model.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
-        optimizer.step()
-        optimizer.zero_grad()
+        nasty.step(optimizer, [p for p in model.parameters() if p.requires_grad])
     return run
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,11 +16,6 @@ from packaging.requirements import Requirement
 from minizero import estimate
 from minizero.lab.plots.style import amount
 from minizero.ranks.launch import Pool
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 PAGES = ("README.md", "book/index.md")
 ROW = re.compile(

@@ -447,7 +447,7 @@ def peaks_of_load(folder: Path, kind: dict[str, Any]) -> tuple[int, int]:
     net = wide(**kind)
     gc.collect()  # models of tests before
     with Tracker() as seen:
-        net.model.state_dict()  # to have seen what absent parameters read as
+        net.module_state()  # to have seen what absent parameters read as
         before = seen.total, sum(seen.host.values())
         seen.peak, seen.host_peak = before
         load(net, folder)

@@ -147,6 +147,10 @@ def views(kind: str) -> tuple[Seen, Seen]:
     return full, local
 
 
+def gradient(p: nn.Parameter) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad
+
+
 def plain() -> Seen:
     """The same moment, without this project: gradients of all ranks' batches."""
     torch.manual_seed(0)
@@ -157,19 +161,20 @@ def plain() -> Seen:
         x, y = batches(4, 1, rows=2)[step]
         rows = range(0, len(x), 2)
         optimizer.zero_grad()
-        sums = {p: torch.zeros_like(p) for p in trained(model).values()}
+        sums: dict[nn.Parameter, Any] = dict.fromkeys(trained(model).values())
         for start in rows:
             model.zero_grad()
             model(x[start : start + 2], y[start : start + 2]).backward()
             for p in sums:
-                sums[p] += torch.zeros_like(p) if p.grad is None else p.grad
+                if p.grad is not None:
+                    sums[p] = p.grad if sums[p] is None else sums[p] + p.grad
         for p in sums:
-            p.grad = sums[p] / len(rows)
+            p.grad = None if sums[p] is None else sums[p] / len(rows)
         if step < 2:
-            optimizer.step()
+            nasty.step(optimizer, [*sums])
     seen: Seen = {
         "parameter": {n: p.detach() for n, p in looked_at(model).items()},
-        "gradient": {n: p.grad for n, p in looked_at(model).items()},
+        "gradient": {n: gradient(p) for n, p in looked_at(model).items()},
     }
     for key in ("exp_avg", "exp_avg_sq"):
         states = {n: optimizer.state[p][key] for n, p in looked_at(model).items()}
@@ -364,12 +369,13 @@ def plainly_written() -> Seen:
         optimizer.zero_grad()
         model(x, y).backward()
         for name, p in params.items():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            if step == 1:
-                p.grad = values(p) if name in NAMES else 0.5 * p.grad
+            if step == 1 and name in NAMES:
+                p.grad = values(p)
+            elif step == 1 and p.grad is not None:
+                p.grad = 0.5 * p.grad
         if step == 2:
             break
-        optimizer.step()
+        nasty.step(optimizer, [*params.values()])
         if step == 1:
             with torch.no_grad():
                 for name in NAMES:
@@ -379,7 +385,7 @@ def plainly_written() -> Seen:
     some = looked_at(model).items()
     return {
         "parameter": {n: p.detach() for n, p in some},
-        "gradient": {n: p.grad for n, p in some},
+        "gradient": {n: gradient(p) for n, p in some},
         "exp_avg": {n: optimizer.state[p]["exp_avg"] for n, p in some},
     }
 

@@ -119,14 +119,18 @@ class Offloaded(Store):
     """Waits in host memory; backward fetches it a unit ahead (P_a+cpu).
 
     Rajbhandari et al. 2020, sec. 6.1; Ren et al. 2021. On CUDA the host copy
-    is pinned and both copies run on a stream of their own, beside the
-    computation. Each storage is copied once, however many views are saved.
+    is pinned, and the copies run beside the computation, each way on a stream
+    of its own: what a unit saves is on the device until the next has begun.
+    Each storage is copied once, however many views are saved.
     """
 
     def __init__(self) -> None:
         self._last: Callable[[], UnitCopies | None] = lambda: None
 
     def begin(self, unit: str) -> UnitCopies:
+        before = self._last()
+        if before is not None:
+            before.let_go()
         copies = UnitCopies(before=self._last)
         self._last = weakref.ref(copies)
         return copies

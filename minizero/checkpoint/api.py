@@ -54,9 +54,9 @@ def save(
     """Save a training run as `folder/tag`; every rank calls it.
 
     Each rank writes its shards: master weights (or, where there are none,
-    the parameters), optimizer states, its random states. Nothing is
-    gathered. Gradients are not saved: call it after `step`. A folder is for
-    one job: another's files would count as a killed save's.
+    the parameters), optimizer states, its random states, and in the middle
+    of a step the gradients so far. Nothing is gathered. A folder is for one
+    job: another's files would count as a killed save's.
 
     `extra`: what else a resumed run needs, such as a scheduler's state:
         rank 0's is kept. `own`: likewise, each rank's (`encoding.encode`
@@ -78,15 +78,16 @@ def save(
         with agreeing(CheckpointError):
             _check(net, tag, keep, background)
             index, tensors = describe(net, tag, extra, own)
-        where = Path(folder)
-        nonce = _agreed([str(where), tag, keep, background > 0, latest])
-        saving = Saving(Commit(where, index, nonce, keep, latest))
+        options = [str(folder), tag, keep, background > 0, latest]
+        nonce, said = _agreed(options, index.said())
+        commit = Commit(Path(folder), index, nonce, keep, latest)
+        saving = Saving(commit, said)
         try:
             index.number = _make_folder(saving)
         except BaseException:
             busy.discard(nonce)
             raise
-        saving.begin(tensors, background)
+        saving.begin(tensors, background, net.optimizer)
         if background:
             _saves[net] = saving
         else:
@@ -105,10 +106,10 @@ def finish(net: DataParallel) -> None:
         before.wait()
 
 
-def _agreed(options: list[Any]) -> str:
-    """What tells this save from others; rank 0 makes it up."""
-    said = {"nonce": secrets.token_hex(4), "options": options}
-    agreed = json.loads(broadcast_bytes(json.dumps(said).encode()))
+def _agreed(options: list[Any], said: str) -> tuple[str, str]:
+    """What tells this save from others, and what its index says: rank 0's."""
+    mine = {"nonce": secrets.token_hex(4), "said": said, "options": options}
+    agreed = json.loads(broadcast_bytes(json.dumps(mine).encode()))
     with agreeing(CheckpointError):
         if agreed["options"] != options:
             raise CheckpointError(
@@ -116,7 +117,7 @@ def _agreed(options: list[Any]) -> str:
                 f"latest = {options}, and rank 0 with {agreed['options']}; "
                 "pass the same on all ranks"
             )
-    return str(agreed["nonce"])
+    return agreed["nonce"], agreed["said"]
 
 
 def _make_folder(saving: Saving) -> int:
@@ -154,10 +155,10 @@ def _check(
         raise CheckpointError(
             f"background is a number of bytes, 0 or more, not {background!r}"
         )
-    if net.has_gradients:
+    if getattr(net.precision, "_clipped", None) is not None:
         raise CheckpointError(
-            "a checkpoint holds no gradients, and there are some since the "
-            "last step; save after step(), or give them up by zero_grad()"
+            "clip_grad_norm was called, and 16-bit gradients are clipped in "
+            "step(); save before the one or after the other"
         )
 
 # %% ../../notebooks/12_checkpoint.ipynb #api-load
@@ -173,16 +174,18 @@ def load(
     """Load a checkpoint into a net of any plan, on any number of ranks.
 
     Every rank reads just what becomes its own, piece by piece. Before
-    anything is changed all files are verified, and compared with the net.
+    anything is changed all files are verified, and compared with the index
+    and the net.
 
     `tag`: default: what `latest` names, or the newest if there is no such
         file. `strict`: whether parameters and buffers must have the same
         names. `optimizer`: whether to load optimizer states, options and
-        loss scale, and random states (on as many ranks as saved), too.
+        loss scale, gradients if the save was in the middle of a step, and
+        random states (on as many ranks as saved), too.
     `check`: is given what will be returned, before anything is changed; an
         error that it raises refuses the checkpoint, on all ranks.
 
-    Gradients are zero afterwards. Raises CheckpointError on all ranks, in
+    Gradients from before are gone. Raises CheckpointError on all ranks, in
     the same words, which name the file or the parameter; the net is then as
     it was (but for a disk that fails after the files were verified).
     """
@@ -199,6 +202,8 @@ def load(
             with agreeing(CheckpointError):
                 restore.apply()
             restore.publish()
+            with agreeing(CheckpointError):
+                restore.resume_step()
             return restore.loaded()
 
 # %% ../../notebooks/12_checkpoint.ipynb #api-open

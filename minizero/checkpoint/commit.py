@@ -16,6 +16,7 @@ from typing import Any
 from minizero.checkpoint.directory import (
     LATEST,
     fsync_folder,
+    pointer,
     replace_file,
     retire,
     sweep,
@@ -26,10 +27,14 @@ from minizero.checkpoint.manifest import (
     SavedFile,
     file_name,
     index_text,
+    open_seal,
     sealed,
-    unsealed,
 )
-from .tensor_file import CheckpointError
+from minizero.checkpoint.tensor_file import (
+    CheckpointError,
+    explained,
+    read_file,
+)
 from ..ranks.launch import TIMEOUT, world_size
 
 # %% auto #0
@@ -83,7 +88,7 @@ def decide(written: Path, path: Path, index: Index, nonce: str) -> None:
 
 def point(folder: Path, tag: str, nonce: str) -> None:
     """Have a `load` without a tag take this checkpoint."""
-    replace_file(folder / LATEST, f"{tag}\n".encode(), f".tmp-{nonce}")
+    replace_file(folder / LATEST, pointer(tag), f".tmp-{nonce}")
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-class
 @dataclass
@@ -135,7 +140,10 @@ class Commit:
         path, began = path.with_suffix(".json"), time.monotonic()
         while not path.exists():
             wait(path, r, time.monotonic() - began, self.abandoned)
-        marker = unsealed(path)
+        try:
+            marker = open_seal(read_file(path), path)
+        except OSError as error:
+            raise explained(path, error) from error
         if "error" in marker:
             raise CheckpointError(marker["error"])
         return SavedFile(**marker)

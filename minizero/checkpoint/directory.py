@@ -12,11 +12,12 @@ import errno
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 
 from .manifest import INDEX, Index, parse_index
-from .tensor_file import CheckpointError, explained, write_all
+from .tensor_file import CheckpointError, explained, read_file, write_all
 
 LATEST = "latest"
 Folder = str | os.PathLike[str]
@@ -65,7 +66,7 @@ def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     whole = []
     for tag, path in found(folder).items():
         with contextlib.suppress(OSError, CheckpointError):
-            index = parse_index((path / INDEX).read_bytes(), path / INDEX)
+            index = parse_index(read_file(path / INDEX), path / INDEX)
             whole.append((tag, index))
     return sorted(whole, key=lambda pair: pair[1].number)
 
@@ -84,7 +85,7 @@ def read_index(folder: Path, tag: str | None) -> tuple[bytes, Path]:
         )
     path = found(folder).get(tag, folder / tag) / INDEX
     try:
-        return path.read_bytes(), path
+        return read_file(path), path
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: there is no such checkpoint; {_have(folder)}"
@@ -100,10 +101,20 @@ def _have(folder: Path) -> str:
     return f"{folder} has {', '.join(map(repr, tags))}, oldest first"
 
 
+def pointer(tag: str) -> bytes:
+    """What `latest` holds: a line with the tag.
+
+    At its end stands the tag's crc32, in blanks and tabs: whoever strips the line, as
+    scripts do, has the tag.
+    """
+    bits = f"{zlib.crc32(tag.encode()):032b}"
+    return f"{tag}{bits.replace('0', ' ').replace('1', chr(9))}\n".encode()
+
+
 def _latest(folder: Path) -> str:
     path = folder / LATEST
     try:
-        tag = path.read_text().strip()
+        line = read_file(path).decode()
     except FileNotFoundError:
         whole = checkpoints(folder)
         if not whole:
@@ -118,12 +129,15 @@ def _latest(folder: Path) -> str:
         raise CheckpointError(
             f"{path}: it cannot be read ({error}); give a tag: {_have(folder)}"
         ) from error
+    tag = line.strip()
     if not is_tag(tag) or tag not in found(folder):
-        raise CheckpointError(
-            f"{path}: it names {tag!r}, and there is no {folder / tag / INDEX}; give "
-            f"a tag: {_have(folder)}"
-        )
-    return tag
+        why = f", and there is no {folder / tag / INDEX}"
+    # somebody may have written the line by hand
+    elif line.encode() not in (pointer(tag), f"{tag}\n".encode()):
+        why = " and then not the checksum of that: it was cut or changed"
+    else:
+        return tag
+    raise CheckpointError(f"{path}: it names {tag!r}{why}; give a tag: {_have(folder)}")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -173,8 +187,8 @@ def retire(folder: Path, keep: int) -> None:
     """
     whole = checkpoints(folder)
     stays = {folder / tag for tag, index in whole if tag != index.tag}
-    with contextlib.suppress(OSError):  # there is none that names a checkpoint
-        latest = (folder / LATEST).read_text(errors="replace").strip()
+    with contextlib.suppress(OSError, CheckpointError):  # it names no checkpoint
+        latest = read_file(folder / LATEST).decode(errors="replace").strip()
         stays.add(folder / latest)
     linked = {path.resolve() for path in stays}
     own = [folder / tag for tag, index in whole if tag == index.tag]

@@ -36,22 +36,10 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     of the tensors. Raises TypeError for anything else: what only pickle could bring
     back.
     """
-    encoder = _Encoder(name)
-    try:
-        return encoder.tree(value, name), encoder.tensors
-    except RecursionError:
-        raise TypeError(
-            f"{name} is nested too deeply for a checkpoint; save it flatter"
-        ) from None
+    tensors: dict[str, Tensor] = {}
+    numpy = sys.modules.get("numpy")
 
-
-class _Encoder:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.tensors: dict[str, Tensor] = {}
-        self._inside: set[int] = set()  # what is being encoded, by id
-
-    def tree(self, value: Any, path: str) -> Any:
+    def tree(value: Any, path: str, inside: tuple[int, ...] = ()) -> Any:
         kind = type(value)
         if kind is int and value.bit_length() > 10_000:
             raise TypeError(
@@ -65,26 +53,20 @@ class _Encoder:
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, Tensor):
-            return self._tensor(value, path)
-        numpy = sys.modules.get("numpy")
+            return leaf(value, path)
         if numpy is not None and isinstance(value, numpy.generic):
-            return self.tree(value.item(), path)
+            return tree(value.item(), path)
         if numpy is not None and kind is numpy.ndarray:
             try:
-                tensor = torch.from_numpy(value.copy())
+                array = torch.from_numpy(value.copy())
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{path}: {error}") from error
-            return {"$array": self._tensor(tensor, path)}
-        if id(value) in self._inside:
+            return {"$array": leaf(array, path)}
+        if id(value) in inside:
             raise TypeError(f"{path} contains itself; save a copy without")
-        self._inside.add(id(value))
-        made = self._container(value, kind, path)
-        self._inside.discard(id(value))
-        return made
-
-    def _container(self, value: Any, kind: type, path: str) -> Any:
+        inside = (*inside, id(value))
         if kind in (list, tuple, set):
-            items = [self.tree(v, f"{path}[{i}]") for i, v in enumerate(value)]
+            items = [tree(v, f"{path}[{i}]", inside) for i, v in enumerate(value)]
             return items if kind is list else {f"${kind.__name__}": items}
         if kind not in (dict, Counter, OrderedDict):
             raise TypeError(
@@ -92,15 +74,13 @@ class _Encoder:
                 "checkpoint does not hold; save numbers, strings, lists, dicts and "
                 "tensors (its state_dict(), if it has one)"
             )
+        values = [tree(v, f"{path}[{k!r}]", inside) for k, v in value.items()]
         if kind is dict and all(type(k) is str and k[:1] != "$" for k in value):
-            return {k: self.tree(v, f"{path}[{k!r}]") for k, v in value.items()}
-        pairs = [
-            [self.tree(k, f"a key of {path}"), self.tree(v, f"{path}[{k!r}]")]
-            for k, v in value.items()
-        ]
-        return {f"${kind.__name__}": pairs}
+            return dict(zip(value, values, strict=True))
+        keys = [tree(k, f"a key of {path}", inside) for k in value]
+        return {f"${kind.__name__}": list(map(list, zip(keys, values, strict=True)))}
 
-    def _tensor(self, value: Tensor, path: str) -> Any:
+    def leaf(value: Tensor, path: str) -> Any:
         dtype = dtype_name(value.dtype)
         if value.layout != torch.strided or dtype not in DTYPES:
             raise TypeError(
@@ -108,10 +88,17 @@ class _Encoder:
                 f"does not hold; save a dense one of {', '.join(DTYPES)}"
             )
         if value.ndim == 0 and not value.is_complex():
-            return {"$scalar": [dtype, self.tree(value.item(), path)]}
-        name = f"{self.name}/{len(self.tensors)}"
-        self.tensors[name] = value.detach()
-        return {"$tensor": name}
+            return {"$scalar": [dtype, tree(value.item(), path)]}
+        key = f"{name}/{len(tensors)}"
+        tensors[key] = value.detach()
+        return {"$tensor": key}
+
+    try:
+        return tree(value, name), tensors
+    except RecursionError:
+        raise TypeError(
+            f"{name} is nested too deeply for a checkpoint; save it flatter"
+        ) from None
 
 
 def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:

@@ -56,16 +56,16 @@ def weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
         return LazyTensor(name, kind, tuple(shape), part)
 
     def parameter(flat: SavedFlat, slot: SavedSlot, a: int, out: Tensor) -> None:
-        run.read(flat, None, slot.offset + a, out)
+        run.read(flat, "parameters", slot.offset + a, out)
 
     found = [
         lazy(slot.name, flat.dtype, slot.shape, partial(parameter, flat, slot))
         for flat in run.index.flats
         for slot in flat.slots
     ]
-    for name, (saved, shape) in run.index.buffers.items():
+    for name, buffer in run.index.buffers.items():
         read = partial(run.file(0).read, f"buffers/{name}")
-        found.append(lazy(name, saved, shape, read))
+        found.append(lazy(name, buffer.dtype, buffer.shape, read))
     return found
 
 

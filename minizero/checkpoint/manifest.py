@@ -5,97 +5,139 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import (
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
 from .encoding import DTYPES
-from .tensor_file import CheckpointError, explained
+from .tensor_file import CheckpointError
+from ..zero.muon import packed
 
 # %% auto #0
-__all__ = ['FORMAT', 'VERSION', 'INDEX', 'SavedSlot', 'SavedFlat', 'SavedFile', 'Index', 'file_name', 'sealed', 'open_seal',
-           'unsealed', 'check', 'index_text', 'parse_index']
+__all__ = ['FORMAT', 'VERSION', 'INDEX', 'STRICT', 'SavedSlot', 'SavedFlat', 'SavedBuffer', 'SavedFile', 'Index', 'file_name',
+           'sealed', 'open_seal', 'check', 'index_text', 'parse_index']
 
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-saved
-FORMAT, VERSION = "minizero checkpoint", 1
+FORMAT, VERSION = "minizero checkpoint", 2
 INDEX = "index.json"
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SavedSlot:
     """A parameter's place in a saved flat buffer; offset in elements."""
 
     name: str
-    shape: list[int]
-    offset: int
+    shape: list[NonNegativeInt]
+    offset: NonNegativeInt
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SavedFlat:
     """A saved flat buffer: shard r of it, `size` elements, is in file r.
 
     `states`: dtype of each optimizer state with a value for each element.
     `scalars`: the other states, encoded, the same for all shards.
+    `gradients`: dtypes of what a step under way has: "mean", of all ranks;
+    "local", the rank's own, of the whole buffer.
     """
 
     unit: str
-    number: int
+    number: NonNegativeInt
     dtype: str
     trainable: bool
-    group: int | None
-    size: int
+    group: NonNegativeInt | None
+    size: NonNegativeInt
     slots: list[SavedSlot]
     states: dict[str, str]
     scalars: dict[str, Any]
+    gradients: dict[str, str]
 
     @property
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
-    def tensor(self, state: str | None = None) -> str:
-        """The name of a shard in its file: of the values, or of a state."""
-        what = "parameters" if state is None else f"optimizer/{state}"
+    def tensors(self) -> dict[str, str]:
+        """What is in a file: the dtype of "parameters" and all others."""
+        states = {f"optimizer/{k}": v for k, v in self.states.items()}
+        grads = {f"gradients/{k}": v for k, v in self.gradients.items()}
+        return {"parameters": self.dtype, **states, **grads}
+
+    def named(self, what: str) -> str:
+        """The name of such a tensor in a file."""
         return f"{self.unit}/{self.number}/{what}"
 
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-index
-@dataclass
+@dataclass(config=STRICT)
+class SavedBuffer:
+    """A module's buffer, which is in every file."""
+
+    dtype: str
+    shape: list[NonNegativeInt]
+
+
+@dataclass(config=STRICT)
 class SavedFile:
     """A rank's file, as it was when its writer was done."""
 
     name: str
-    bytes: int
-    crc32: int
+    bytes: NonNegativeInt
+    crc32: NonNegativeInt
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Index:
     """What there is to know of a checkpoint before its files are opened.
 
     `number`: counts the saves in a folder. `tied`: other names of a
-    parameter, each with the one in `flats`. `buffers`: dtype and shape of
-    each. `groups`, `precision`, `extra`: encoded; the tensors are in rank
-    0's file.
+    parameter, each with the one in `flats`. `groups`, `precision`, `extra`:
+    encoded; the tensors are in rank 0's file.
     """
 
     tag: str
-    number: int
-    world_size: int
+    number: NonNegativeInt
+    world_size: PositiveInt
     flats: list[SavedFlat]
     tied: dict[str, str]
-    buffers: dict[str, list[Any]]
+    buffers: dict[str, SavedBuffer]
     optimizer: str
-    groups: list[Any]
+    groups: Any
     precision: Any
     extra: Any
     files: list[SavedFile] = field(default_factory=list)
+
+    def said(self) -> str:
+        """The checksum of all that is known before a file is written."""
+        facts = asdict(self)
+        del facts["number"], facts["files"]
+        return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
+
+    def tensors(self) -> Iterator[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of what must be in every file."""
+        for flat in self.flats:
+            for what, dtype in flat.tensors().items():
+                whole = what == "gradients/local"
+                size = flat.size * (self.world_size if whole else 1)
+                yield flat.named(what), dtype, [size]
+        for name, buffer in self.buffers.items():
+            yield f"buffers/{name}", buffer.dtype, buffer.shape
 
 
 def file_name(r: int, world_size: int) -> str:
@@ -131,14 +173,6 @@ def open_seal(raw: bytes, path: Path) -> dict[str, Any]:
         ) from error
     return payload
 
-
-def unsealed(path: Path) -> dict[str, Any]:
-    """What a file holds that `sealed` made."""
-    try:
-        return open_seal(path.read_bytes(), path)
-    except OSError as error:
-        raise explained(path, error) from error
-
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-check
 def check(index: Index) -> None:
     """Raise ValueError unless the parts fit together."""
@@ -148,28 +182,34 @@ def check(index: Index) -> None:
     for r, file in enumerate(index.files):
         if file.name != file_name(r, n):
             raise ValueError(f"a file called {file.name!r}")
-    if not isinstance(index.number, int):
-        raise ValueError(f"the number {index.number!r}")
-    names = set()
     for flat in index.flats:
         ends = [slot.offset + slot.numel for slot in flat.slots]
-        known = {flat.dtype, *flat.states.values()} <= DTYPES.keys()
         in_order = [0, *ends[:-1]] == [slot.offset for slot in flat.slots]
-        if not (known and in_order and flat.size * n >= flat.numel):
-            raise ValueError(f"no such buffer: {flat.tensor()}")
-        names |= {slot.name for slot in flat.slots}
+        in_order &= flat.size == -(-flat.numel // n)
+        places = [(slot.offset, slot.numel) for slot in flat.slots]
+        if not (in_order or packed(places, flat.size)):
+            raise ValueError(f"no such buffer: {flat.named('parameters')}")
+        if flat.trainable and flat.group is None:
+            raise ValueError(f"no group has {flat.named('parameters')}")
+        if not flat.gradients.keys() <= {"mean", "local"}:
+            raise ValueError(f"no such gradients: {[*flat.gradients]}")
+    slots = [slot.name for flat in index.flats for slot in flat.slots]
+    stored = [name for name, *_ in index.tensors()]
+    for names in ([*slots, *index.tied], stored):
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"{count} tensors of the name {name!r}")
     for name, first in index.tied.items():
-        if first not in names:
+        if first not in slots:
             raise ValueError(f"{name!r} is tied to {first!r}: no such")
-    for name, (dtype, _) in index.buffers.items():
+    for name, dtype, _ in index.tensors():
         if dtype not in DTYPES:
-            raise ValueError(f"buffer {name!r} of dtype {dtype!r}")
+            raise ValueError(f"{name!r} of dtype {dtype!r}")
 
 # %% ../../notebooks/12_checkpoint.ipynb #manifest-parse
 def index_text(index: Index) -> bytes:
     """What `parse_index` reads."""
-    head = {"format": FORMAT, "version": VERSION}
-    return sealed(head | dataclasses.asdict(index))
+    return sealed({"format": FORMAT, "version": VERSION} | asdict(index))
 
 
 def parse_index(raw: bytes, path: Path) -> Index:
@@ -191,10 +231,16 @@ def parse_index(raw: bytes, path: Path) -> Index:
         for flat in data["flats"]:
             flat["slots"] = [SavedSlot(**slot) for slot in flat["slots"]]
         data["flats"] = [SavedFlat(**flat) for flat in data["flats"]]
+        buffers = data["buffers"].items()
+        data["buffers"] = {k: SavedBuffer(**v) for k, v in buffers}
         index = Index(**data)
         check(index)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        why: Any = error
+        if isinstance(error, ValidationError):
+            [first, *_] = error.errors()
+            why = f"{'.'.join(map(str, first['loc']))!r}: {first['msg']}"
         raise CheckpointError(
-            f"{path}: the index does not make sense ({error}); save again"
+            f"{path}: the index does not make sense ({why}); save again"
         ) from error
     return index

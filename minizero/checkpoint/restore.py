@@ -1,4 +1,4 @@
-"""A checkpoint into a net: first compared, then read, then published."""
+"""A checkpoint into a net: compared and planned, then read, then published."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..memory import labels
+from ..memory.bytes import host_empty
 from ..ranks.launch import rank, world_size
 from ..zero.data_parallel import DataParallel
 from ..zero.elementwise import state_made
@@ -24,12 +25,13 @@ from .reader import SavedRun
 from .resharding import Place, places
 from .run_state import (
     flats_of,
+    generators,
     is_elementwise,
-    module_state,
-    set_random_states,
     tied_names,
 )
 from .tensor_file import CheckpointError
+
+Number = int | float | Tensor
 
 
 class Match:
@@ -50,7 +52,7 @@ class Match:
         for name, first in tied_names(net).items():
             names.setdefault(first, [first]).append(name)
         known: set[str] = set()
-        for _, _, flat in flats_of(net):
+        for *_, flat in flats_of(net):
             for slot in flat.slots:
                 aliases = names.get(slot.name, [slot.name])
                 known.update(aliases)
@@ -104,44 +106,53 @@ class Match:
     def modules(self, here: dict[str, Any], others: Iterable[str]) -> None:
         """Compare buffers, and what else modules keep."""
         buffers = self.run.index.buffers
-        for name, (dtype, shape) in buffers.items():
+        for name, saved in buffers.items():
             mine = here.get(name)
             if isinstance(mine, Tensor):
-                self._same(f"buffer {name!r}", mine.shape, shape, mine.dtype, dtype)
+                what = f"buffer {name!r}"
+                self._same(what, mine.shape, saved.shape, mine.dtype, saved.dtype)
         self._names("buffer", here, {*buffers, *others})
 
-    def optimizer(self) -> None:
-        """Compare the optimizers, and that nothing is in another group."""
-        mine, index = self.net.optimizer, self.run.index
-        if type(mine).__name__ != index.optimizer:
+    def groups(self, saved: Any) -> list[dict[str, Any]]:
+        """Compare the optimizers; the options that each group has saved."""
+        mine, was = self.net.optimizer, self.run.index.optimizer
+        groups = saved if isinstance(saved, list) else []
+        if type(mine).__name__ != was:
             self.problems.append(
-                f"the optimizer is {type(mine).__name__} here and was {index.optimizer}"
+                f"the optimizer is {type(mine).__name__} here and was {was}"
             )
-        if len(mine.param_groups) != len(index.groups):
+        if len(mine.param_groups) != len(groups):
             self.problems.append(
                 f"the optimizer has {len(mine.param_groups)} groups here and had "
-                f"{len(index.groups)}"
+                f"{len(groups)}"
             )
-        for _, _, flat in flats_of(self.net):
-            if not flat.trainable:
-                continue
-            for slot in flat.slots:
-                if slot in self.found:
-                    self._group(slot.name, flat.group, self.found[slot][0])
-            kinds = {
-                (*f.states, str(f.scalars)) for f in self.saved(flat) if f.trainable
-            }
-            if len(kinds) > 1:
-                names = ", ".join(repr(slot.name) for slot in flat.slots[:3])
-                self.problems.append(
-                    f"the parameters {names}... share a buffer here, and have made "
-                    "different steps; keep the `units` of the saved run"
-                )
+        for number, (group, options) in enumerate(
+            zip(mine.param_groups, groups, strict=False)
+        ):
+            if not isinstance(options, dict) or "params" in options:
+                self.problems.append(f"group {number} of the optimizer has no options")
+                return []
+            self.problems += [
+                f"option {key!r} of group {number} is {value!r}, which is no number"
+                for key, value in options.items()
+                if isinstance(group.get(key), Number) and not isinstance(value, Number)
+            ]
+        return groups
 
-    def saved(self, flat: Flat) -> list[SavedFlat]:
-        """The saved buffers that have elements of a buffer."""
+    def states(self, flat: Flat) -> SavedFlat | None:
+        """A saved buffer whose states this one's are to be like."""
         found = [s for s in flat.slots if s in self.found and s.numel]
-        return [self.found[slot][0] for slot in found]
+        for slot in found:
+            self._group(slot.name, flat.group, self.found[slot][0])
+        saved = [self.found[slot][0] for slot in found]
+        kinds = {(*f.states, str(f.scalars)) for f in saved if f.trainable}
+        if len(kinds) > 1:
+            names = ", ".join(repr(slot.name) for slot in flat.slots[:3])
+            self.problems.append(
+                f"the parameters {names}... share a buffer here, and have made "
+                "different steps; keep the `units` of the saved run"
+            )
+        return saved[0] if saved else None
 
     def _group(self, name: str, group: int | None, saved: SavedFlat) -> None:
         if not saved.trainable:
@@ -159,59 +170,154 @@ class Match:
 
 @dataclass
 class Loaded:
-    """What `load` found: `own` is None on another number of ranks."""
+    """What `load` found.
+
+    `own` is None on another number of ranks. `gradients`: whether the net now has those
+    of a step that was under way.
+    """
 
     path: Path
     tag: str
     extra: dict[str, Any]
     own: dict[str, Any] | None
+    gradients: bool = False
+
+
+@dataclass
+class States:
+    """What an optimizer will have for a buffer: dtypes, and values of scalars."""
+
+    dtypes: dict[str, torch.dtype]
+    scalars: dict[str, Any]
 
 
 class Restore:
-    """A checkpoint on its way into a net; the net is changed by `apply` only."""
+    """A checkpoint on its way into a net.
+
+    Making one decodes and compares everything, and opens all files that will be read:
+    it raises CheckpointError and changes nothing. `apply` and `publish` only copy.
+    """
 
     def __init__(
         self, net: DataParallel, run: SavedRun, strict: bool, optimizer: bool
     ) -> None:
         self.net, self.run, self.optimizer = net, run, optimizer
-        index = run.index
-        self.same_ranks = index.world_size == world_size()
+        self.same_ranks = run.index.world_size == world_size()
         self.source = rank() if self.same_ranks else 0
-        self.own = run.own(self.source)
-        self.extra = run.tree(index.extra)
-        self.match = match = Match(net, run, strict)
-        self.modules = module_state(net)
+        self.match = Match(net, run, strict)
+        self.modules = net.module_state()
+        self.states: dict[Flat, States] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
+        try:
+            self._plan()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a value that no save has written
+            raise CheckpointError(
+                f"{run.path}: a saved value does not make sense ({error}); save again"
+            ) from error
+
+    def _plan(self) -> None:
+        """Decode all values, compare them, and open all files that will be read."""
+        net, run, match = self.net, self.run, self.match
+        self.own, self.extra = run.own(self.source), run.tree(run.index.extra)
         match.modules(self.modules, self.own["modules"])
-        if optimizer:
-            match.optimizer()
-            self.groups = run.tree(index.groups)
-            self.precision = run.tree(index.precision)
+        if self.optimizer:
+            self.groups = match.groups(run.tree(run.index.groups))
+            saved = {f: match.states(f) for *_, f in flats_of(net) if f.trainable}
+            self.precision = self._precision(run.tree(run.index.precision))
+            for name, state in self.own["random"].items():
+                if self.same_ranks and name in generators():
+                    generators()[name].check(state)
         if match.problems:
             raise CheckpointError(
                 f"{run.path}: this checkpoint does not fit: "
                 + "; ".join(match.problems)
             )
+        if self.optimizer:
+            self.states = {f: self._states(f, was) for f, was in saved.items() if was}
+        for *_, flat in flats_of(net):
+            for owned in self._shards(flat):
+                for (was, slot), skip, a, b in places(flat, owned.index, match.found):
+                    run.open(was, slot.offset + skip, b - a)
+        for number in range(run.index.world_size) if self.loaded().gradients else ():
+            run.file(number)
 
     def loaded(self) -> Loaded:
         """The part of the checkpoint that is the caller's."""
         own = self.own["own"] if self.same_ranks else None
         aside = ASIDE.fullmatch(self.run.path.name)
         tag = aside["tag"] if aside else self.run.path.name
-        return Loaded(self.run.path, tag, self.extra, own)
+        gradients = self.optimizer and any(f.gradients for f in self.run.index.flats)
+        return Loaded(self.run.path, tag, self.extra, own, gradients)
+
+    def _states(self, flat: Flat, saved: SavedFlat) -> States:
+        """The states as this optimizer would have made them, with the saved values."""
+        assert flat.group is not None
+        where = f"{self.run.path}: the optimizer's states of {flat.slots[0].name!r}"
+        optimizer, given = self.net.optimizer, self.net.owned_states(flat)[0].given
+        group = optimizer.param_groups[flat.group] | self.groups[flat.group]
+        made = state_made(optimizer, group, given)
+        kept = {*saved.states, *saved.scalars}
+        if kept and not made.keys() <= kept:
+            raise CheckpointError(
+                f"{where} lack {', '.join(made.keys() - kept)}; save again"
+            )
+        dtypes = {}
+        for key, name in saved.states.items():
+            like = made.get(key)
+            dtypes[key] = like.dtype if isinstance(like, Tensor) else DTYPES[name]
+            if dtypes[key].is_floating_point != DTYPES[name].is_floating_point:
+                raise CheckpointError(
+                    f"{where}: {key!r} is {dtype_name(dtypes[key])} here and was {name}"
+                )
+        scalars = {}
+        for key, tree in saved.scalars.items():
+            value, like = self.run.tree(tree), made.get(key)
+            if isinstance(like, Number) and not isinstance(value, Number):
+                raise CheckpointError(
+                    f"{where}: {key!r} is {value!r}, which is no number"
+                )
+            scalars[key] = _as(value, like)
+        return States(dtypes, scalars)
+
+    def _precision(self, saved: Any) -> dict[str, Any]:
+        """What this precision takes over.
+
+        A loss scale of another kind, or of a run that had none, is of no use here:
+        this one's starts as it was made.
+        """
+        mine = self.net.precision.state_dict()
+        state = {k: saved.get(k, mine[k]) for k in mine}
+        here, there = mine.get("loss_scale"), saved.get("loss_scale")
+        if not here or not there or here.keys() != there.keys():
+            if there and rank() == 0:
+                warnings.warn(
+                    f"{self.run.path}: the loss scale that was saved is not taken "
+                    "over; this run's precision has "
+                    f"{'one of another kind' if here else 'none'}",
+                    stacklevel=2,
+                )
+            if "loss_scale" in mine:
+                state["loss_scale"] = here
+        if not _alike(state, mine):
+            self.match.problems.append(
+                f"the precision's state is {state}, not as {mine}"
+            )
+        return state
 
     def apply(self) -> None:
         """Read what becomes this rank's; no rank waits for another."""
-        net = self.net
         if self.optimizer:
             self._load_groups()
-        for _, _, flat in flats_of(net):
-            for owned in self._shards(flat) if flat.numel else ():
+        for *_, flat in flats_of(self.net):
+            for owned in self._shards(flat):
                 self._load_values(flat, owned)
-                if flat.trainable and self.optimizer:
-                    self._load_states(flat, owned)
+                if flat in self.states:
+                    self._load_states(flat, owned, self.states[flat])
         self._load_modules()
         if self.optimizer:
-            self._load_precision()
+            self.net.precision.load_state_dict(self.precision)
 
     def publish(self) -> None:
         """Let the other ranks have what they keep of the shards."""
@@ -221,11 +327,22 @@ class Restore:
             net.updated([unit])
         net.finish()
         net.zero_grad()
+
+    def resume_step(self) -> None:
+        """Go on where the run was: its gradients, and random states."""
         if self.optimizer and self.same_ranks:
-            set_random_states(self.own["random"])
+            for name, generator in generators().items():
+                if name in self.own["random"]:
+                    generator.set(self.own["random"][name])
+        if self.loaded().gradients:
+            for *_, flat in flats_of(self.net):
+                if flat.trainable and flat.numel:
+                    self.net.add_partial_grads(flat, self._gradients(flat))
 
     def _shards(self, flat: Flat) -> list[Owned]:
         """The shards to be read: of what nobody would send, all."""
+        if not flat.numel:
+            return []
         if flat.trainable or self.net.plan.parameters.sharded:
             return self.net.owned_states(flat)
         shards = enumerate(flat.shards(flat.full))
@@ -235,49 +352,49 @@ class Restore:
         self,
         flat: Flat,
         owned: Owned,
-        state: str | None,
+        what: str,
         before: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """A shard, in host memory: of the values, or of a state.
+        """A shard, in host memory: of the values, of a state, of gradients.
 
-        What the checkpoint does not have is as `before`.
+        What the checkpoint does not have is as `before`, or zero. Valid until the next
+        call: all shards take their turn in one block of memory.
         """
-        found = self.match.found
-        with labels.host_memory():
-            room = torch.zeros(flat.size, dtype=dtype)
-        labels.label(room, "buffers", on="cpu")
-        if before is not None and any(slot not in found for slot in flat.slots):
+        nbytes = flat.size * dtype.itemsize
+        if self._block.numel() < nbytes:
+            del self._block  # first, so that old and new never coexist
+            self._block = host_empty((nbytes,), torch.uint8, "buffers")
+        room = self._block[:nbytes].view(dtype)
+        parts = [
+            part
+            for part in places(flat, owned.index, self.match.found)
+            if what in part[0][0].tensors()
+        ]
+        if before is not None and any(s not in self.match.found for s in flat.slots):
             room.copy_(self.net.home.fetch(before))
-        for (saved, slot), skip, a, b in places(flat, owned.index, found):
-            self.run.read(saved, state, slot.offset + skip, room[a:b])
+        elif sum(b - a for *_, a, b in parts) < flat.size:
+            room.zero_()
+        for (saved, slot), skip, a, b in parts:
+            self.run.read(saved, what, slot.offset + skip, room[a:b])
         return room
 
     def _load_values(self, flat: Flat, owned: Owned) -> None:
-        values = self._read(flat, owned, None, owned.master, owned.master.dtype)
+        master = owned.master
+        values = self._read(flat, owned, "parameters", master, master.dtype)
         self.net.home.write_back(owned.shard, values)
-        if owned.master is not owned.shard:
-            self.net.home.write_back(owned.master, values)
+        if master is not owned.shard:
+            self.net.home.write_back(master, values)
 
-    def _load_states(self, flat: Flat, owned: Owned) -> None:
-        """Set the states as this optimizer would have made them."""
-        saved = self.match.saved(flat)
-        if not saved:
-            return
-        assert flat.group is not None
-        group = self.net.optimizer.param_groups[flat.group]
-        made = state_made(self.net.optimizer, group, owned.given)
-        for key in owned.state.keys() - saved[0].states.keys():
+    def _load_states(self, flat: Flat, owned: Owned, states: States) -> None:
+        for key in owned.state.keys() - states.dtypes.keys():
             del owned.state[key]
-        for key, dtype in saved[0].states.items():
-            like = made.get(key)
-            kind = like.dtype if isinstance(like, Tensor) else DTYPES[dtype]
-            self._load_state(flat, owned, key, kind)
-        for key, tree in saved[0].scalars.items():
-            value = _as(self.run.tree(tree), made.get(key))
+        for key, dtype in states.dtypes.items():
+            self._load_state(flat, owned, key, dtype)
+        for key, value in states.scalars.items():
             if isinstance(value, Tensor):
                 on = "cpu" if labels.on_host(owned.given) else None
-                labels.label(value, "optimizer", on)
+                value = labels.label(value.clone(), "optimizer", on)
             owned.state[key] = value
 
     def _load_state(
@@ -287,7 +404,7 @@ class Restore:
         home, old = self.net.home, owned.state.get(key)
         if not is_elementwise(old, owned.shard) or old.dtype is not dtype:
             old = None
-        room = self._read(flat, owned, key, old, dtype)
+        room = self._read(flat, owned, f"optimizer/{key}", old, dtype)
         if old is not None:
             home.write_back(old, room)
         elif home.plan.optimizer.on != "device":
@@ -296,10 +413,54 @@ class Restore:
             near = torch.empty(room.shape, dtype=dtype, device=flat.full.device)
             owned.state[key] = labels.label(near.copy_(room), "optimizer", on="device")
 
+    def _gradients(self, flat: Flat) -> dict[str, list[Tensor]]:
+        """What a step under way had of a buffer's gradients, for this plan and rank.
+
+        Sums that were not reduced go on as they are where that is possible, or else as
+        the mean that their reduction would have made.
+        """
+        found, dtype = self.match.found, flat.grad_dtype
+        goes_on = self.same_ranks and not self.net.plan.gradients.sharded
+        saved = {id(f): f for f, _ in (found[s] for s in flat.slots if s in found)}
+        kinds = {kind for f in saved.values() for kind in f.gradients}
+        parts: dict[str, list[Tensor]] = {}
+        if "local" in kinds and goes_on:
+            [local] = parts["local"] = [torch.zeros(flat.padded, dtype=dtype)]
+            for slot in flat.slots:
+                if slot in found and "local" in found[slot][0].gradients:
+                    was, there = found[slot]
+                    part = local[slot.offset : slot.offset + slot.numel]
+                    name = was.named("gradients/local")
+                    self.run.file(rank()).read(name, there.offset, part)
+        if "mean" in kinds or ("local" in kinds and not goes_on):
+            parts["mean"] = [
+                self._mean(flat, owned, dtype, reduces=not goes_on)
+                for owned in self.net.owned_states(flat)
+            ]
+        return parts
+
+    def _mean(
+        self, flat: Flat, owned: Owned, dtype: torch.dtype, reduces: bool
+    ) -> Tensor:
+        """The mean gradient of a shard; with what each rank had, if it `reduces`."""
+        mean = self._read(flat, owned, "gradients/mean", None, dtype).clone()
+        ranks, total = self.run.index.world_size, torch.zeros(flat.size, dtype=dtype)
+        for (saved, slot), skip, a, b in places(flat, owned.index, self.match.found):
+            if reduces and "local" in saved.gradients:
+                part, name = (
+                    torch.empty(b - a, dtype=dtype),
+                    saved.named("gradients/local"),
+                )
+                for r in range(ranks):
+                    self.run.file(r).read(name, slot.offset + skip, part)
+                    total[a:b] += part
+        return mean.add_(total.div_(ranks)) if reduces else mean
+
     def _load_groups(self) -> None:
-        groups = zip(self.net.optimizer.param_groups, self.groups, strict=True)
-        for group, saved in groups:
-            for key, value in saved.items():
+        for group, options in zip(
+            self.net.optimizer.param_groups, self.groups, strict=True
+        ):
+            for key, value in options.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(float(value))  # a graph may hold it
                 else:
@@ -315,27 +476,6 @@ class Restore:
                 path = name.rpartition(".")[0]
                 modules[path].set_extra_state(self.own["modules"][name])
 
-    def _load_precision(self) -> None:
-        """Take over what this precision has too.
-
-        A loss scale of another kind, or of a run that had none, is of no use here:
-        this one's starts as it was made.
-        """
-        mine = self.net.precision.state_dict()
-        state = {k: self.precision.get(k, mine[k]) for k in mine}
-        here, there = mine.get("loss_scale"), self.precision.get("loss_scale")
-        if not here or not there or here.keys() != there.keys():
-            if there and rank() == 0:
-                warnings.warn(
-                    f"{self.run.path}: the loss scale that was saved is not taken "
-                    "over; this run's precision has "
-                    f"{'one of another kind' if here else 'none'}",
-                    stacklevel=2,
-                )
-            if "loss_scale" in mine:
-                state["loss_scale"] = here
-        self.net.precision.load_state_dict(state)
-
 
 def _as(value: Any, example: Any) -> Any:
     """A scalar state in the dtype, and where, the optimizer has it."""
@@ -344,3 +484,11 @@ def _as(value: Any, example: Any) -> Any:
     if isinstance(value, Tensor) and isinstance(example, int | float):
         return type(example)(value.item())
     return value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values are dicts with the same keys, or numbers, or of one type."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
+    numbers = isinstance(a, Number) and isinstance(b, Number)
+    return numbers or type(a) is type(b)

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..zero.data_parallel import DataParallel
 from ..zero.flat_buffer import Flat, Unit
 from ..zero.owned import Owned
 from .encoding import dtype_name, encode
-from .manifest import Index, SavedFlat, SavedSlot
+from .manifest import Index, SavedBuffer, SavedFlat, SavedSlot
 from .tensor_file import LazyTensor
 
 # how an optimizer computes, which is this machine's affair; and the names of
@@ -30,6 +30,7 @@ _NOT_SAVED = frozenset(
 def settle(net: DataParallel) -> None:
     """Let everything arrive that is under way."""
     net.synchronize()
+    net.home.finish_adds()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # copies to host memory too
 
@@ -45,8 +46,7 @@ def own_shard(net: DataParallel, flat: Flat) -> Owned:
     """The shard that this rank saves: its own, though it may hold all."""
     if not flat.numel:  # parameters without elements: nothing is made of it
         return Owned(flat, rank(), flat.full, flat.full, flat.full)
-    owned = net.owned_states(flat)
-    return next(shard for shard in owned if shard.index == rank())
+    return next(o for o in net.owned_states(flat) if o.index == rank())
 
 
 def is_elementwise(value: Any, shard: Tensor) -> TypeGuard[Tensor]:
@@ -57,13 +57,12 @@ def is_elementwise(value: Any, shard: Tensor) -> TypeGuard[Tensor]:
 def saved_flat(
     net: DataParallel, unit: Unit, number: int, flat: Flat
 ) -> tuple[SavedFlat, list[LazyTensor]]:
-    """What the index says of a buffer, and this rank's shard of it."""
-    owned = own_shard(net, flat)
-    tensors: dict[str | None, Tensor] = {None: owned.master}
-    scalars = {}
+    """What the index says of a buffer, and this rank's part of it."""
+    owned, plan = own_shard(net, flat), net.home.plan
+    states, scalars = {}, {}
     for key, value in owned.state.items():
         if is_elementwise(value, owned.shard):
-            tensors[key] = value
+            states[key] = value
             continue
         where = f"the optimizer's state {key!r} of {flat.slots[0].name!r}"
         scalars[key], parts = encode(value, where)
@@ -73,6 +72,7 @@ def saved_flat(
                 f"a scalar nor of the shard's shape {tuple(owned.shard.shape)}; it "
                 "cannot be cut into shards"
             )
+    grads = {k: v[rank() % len(v)] for k, v in net.partial_grads(flat).items()}
     saved = SavedFlat(
         unit=unit.name,
         number=number,
@@ -81,36 +81,39 @@ def saved_flat(
         group=flat.group,
         size=flat.size,
         slots=[SavedSlot(s.name, list(s.shape), s.offset) for s in flat.slots],
-        states={k: dtype_name(t.dtype) for k, t in tensors.items() if k is not None},
+        states={k: dtype_name(v.dtype) for k, v in states.items()},
         scalars=scalars,
+        gradients={k: dtype_name(v.dtype) for k, v in grads.items()},
     )
-    lazy, plan = [], net.home.plan
-    for state, tensor in tensors.items():
-        rests = plan.parameters if tensor is owned.shard else plan.optimizer
-        read, name = partial(net.home.fetch, tensor), saved.tensor(state)
-        on_disk = rests.on == "nvme"
-        lazy.append(LazyTensor(name, tensor.dtype, (flat.size,), read, on_disk))
-    return saved, lazy
+
+    def lazy(what: str, tensor: Tensor, on: str) -> LazyTensor:
+        size = flat.padded if what == "gradients/local" else flat.size
+        read = partial(net.home.fetch, tensor)
+        # every backward adds to gradients
+        steady = on == "device" and not what.startswith("gradients")
+        return LazyTensor(
+            saved.named(what),
+            tensor.dtype,
+            (size,),
+            read,
+            on_disk=on == "nvme",
+            steady=tensor.detach() if steady else None,
+        )
+
+    rests = plan.parameters if owned.master is owned.shard else plan.optimizer
+    return saved, [
+        lazy("parameters", owned.master, rests.on),
+        *(lazy(f"optimizer/{k}", v, plan.optimizer.on) for k, v in states.items()),
+        *(lazy(f"gradients/{k}", v, plan.gradients.on) for k, v in grads.items()),
+    ]
 
 
 def tied_names(net: DataParallel) -> dict[str, str]:
     """Further names of parameters, each with the one in the layout."""
-    first = {
-        slot.parameter: slot.name
-        for unit in net.units
-        for flat in unit.flats
-        for slot in flat.slots
-    }
+    slots = [slot for *_, flat in flats_of(net) for slot in flat.slots]
+    first = {slot.parameter: slot.name for slot in slots}
     named = net.model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in named if first[p] != name}
-
-
-def module_state(net: DataParallel) -> dict[str, Any]:
-    """Persistent buffers, and what modules have as extra state, by name."""
-    named = net.model.named_parameters(remove_duplicate=False)
-    parameters = {name for name, _ in named}
-    state = net.model.state_dict()
-    return {k: v for k, v in state.items() if k not in parameters}
 
 
 def group_options(net: DataParallel) -> list[dict[str, Any]]:
@@ -121,30 +124,31 @@ def group_options(net: DataParallel) -> list[dict[str, Any]]:
     ]
 
 
-def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to get and set the states of Python's, torch's and NumPy's generators."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "python": (random.getstate, random.setstate),
-        "torch": (torch.get_rng_state, torch.set_rng_state),
+class Generator(NamedTuple):
+    """How to get and set a generator's state, and try one on another generator."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    check: Callable[[Any], Any]
+
+
+def generators() -> dict[str, Generator]:
+    """Python's, torch's and NumPy's."""
+    python = Generator(random.getstate, random.setstate, random.Random().setstate)
+    check = torch.Generator().set_state
+    found = {
+        "python": python,
+        "torch": Generator(torch.get_rng_state, torch.set_rng_state, check),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        check = torch.Generator("cuda").set_state
+        cuda = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        found["cuda"] = Generator(*cuda, check)
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
-        found["numpy"] = numpy.get_state, numpy.set_state
+        check = numpy.RandomState().set_state
+        found["numpy"] = Generator(numpy.get_state, numpy.set_state, check)
     return found
-
-
-def random_states() -> dict[str, Any]:
-    """The states of this rank's generators, by name."""
-    return {name: get() for name, (get, _) in _generators().items()}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """The inverse. A generator that is missing here or there is left."""
-    for name, (_, put) in _generators().items():
-        if name in states:
-            put(states[name])
 
 
 def describe(
@@ -157,31 +161,29 @@ def describe(
 
     Raises TypeError for a value that would need pickle.
     """
-    flats: list[SavedFlat] = []
-    written: list[LazyTensor] = []
-    for unit, number, flat in flats_of(net):
-        saved, shards = saved_flat(net, unit, number, flat)
-        flats.append(saved)
-        written += shards
-    state = module_state(net)
+    parts = [saved_flat(net, *found) for found in flats_of(net)]
+    written = [lazy for _, shards in parts for lazy in shards]
+    state = net.module_state()
     buffers = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     written += [LazyTensor.of(f"buffers/{k}", v) for k, v in buffers.items()]
-    own_trees = {
+    own_values = {
         "own": own or {},
-        "random": random_states(),
+        "random": {name: each.get() for name, each in generators().items()},
         "modules": {k: v for k, v in state.items() if k not in buffers},
     }
-    all_trees = own_trees | {
+    all_values = own_values | {
         "extra": extra or {},
         "groups": group_options(net),
         "precision": net.precision.state_dict(),
     }
     trees = {}
-    for name, value in all_trees.items():
+    for name, value in all_values.items():
         trees[name], tensors = encode(value, name)
-        if rank() == 0 or name in own_trees:
+        if rank() == 0 or name in own_values:
             written += [LazyTensor.of(k, v) for k, v in tensors.items()]
-    text = bytearray(json.dumps({name: trees[name] for name in own_trees}).encode())
+    text = bytearray(
+        json.dumps({name: trees.pop(name) for name in own_values}).encode()
+    )
     written.append(LazyTensor.of("own", torch.frombuffer(text, dtype=torch.uint8)))
     # wide ones first keeps all aligned
     written.sort(key=lambda t: (not t.on_disk, -t.dtype.itemsize))
@@ -189,12 +191,13 @@ def describe(
         tag=tag,
         number=0,
         world_size=world_size(),
-        flats=flats,
+        flats=[flat for flat, _ in parts],
         tied=tied_names(net),
-        buffers={k: [dtype_name(v.dtype), list(v.shape)] for k, v in buffers.items()},
+        buffers={
+            k: SavedBuffer(dtype_name(v.dtype), list(v.shape))
+            for k, v in buffers.items()
+        },
         optimizer=type(net.optimizer).__name__,
-        groups=trees["groups"],
-        precision=trees["precision"],
-        extra=trees["extra"],
+        **trees,
     )
     return index, written

@@ -12,16 +12,17 @@ import errno
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from ..memory.bytes import view
 from .encoding import DTYPES
@@ -46,25 +47,63 @@ class CheckpointError(ValueError):
     """What is wrong with a checkpoint; names the file or the parameter."""
 
 
+_TAKEN = "there is something of that name already; delete it, or choose another name"
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free space, or save elsewhere",
+    errno.EDQUOT: "the disk quota is used up; free space, or save elsewhere",
+    errno.EFBIG: "the file may not grow so large; raise the limit (ulimit -f), or "
+    "choose another file system",
+    errno.ENOENT: "there is no such file; this checkpoint was moved in part, or the "
+    "folder is not the same on every node",
+    errno.EACCES: "no permission; choose a folder of your own",
+    errno.EROFS: "the file system is read-only; save elsewhere",
+    errno.EEXIST: _TAKEN,
+    errno.ENOTEMPTY: _TAKEN,
+    errno.EISDIR: "this is a folder, and a file is expected there",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+}
+
+
 def explained(path: Path, error: OSError) -> CheckpointError:
     """An error of the system as a sentence that says what to do."""
-    taken = "there is something of that name already; delete it, or choose another name"
-    advice = {
-        errno.ENOSPC: "the disk is full; free space, or save elsewhere",
-        errno.EDQUOT: "the disk quota is used up; free space, or save elsewhere",
-        errno.EFBIG: "the file may not grow so large; raise the limit (ulimit -f), or "
-        "choose another file system",
-        errno.ENOENT: "there is no such file; this checkpoint was moved in part, or "
-        "the folder is not the same on every node",
-        errno.EACCES: "no permission; choose a folder of your own",
-        errno.EROFS: "the file system is read-only; save elsewhere",
-        errno.EEXIST: taken,
-        errno.ENOTEMPTY: taken,
-        errno.EISDIR: "this is a folder, and a file is expected there",
-        errno.ENOTDIR: "a part of the path is a file, not a folder",
-    }
-    what = advice.get(error.errno or 0, error.strerror or str(error))
+    what = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return CheckpointError(f"{path}: {what}")
+
+
+def open_file(path: Path) -> FileIO:
+    """A file to be read. Whatever has no end, a device or a pipe, is refused."""
+    # without O_NONBLOCK a pipe would be waited for
+    file = FileIO(path, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(
+            f"{path}: this is a device or a pipe, and a file is expected there"
+        )
+    return file
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file."""
+    with open_file(path) as file:
+        return file.readall()
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Bytes and crc32 of a whole file, read in pieces."""
+    nbytes, crc32 = 0, 0
+    room = memoryview(bytearray(1 << 20))
+    try:
+        with open_file(path) as file:
+            while count := file.readinto(room):
+                nbytes, crc32 = nbytes + count, zlib.crc32(room[:count], crc32)
+    except OSError as error:
+        raise explained(path, error) from error
+    return nbytes, crc32
+
+
+def seal(header: dict[str, Any], owner: str) -> str:
+    """The checksum of a header, and of whose it is."""
+    return f"{zlib.crc32(json.dumps([owner, header]).encode()):08x}"
 
 
 @dataclass(frozen=True)
@@ -77,40 +116,50 @@ class Entry:
 
 
 class TensorFile:
-    """Reads any part of any tensor of a file, and nothing but that."""
+    """Reads any part of any tensor of a file, and nothing but that.
+
+    `entries`: what it has, by name. Raises CheckpointError for a header that does not
+    describe each byte of the file once.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)
+            self._file = open_file(path)
         except OSError as error:
             raise explained(path, error) from error
         try:
             self.entries = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
             self.close()
             raise CheckpointError(
-                f"{path}: this is no safetensors file ({error}); it was damaged, or "
+                f"{path}: this is no safetensors file ({e}); it was damaged, or "
                 "another one took its place"
-            ) from error
+            ) from e
 
     def _read_header(self) -> dict[str, Entry]:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"a header of {length:,} bytes in {size:,}")
-        header = json.loads(self._file.read(length))
-        header.pop("__metadata__", None)
-        begin = 8 + length
-        entries = {}
-        for name, facts in header.items():
-            dtype, shape = _DTYPES[facts["dtype"]], tuple(map(int, facts["shape"]))
+        self.header = json.loads(self._file.read(length))
+        self.metadata: dict[str, str] = self.header.pop("__metadata__", {})
+        begin, ended, entries = 8 + length, 0, {}
+        by_start = sorted(self.header.items(), key=lambda e: e[1]["data_offsets"])
+        for name, facts in by_start:
+            dtype, shape = _DTYPES[facts["dtype"]], tuple(facts["shape"])
             start, end = facts["data_offsets"]
-            inside = 0 <= start <= end <= size - begin and min(shape, default=0) >= 0
-            if not inside or end - start != prod(shape) * dtype.itemsize:
+            whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            if not whole or start != ended or end - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"bytes {start} to {end} for {dtype}, {shape}")
-            entries[name] = Entry(dtype, shape, begin + start)
+            entries[name], ended = Entry(dtype, shape, begin + start), end
+        if begin + ended != size:
+            raise ValueError(f"{ended:,} bytes of tensors in {size - begin:,}")
         return entries
+
+    def sealed_for(self, owner: str) -> bool:
+        """Whether it was written as `TensorWriter(..., owner=owner)`."""
+        return self.metadata.get("seal") == seal(self.header, owner)
 
     def read(self, name: str, a: int, out: Tensor) -> Tensor:
         """Elements from `a` on into `out`: 1-D, contiguous, in host memory.
@@ -160,24 +209,13 @@ class TensorFile:
         self.close()
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Bytes and crc32 of a whole file, read in pieces."""
-    nbytes, crc32 = 0, 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while data := file.read(1 << 20):
-                nbytes, crc32 = nbytes + len(data), zlib.crc32(data, crc32)
-    except OSError as error:
-        raise explained(path, error) from error
-    return nbytes, crc32
-
-
 @dataclass(frozen=True)
 class LazyTensor:
     """A tensor to be written, which need not be in memory.
 
     `read(a, b)`: its elements a to b in host memory, 1-D. `on_disk`: whether it reads
-    them from a file.
+    them from a file. `steady`: the tensor itself, 1-D, if nothing but an update changes
+    it: then a copy may be made beside forward and backward.
     """
 
     name: str
@@ -185,6 +223,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
     on_disk: bool = False
+    steady: Tensor | None = None
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> LazyTensor:
@@ -202,6 +241,12 @@ class LazyTensor:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def pieces(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) element of each chunk."""
+        step = CHUNK // self.dtype.itemsize
+        starts = range(0, self.numel, step)
+        return [(a, min(a + step, self.numel)) for a in starts]
+
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
     """`os.write` may take less than it is given."""
@@ -213,8 +258,9 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 class TensorWriter:
     """Writes a new file: the header at once, then each tensor in its turn.
 
-    `nbytes`, `crc32`: of what has been written. Raises CheckpointError; a file that
-    has not got its header is none.
+    `metadata`: strings for other readers; without them, the seal of the `owner`.
+    `nbytes`, `crc32`: of what has been written. Raises CheckpointError; a file that has
+    not got its header is none.
     """
 
     def __init__(
@@ -222,11 +268,11 @@ class TensorWriter:
         path: Path,
         tensors: Iterable[LazyTensor],
         metadata: dict[str, str] | None = None,
+        owner: str = "",
     ) -> None:
         self.path = path
-        self.nbytes = self.crc32 = 0
-        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-        end = 0
+        self.nbytes = self.crc32 = end = 0
+        header: dict[str, Any] = {}
         for tensor in tensors:
             if tensor.name in header or tensor.name == "__metadata__":
                 raise CheckpointError(
@@ -239,7 +285,8 @@ class TensorWriter:
                 "shape": tensor.shape,
                 "data_offsets": [start, end],
             }
-        text = json.dumps(header).encode()
+        about = metadata or {"seal": seal(header, owner)}
+        text = json.dumps({"__metadata__": about, **header}).encode()
         text += b" " * (-len(text) % 8)
         try:
             self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -254,13 +301,10 @@ class TensorWriter:
 
     def write(self, tensor: LazyTensor) -> None:
         """The next tensor, a chunk at a time."""
-        step = CHUNK // tensor.dtype.itemsize
-        for a in range(0, tensor.numel, step):
-            self._put_tensor(tensor.read(a, min(a + step, tensor.numel)))
-
-    def _put_tensor(self, piece: Tensor) -> None:
-        piece = piece.contiguous()  # `view` does not keep it alive
-        self._put(view(piece))
+        for a, b in tensor.pieces():
+            piece = tensor.read(a, b).contiguous()  # `view` does not keep it alive
+            self._put(view(piece))
+            del piece  # before the next one is there
 
     def _put(self, data: bytes | memoryview) -> None:
         try:

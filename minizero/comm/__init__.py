@@ -1,14 +1,15 @@
 """Collectives, and the ledger in which each call is entered.
 
 Read `point_to_point` (send and receive), `algorithms` (collectives made of them),
-`backend` (its own, and the choice), `ledger`, `collectives` (what everybody calls), and
-`agreement` (one rank's bytes, anybody's error). Imports `ranks` and `memory`. Nothing
-outside this folder calls a collective of torch.
+`backend` (its own, and the choice), `ledger`, `sequence` (do all ranks make the same
+calls?), `collectives` (what everybody calls), and `agreement` (one rank's bytes,
+anybody's error). Imports `ranks` and `memory`. Nothing outside this folder calls a
+collective of torch.
 """
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
 from ..ranks.launch import world_size as get_world_size
-from .backend import ALGORITHMS, algorithm, current_algorithm
+from .backend import ALGORITHMS, algorithm, beside, current_algorithm
 from .collectives import (
     Work,
     all_gather,
@@ -18,6 +19,7 @@ from .collectives import (
     reduce_scatter,
 )
 from .ledger import Call, Ledger, enter, ledger, phase
+from .sequence import check_sequence
 
 __all__ = [
     "ALGORITHMS",
@@ -28,7 +30,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "barrier",
+    "beside",
     "broadcast",
+    "check_sequence",
     "current_algorithm",
     "enter",
     "get_rank",

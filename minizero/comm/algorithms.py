@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .point_to_point import Rows, exchange
+from .point_to_point import Rows, exchange, same_place
 from ..memory.labels import label
 from ..ranks.launch import rank, world_size
 
@@ -21,14 +21,15 @@ from ..ranks.launch import rank, world_size
 __all__ = ['ordered_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter', 'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
-def ordered_sum(parts: Rows) -> Tensor:
-    """Sum in rank order; 16-bit inputs in fp32, rounded once."""
+def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
+    """Sum, or mean, in rank order; of 16-bit inputs in fp32."""
     kind = parts[0].dtype
     narrow = kind.is_floating_point and kind.itemsize < 4
     total = parts[0].to(torch.float32 if narrow else kind, copy=True)
     for part in parts[1:]:
         total += part
-    return total
+    # before it is rounded: a mean of fp16 fits where their sum may not
+    return total.div_(len(parts)) if average else total
 
 
 def store(out: Tensor, total: Tensor) -> None:
@@ -38,7 +39,7 @@ def store(out: Tensor, total: Tensor) -> None:
 
 
 def direct_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int
+    out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:
     """Send row j to rank j; sum what arrives in rank order."""
     me, ranks = rank(), range(world_size())
@@ -48,7 +49,8 @@ def direct_reduce_scatter(
 
     def finish() -> None:
         wait()
-        store(out, ordered_sum([came.get(j, inp[me]) for j in ranks]))
+        every = [came.get(j, inp[me]) for j in ranks]
+        store(out, ordered_sum(every, average))
 
     return finish
 
@@ -64,26 +66,27 @@ def direct_all_gather(
 
     def finish() -> None:
         wait()
-        if out[me].data_ptr() != own.data_ptr():
+        if not same_place(out[me], own):
             out[me].copy_(own)
 
     return finish
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
 def ring_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int
+    out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:
     """N-1 steps: pass a partial sum on, add the own row to what comes."""
     me, n = rank(), world_size()
     right, left = (me + 1) % n, (me - 1) % n
+    share = 1 / n if average else 1
 
     def finish() -> None:
-        partial = inp[left].clone()
+        partial = inp[left] * share
         for step in range(1, n):
             mine = inp[(left - step) % n]
             arriving = torch.empty_like(mine)
             exchange({right: partial}, {left: arriving}, tag)()
-            partial = arriving.add_(mine)
+            partial = arriving.add_(mine, alpha=share)
         store(out, partial)
 
     return finish
@@ -95,7 +98,7 @@ def ring_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
     right, left = (me + 1) % n, (me - 1) % n
 
     def finish() -> None:
-        if out[me].data_ptr() != inp.data_ptr():
+        if not same_place(out[me], inp):
             out[me].copy_(inp[: out[me].numel()])
         for step in range(n - 1):
             last, arriving = out[(me - step) % n], out[(left - step) % n]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.launch import rank, world_size
+from ..ranks.launch import device, rank, world_size
 from .algorithms import (
     direct_all_gather,
     direct_reduce_scatter,
@@ -18,7 +19,7 @@ from .algorithms import (
     ring_reduce_scatter,
     store,
 )
-from .point_to_point import Rows, staged
+from .point_to_point import Cuts, Rows, backend_of, staged
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -26,30 +27,38 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _pad(row: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(row, (0, size - row.numel()))
+    missing = size - row.numel()
+    return torch.nn.functional.pad(row, (0, missing)) if missing else row
 
 
 def _side_by_side(parts: Rows) -> Tensor | None:
     """The rows as one tensor, if they are equal and lie so in memory."""
-    size, step = parts[0].numel(), parts[0].nbytes
-    start, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    if isinstance(parts, Cuts):
+        return parts.flat if parts.flat.numel() == len(parts) * parts.size else None
+    first, size = parts[0], parts[0].numel()
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
     for j, part in enumerate(parts):
-        same = part.untyped_storage().data_ptr() == storage
-        if not same or part.numel() != size or part.data_ptr() != start + j * step:
+        same = part.untyped_storage()._cdata == storage and part.numel() == size
+        if not same or part.storage_offset() != start + j * size:
             return None
-    return parts[0].as_strided((size * len(parts),), (1,))
+    return first.as_strided((size * len(parts),), (1,))
 
 
-def backend_reduce_scatter(out: Tensor, inp: Rows, tag: int) -> Callable[[], None]:
+def backend_reduce_scatter(
+    out: Tensor, inp: Rows, tag: int, average: bool
+) -> Callable[[], None]:
     """The backend's own. It wants one contiguous input with equal rows."""
     size = inp[0].numel()
     padded = _side_by_side(inp)
     if padded is None:
         padded = torch.cat([_pad(row, size) for row in inp])
-    target = torch.empty_like(inp[0])
-    if staged(target):
-        padded, target = padded.cpu(), target.cpu()
-    work = _reduce_scatter(target, padded, async_op=True)
+    if backend_of(out) != "gloo":
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return _reduce_scatter(out, padded, op, queue(), async_op=True).wait
+    if average:
+        padded = padded / len(inp)
+    target = torch.empty_like(inp[0], device="cpu")
+    work = _reduce_scatter(target, padded.cpu(), async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -66,7 +75,7 @@ def backend_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
         own = own.cpu()
     in_place = None if staged(out[0]) else _side_by_side(out)
     target = own.new_empty(size * world_size()) if in_place is None else in_place
-    work = _all_gather(target, own, async_op=True)
+    work = _all_gather(target, own, queue(), async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -76,11 +85,21 @@ def backend_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
     return finish
 
 
+def backend_all_reduce(tensor: Tensor, average: bool) -> Callable[[], None]:
+    """The backend's own, in place."""
+    op = dist.ReduceOp.SUM
+    if average and backend_of(tensor) == "gloo":
+        tensor /= world_size()
+    elif average:
+        op = dist.ReduceOp.AVG
+    return dist.all_reduce(tensor, op, queue(), async_op=True).wait
+
+
 class Halves(NamedTuple):
     """The two halves of an all-reduce, each started by one call and finished by what
     that returns."""
 
-    reduce_scatter: Callable[[Tensor, Rows, int], Callable[[], None]]
+    reduce_scatter: Callable[[Tensor, Rows, int, bool], Callable[[], None]]
     all_gather: Callable[[Rows, Tensor, int], Callable[[], None]]
 
 
@@ -91,6 +110,35 @@ _HALVES = {
 }
 ALGORITHMS = tuple(_HALVES)
 _chosen: list[str] = []
+_beside: list[dist.ProcessGroup] = []  # the innermost `beside` last
+
+
+@cache
+def _second(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group()
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """The backend's collectives inside queue apart from those outside.
+
+    NCCL does what one communicator is given in turn, each after what its stream waits
+    for: a copy from the host, say, that would hold up reductions as well.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    assert dist.group.WORLD is not None
+    _beside.append(_second(dist.group.WORLD))
+    try:
+        yield
+    finally:
+        _beside.pop()
+
+
+def queue() -> dist.ProcessGroup | None:
+    """The group that the backend's next collective goes to; None is the default one."""
+    return _beside[-1] if _beside else None
 
 
 @contextmanager
@@ -111,19 +159,23 @@ def algorithm(name: str) -> Iterator[None]:
         _chosen.pop()
 
 
-def current_algorithm() -> str:
-    """The algorithm that the next collective takes."""
+def current_algorithm(tensor: Tensor | None = None) -> str:
+    """The algorithm that the next collective of `tensor` takes.
+
+    One group moves tensors of the host and of the device, each in its own way; without
+    a tensor, one on this rank's device is meant.
+    """
     if _chosen:
         return _chosen[-1]
-    alone = not dist.is_initialized()
-    return "direct" if alone or dist.get_backend() != "nccl" else "backend"
+    like = torch.empty(0, device=device()) if tensor is None else tensor
+    return "direct" if backend_of(like) in ("", "gloo") else "backend"
 
 
-def halves() -> Halves:
+def halves(tensor: Tensor) -> Halves:
     """Those of the current algorithm."""
-    return _HALVES[current_algorithm()]
+    return _HALVES[current_algorithm(tensor)]
 
 
 def natively(tensor: Tensor) -> bool:
     """Whether the backend's own whole collective is wanted, and can reach `tensor`."""
-    return current_algorithm() == "backend" and not staged(tensor)
+    return current_algorithm(tensor) == "backend" and not staged(tensor)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import halves, natively
+from .backend import backend_all_reduce, halves, natively, queue
 from .ledger import Call, enter
-from .point_to_point import Rows, exchange, full_row, rows
-from ..ranks.launch import device, rank, report, world_size
+from minizero.comm.point_to_point import (
+    Rows,
+    backend_of,
+    count,
+    exchange,
+    full_row,
+    reachable,
+    rows,
+)
+from .sequence import note
+from ..ranks.launch import rank, report, world_size
 
 # %% auto #0
 __all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
@@ -28,16 +35,22 @@ class Work:
 
     On NCCL waiting orders streams and returns at once; on gloo it blocks the
     thread. Callbacks added with `then` run once, when the wait is over.
+
+    Every rank makes the same calls in the same order. `made` counts those of
+    this process; a call's tag is a checksum of all up to it.
     """
 
-    made = 0  # by this process: the ranks number their calls alike
+    made = 0
 
-    def __init__(self, call: Call, finish: Callable[[], Any]) -> None:
-        self.call = call
-        self._finish: Callable[[], Any] | None = finish
-        self._after: list[Callable[[], Any]] = []
+    def __init__(self, call: Call, start: Callable[[int], Any]) -> None:
+        self.call, self._what = call, str(call)
         Work.made += 1
-        self._number = Work.made
+        tag = note(self._what)
+        self._place = Work.made, self._what, tag
+        report("launched", *self._place)
+        self._after: list[Callable[[], Any]] = []
+        self._finish: Callable[[], Any] | None = start(tag)
+        call.stamp("returned")
 
     def then(self, callback: Callable[[], Any]) -> Work:
         """Run `callback` when the wait is over: now, if it is."""
@@ -52,17 +65,17 @@ class Work:
         if self._finish is None:
             return
         finish, self._finish = self._finish, None
-        self.call.waited = time.perf_counter()
-        report("waits", self._number, str(self.call))
+        self.call.stamp("waited")
+        report("waits", *self._place)
         try:
             finish()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank()}: collective {self._number}, {self.call}, "
+                f"rank {rank()}: collective {self._place[0]}, {self._what}, "
                 f"failed: {error}"
             ) from error
-        self.call.finished = time.perf_counter()
-        report("done", self._number, str(self.call))
+        self.call.stamp("finished")
+        report("queued" if self.call.queued else "done", *self._place)
         for callback in self._after:
             callback()
 
@@ -75,33 +88,34 @@ def _begin(
     async_op: bool = False,
 ) -> Work:
     """Enter the call in the ledgers, start it, wait unless it is async."""
-    elements, kind = sum(part.numel() for part in parts), parts[0].dtype
-    dtype = str(kind).removeprefix("torch.")
-    call = enter(op, elements, sent, dtype, kind.itemsize)
-    tag = zlib.crc32(f"{Work.made + 1} {op} {elements} {dtype}".encode())
-    work = Work(call, start(tag & 0x7FFFFFFF))
-    call.returned = time.perf_counter()
+    elements = count(parts)
+    queued = backend_of(parts[0]) == "nccl"
+    work = Work(enter(op, elements, sent, parts[0].dtype, queued), start)
     if not async_op:
         work.wait()
     return work
 
 # %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
-    out: Tensor, inp: Tensor | Sequence[Tensor], async_op: bool = False
+    out: Tensor,
+    inp: Tensor | Sequence[Tensor],
+    async_op: bool = False,
+    average: bool = False,
 ) -> Work:
-    """Sum over ranks; rank r keeps row r.
+    """Sum over ranks, or average; rank r keeps row r.
 
     `inp`: n elements, or N rows. `out`: ceil(n/N) elements, may be row r
     itself.
     """
-    parts, start = rows(inp), halves().reduce_scatter
+    parts = rows(inp)
+    start = halves(parts[0]).reduce_scatter
     row = full_row("reduce_scatter", out, parts)
-    sent = sum(part.numel() for j, part in enumerate(parts) if j != rank())
+    sent = count(parts) - parts[rank()].numel()
     return _begin(
         "reduce_scatter",
         parts,
         sent,
-        lambda tag: start(row, parts, tag),
+        lambda tag: start(row, parts, tag, average),
         async_op,
     )
 
@@ -114,7 +128,8 @@ def all_gather(
     `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements, or N
     rows.
     """
-    parts, start = rows(out), halves().all_gather
+    parts = rows(out)
+    start = halves(parts[0]).all_gather
     row = full_row("all_gather", inp, parts)
     sent = parts[rank()].numel() * (world_size() - 1)
     return _begin(
@@ -127,17 +142,19 @@ def all_gather(
 
 # %% ../../notebooks/02_ranks.ipynb #comm-all-reduce
 def all_reduce(
-    tensor: Tensor | Sequence[Tensor], async_op: bool = False
+    tensor: Tensor | Sequence[Tensor],
+    async_op: bool = False,
+    average: bool = False,
 ) -> Work:
-    """Sum over ranks in place: a reduce-scatter, then an all-gather."""
-    parts, half = rows(tensor), halves()
-    own, size = parts[rank()], parts[0].numel()
+    """Sum or average in place: a reduce-scatter, then an all-gather."""
+    parts = rows(tensor)
+    own, size, half = parts[rank()], parts[0].numel(), halves(parts[0])
 
     def start(tag: int) -> Callable[[], Any]:
         if isinstance(tensor, Tensor) and natively(tensor):
-            return dist.all_reduce(tensor.detach(), async_op=True).wait
+            return backend_all_reduce(tensor.detach(), average)
         row = own if own.numel() == size else own.new_empty(size)
-        reduce = half.reduce_scatter(row, parts, tag)
+        reduce = half.reduce_scatter(row, parts, tag, average)
 
         def finish() -> None:
             reduce()
@@ -145,7 +162,7 @@ def all_reduce(
 
         return finish
 
-    others = sum(part.numel() for part in parts) - own.numel()
+    others = count(parts) - own.numel()
     sent = others + own.numel() * (world_size() - 1)
     return _begin("all_reduce", parts, sent, start, async_op)
 
@@ -162,7 +179,7 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
 
     def start(tag: int) -> Callable[[], Any]:
         if natively(flat):
-            return dist.broadcast(flat, src, async_op=True).wait
+            return dist.broadcast(flat, src, queue(), async_op=True).wait
         sends = dict.fromkeys(peers, flat) if mine else {}
         return exchange(sends, {} if mine else {src: flat}, tag)
 
@@ -171,9 +188,11 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
 
 
 def barrier() -> None:
-    """Return when every rank has come here."""
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    seen = torch.zeros(world_size(), device=device() if nccl else "cpu")
-    parts, start = rows(seen.to(torch.uint8)), halves().all_gather
+    """Return when every rank has come here; the host waits for them."""
+    # host memory, whatever a script has made the default device
+    seen = torch.zeros(world_size(), dtype=torch.uint8, device="cpu")
+    seen = reachable(seen)
+    parts, start = rows(seen), halves(seen).all_gather
     own = parts[rank()].clone()
     _begin("barrier", parts, len(parts) - 1, lambda t: start(parts, own, t))
+    seen.cpu()  # what only a device has waited for

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass
 class Call:
@@ -20,6 +22,8 @@ class Call:
     exchange and the ring have this rank send (a backend may send more), both
     counted in elements; `bytes` is what `sent` weighs.
     `returned`: when the launch gave the rank back to its own work.
+    `queued`: whether a device carries it out in its own time, as NCCL does.
+    Then the times are the device's, as soon as the ledger is closed.
     """
 
     op: str
@@ -29,7 +33,8 @@ class Call:
     dtype: str
     phase: str
     unit: str
-    launched: float
+    queued: bool = False
+    launched: float = 0.0
     waited: float = 0.0
     finished: float = 0.0
     returned: float = 0.0
@@ -38,6 +43,14 @@ class Call:
         where = ", ".join(filter(None, (self.phase, self.unit)))
         what = f"{self.op} of {self.elements:,} {self.dtype}"
         return f"{what} ({where})" if where else what
+
+    def stamp(self, moment: str) -> None:
+        """It is launched, returned, waited for or finished: now."""
+        setattr(self, moment, time.perf_counter())
+        if self.queued and _ledgers:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            _events.append((self, moment, event))
 
 # %% auto #0
 __all__ = ['Call', 'Ledger', 'ledger', 'phase', 'enter']
@@ -74,6 +87,8 @@ class Ledger(list[Call]):
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-ledgers
 _ledgers: list[Ledger] = []
+# when a device comes past these moments of calls
+_events: list[tuple[Call, str, torch.cuda.Event]] = []
 _where: dict[str, Any] = {"phase": "", "unit": ""}
 
 
@@ -87,6 +102,20 @@ def ledger() -> Iterator[Ledger]:
     finally:
         # by identity: two ledgers with the same calls are equal lists
         _ledgers[:] = [other for other in _ledgers if other is not book]
+        _read_events()
+
+
+def _read_events() -> None:
+    """Put a device's times in the place of the host's."""
+    if not _events:
+        return
+    now = torch.cuda.Event(enable_timing=True)
+    now.record()
+    torch.cuda.synchronize()
+    host = time.perf_counter()
+    for call, moment, event in _events:
+        setattr(call, moment, host - event.elapsed_time(now) / 1000)
+    _events.clear()
 
 
 @contextmanager
@@ -102,13 +131,16 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
 
 
 def enter(
-    op: str, elements: int, sent: int, dtype: str, itemsize: int
+    op: str,
+    elements: int,
+    sent: int,
+    dtype: torch.dtype,
+    queued: bool = False,
 ) -> Call:
     """Write a call that is being launched into every open ledger."""
-    now = time.perf_counter()
-    call = Call(
-        op, elements, sent, sent * itemsize, dtype, **_where, launched=now
-    )
+    name, nbytes = str(dtype).removeprefix("torch."), sent * dtype.itemsize
+    call = Call(op, elements, sent, nbytes, name, **_where, queued=queued)
+    call.stamp("launched")
     for book in _ledgers:
         book.append(call)
     return call

@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.launch import rank, world_size
+from ..ranks.launch import device, rank, world_size
 
-Rows = list[Tensor]
+Rows = Sequence[Tensor]
+
+
+class Cuts(Sequence[Tensor]):
+    """The rows of a flat buffer, each cut when it is asked for: N may be thousands."""
+
+    def __init__(self, flat: Tensor, ranks: int) -> None:
+        self.flat, self.ranks = flat, ranks
+        self.size = -(-flat.numel() // ranks)
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, j: Any) -> Any:
+        if not 0 <= j < self.ranks:
+            raise IndexError(j)
+        return self.flat[j * self.size : (j + 1) * self.size]
+
+
+def count(parts: Rows) -> int:
+    """Elements of all rows."""
+    if isinstance(parts, Cuts):
+        return parts.flat.numel()
+    return sum(part.numel() for part in parts)
 
 # Transfers that nobody waited for: see `exchange`.
 _forgotten: list[dist.Work] = []
@@ -34,9 +59,7 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
             f"a collective needs a contiguous tensor, not one of shape "
             f"{tuple(buffer.shape)} and strides {buffer.stride()}; call .contiguous()"
         )
-    flat = buffer.detach().view(-1)
-    size = -(-flat.numel() // n_ranks)
-    return [flat[j * size : (j + 1) * size] for j in range(n_ranks)]
+    return Cuts(buffer.detach().view(-1), n_ranks)
 
 
 def full_row(op: str, row: Tensor, parts: Rows) -> Tensor:
@@ -49,9 +72,37 @@ def full_row(op: str, row: Tensor, parts: Rows) -> Tensor:
     return row.detach().view(-1)
 
 
-def staged(like: Tensor) -> bool:
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """The backend of each type of device, as in "cpu:gloo,cuda:nccl"."""
+    pairs = (part.partition(":") for part in config.split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def backend_of(tensor: Tensor) -> str:
+    """What moves this tensor: "gloo", "nccl"; "" for a process that is alone."""
+    if not dist.is_initialized():
+        return ""
+    return _backends(dist.get_backend_config()).get(tensor.device.type, "")
+
+
+def staged(tensor: Tensor) -> bool:
     """Gloo moves host memory only: device tensors go through it."""
-    return like.device.type != "cpu" and dist.get_backend() == "gloo"
+    return tensor.device.type != "cpu" and backend_of(tensor) == "gloo"
+
+
+def reachable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy on the device if no backend moves host memory.
+
+    Groups that `minizero` makes move both; a script may have made one that does not.
+    """
+    return tensor if backend_of(tensor) else tensor.to(device())
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at one place of one storage."""
+    alike = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return alike and a.storage_offset() == b.storage_offset()
 
 
 def exchange(
@@ -69,9 +120,10 @@ def exchange(
         for peer, t in receives.items()
         if t.numel()
     }
-    leaving = {
-        peer: t.cpu() if staged(t) else t for peer, t in sends.items() if t.numel()
-    }
+    # a row that goes to all peers is staged once
+    rows_once = {id(t): t for t in sends.values() if staged(t)}
+    host = {key: t.cpu() for key, t in rows_once.items()}
+    leaving = {peer: host.get(id(t), t) for peer, t in sends.items() if t.numel()}
     # As bytes: the transport need not know the dtype.
     ops = [
         dist.P2POp(kind, t.view(torch.uint8), peer, tag=tag)

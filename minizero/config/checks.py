@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from .keys import changed
+from .keys import changed, shown
 from .sections import (
     OneCycleParams,
     WarmupCosineParams,
     WarmupDecayParams,
     torch_name,
 )
-from .sentences import shown
 
 if TYPE_CHECKING:
     from .config import Config

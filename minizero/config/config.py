@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
+from pydantic import field_validator
 
-from .keys import UNSET, Anyway, NotNegative, Samples, Section, Steps
+from .keys import UNSET, Anyway, NotNegative, Samples, Section
 from .sections import (
     BF16,
     FP16,
     ActivationCheckpointing,
     Checkpoint,
     DataTypes,
+    FlopsProfiler,
+    Monitor,
     Optimizer,
     Scheduler,
     torch_name,
@@ -82,9 +86,15 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: Annotated[bool, Anyway(False)] = True
     """Offload with DeepSpeed's own Adam only. No effect: the optimizer that you give is
     the one that runs."""
-    steps_per_print: Steps | None = None
-    """Print counts, learning rates, loss scale and samples/s every so often. Unset:
-    never. Done: the engine."""
+    tensorboard: Monitor = Monitor()
+    """Files for TensorBoard. Done: `torch.utils.tensorboard`."""
+    csv_monitor: Monitor = Monitor()
+    """A CSV file for each value. Done: Python's `csv`."""
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    """Counting FLOPs. Done: `torch.utils.flop_counter`."""
+    steps_per_print: Annotated[int, "steps", Ge(0)] | None = None
+    """Print counts, learning rates, loss scale and samples/s every so often; 0 and
+    infinity: never. Unset: never. Done: the engine."""
     wall_clock_breakdown: bool = False
     """Time forward, backward and step, and count FLOPs; print at each step. Done: the
     engine."""
@@ -108,6 +118,11 @@ class Config(Section):
 
     world_size: int = 1
     warnings: tuple[str, ...] = ()
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: Any) -> Any:
+        return 0 if value == math.inf else value
 
     @property
     def places(self) -> tuple[str, str]:

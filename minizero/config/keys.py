@@ -8,6 +8,7 @@ after `No effect:` why it is accepted all the same, so that a config can stay as
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +17,16 @@ from functools import cache, reduce
 from numbers import Integral, Real
 from operator import or_
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+)
 
 from annotated_types import Ge, Le, MinLen
 from pydantic import (
@@ -28,7 +38,7 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # What a number counts is a string beside its bounds.
 Samples = Annotated[int, "samples", Ge(1)]
@@ -206,3 +216,51 @@ def changed(section: Section, path: str = "") -> dict[str, tuple[Key, Any]]:
         elif value != key.default:
             found[f"{path}{name}"] = key, value
     return found
+
+
+def shown(value: Any) -> str:
+    """A value as JSON writes it, if it is short."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def expected(key: Key) -> str:
+    """What the value of a key must be, as the end of a sentence."""
+    kind = key.kind
+    if key.section or key.variants or get_origin(kind) is dict:
+        return "an object in braces"
+    if kind is bool:
+        return "true or false"
+    if key.one_of:
+        *most, last = [f'"{name}"' for name in key.one_of]
+        return f"{', '.join(most)} or {last}"
+    if kind is str:
+        return "a string"
+    bounds = "" if key.least is None else f", at least {key.least}"
+    if key.most is not None:
+        bounds = f" from {key.least} to {key.most}"
+    if kind is int:
+        return f"a whole number{f' of {key.unit}' if key.unit else ''}{bounds}"
+    if kind is float:
+        return f"a number{bounds}"
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} numbers{bounds}"
+    return f"a number{bounds}, or a list with one for each group"
+
+
+def lenient(key: Key, value: Any) -> Any:
+    """A number in quotes as a number; 0, 1 and words as what they say of a switch."""
+    if isinstance(value, list | tuple):
+        return [lenient(key, each) for each in value]
+    if key.kind is bool and isinstance(value, int | str):
+        words = {"true": True, "1": True, "false": False, "0": False}
+        return words.get(str(value).lower(), value)
+    if isinstance(value, str) and not (key.one_of or key.kind is str or key.section):
+        try:
+            return _as_python(float(value))
+        except ValueError:
+            pass
+    return value

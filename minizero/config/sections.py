@@ -22,15 +22,27 @@ def torch_name(dtype: str) -> str:
     return _TORCH.get(name, name)
 
 
-class AdamParams(Section):
-    """Adam with decoupled weight decay, unless adam_w_mode is false."""
-
+class _Adam(Section):
     lr: NotNegative = 0.001
     """Learning rate. Done: `lr`."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the averages of the gradient and of its square. Done: `betas`."""
     eps: NotNegative = 1e-08
     """Added to the root. Done: `eps`."""
+
+
+class KernelAdamParams(_Adam):
+    """Adam in a kernel of `minizero.kernels`."""
+
+    weight_decay: NotNegative = 0.0
+    """Weight decay. Done: `weight_decay`."""
+    adam_w_mode: bool = True
+    """Decoupled weight decay. Done: `adam_w_mode`."""
+
+
+class AdamParams(_Adam):
+    """Adam with decoupled weight decay, unless adam_w_mode is false."""
+
     weight_decay: NotNegative | None = None
     """Weight decay. Unset: 0, and with torch_adam what torch's class has. Done:
     `weight_decay`."""
@@ -64,10 +76,29 @@ class SGDParams(Section):
     """torch's fused kernel. Unset: left to torch. Done: `fused`."""
 
 
+class AdagradParams(Section):
+    """Rates that fall with the sum of squares, as `torch.optim.Adagrad`."""
+
+    lr: NotNegative = 0.01
+    """Learning rate. Done: `lr`."""
+    lr_decay: NotNegative = 0.0
+    """Decay of the learning rate. Done: `lr_decay`."""
+    weight_decay: NotNegative = 0.0
+    """L2 penalty. Done: `weight_decay`."""
+    initial_accumulator_value: NotNegative = 0.0
+    """The first sum. Done: `initial_accumulator_value`."""
+    eps: NotNegative = 1e-10
+    """Added to the root. Done: `eps`."""
+
+
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "SGD": SGDParams,
+    "Adagrad": AdagradParams,
+    "FusedAdam": KernelAdamParams,
+    "CPUAdam": KernelAdamParams,
+    "DeepSpeedCPUAdam": KernelAdamParams,
 }
 
 
@@ -76,19 +107,24 @@ class Optimizer(Section):
 
     variants: ClassVar[dict[str, type[Section]]] = OPTIMIZERS
 
-    type: Literal["Adam", "AdamW", "SGD"]
-    """Which optimizer. Done: `torch.optim`."""
-    params: AdamParams | SGDParams = UNSET
+    type: Literal[
+        "Adam", "AdamW", "SGD", "Adagrad", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"
+    ]
+    """Which optimizer. Done: `torch.optim`; FusedAdam is Triton's kernel on a GPU and
+    CPUAdam the C++ kernel on the host, both of `minizero.kernels`."""
+    params: AdamParams | SGDParams | AdagradParams | KernelAdamParams = UNSET
     """Its options. Unset: all at their defaults. Done: the arguments of the class."""
     legacy_fusion: bool = False
     """The older way of fusing fp16 updates. No effect: there is one way."""
 
     def torch_call(self) -> tuple[str, dict[str, Any]]:
-        """A class in torch.optim, and its arguments but the parameters."""
+        """A name for `kernels.optimizer_class`, and the arguments but the parameters."""
         options = dict(vars(self.params))
+        if isinstance(self.params, KernelAdamParams):
+            return self.type, options
         options.pop("fp32_optimizer_states", None)
-        if isinstance(self.params, SGDParams):
-            return "SGD", options
+        if not isinstance(self.params, AdamParams):
+            return self.type, options
         own = options.pop("torch_adam")
         decoupled = options.pop("adam_w_mode") or self.type == "AdamW"
         if options["fused"] is None:
@@ -266,8 +302,9 @@ class DataTypes(Section):
     """Of the parameters; it must say what fp16 or bf16 say. Unset: by fp16 and bf16.
     Done: a check."""
     buffer_dtype: Dtype | None = None
-    """Of the model's floating-point buffers. Unset: as they come. Done: `buffers` of
-    `MixedPrecision`."""
+    """Of the model's floating-point buffers. Unset: the parameters' where their module
+    has parameters of its own (a batch norm), and elsewhere as they come. Done:
+    `buffers` of `MixedPrecision`."""
 
 
 class ActivationCheckpointing(Section):
@@ -291,6 +328,37 @@ class ActivationCheckpointing(Section):
     profile: bool = False
     """Time each checkpoint. No effect: the tracker's trace has forward and backward of
     each unit."""
+
+
+class Monitor(Section):
+    """Writes loss, learning rate and loss scale of each step, on rank 0."""
+
+    enabled: bool = False
+    """Write. Done: `engine.monitor`."""
+    output_path: str = ""
+    """The folder. Done: `engine.monitor`."""
+    job_name: str = "DeepSpeedJobName"
+    """The folder in that. Done: `engine.monitor`."""
+
+
+class FlopsProfiler(Section):
+    """Counts the FLOPs of one forward, module by module, on rank 0."""
+
+    enabled: bool = False
+    """Count. Done: `torch.utils.flop_counter`."""
+    profile_step: Steps = 1
+    """The step whose first forward is counted. Done: the engine."""
+    module_depth: Annotated[int, "levels", Ge(-1)] = -1
+    """How deep in modules the table goes; -1: all. Done: the table's depth."""
+    output_file: str | None = None
+    """The file of the table. Unset: standard output. Done: the engine."""
+    top_modules: Annotated[int, "modules", Ge(1)] = 1
+    """How many modules are singled out. No effect: the table has all of them."""
+    detailed: bool = True
+    """Print each module's share too. No effect: the table has all of them."""
+    recompute_fwd_factor: NotNegative = 0.0
+    """Part of the forward that backward computes again. No effect: only the forward is
+    counted."""
 
 
 class Checkpoint(Section):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+# Strings stay; comments, and commas before a closing brace, are hjson's, not JSON's.
+_STRING = r'("(?:\\.|[^"\\])*")'
+_COMMENT = re.compile(_STRING + r"|/\*.*?\*/|(?://|#)[^\n]*", re.DOTALL)
+_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -81,13 +87,12 @@ def _missing(path: Path) -> str:
 
 def _parsed(text: str, name: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = json.loads(_as_json(text), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         line = "".join(text.splitlines()[error.lineno - 1 : error.lineno])
         raise ConfigError(
             f"{name or 'the config'} is not JSON: line {error.lineno}, column "
-            f"{error.colno}: {error.msg} in {line.strip()!r} (comments and trailing "
-            "commas, which DeepSpeed reads, are not JSON)"
+            f"{error.colno}: {error.msg} in {line.strip()!r}"
         ) from None
     except ValueError as error:
         raise ConfigError(str(error), name) from None
@@ -107,5 +112,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON; give a finite one")
+def _as_json(text: str) -> str:
+    """The text with blanks in place of what JSON has not; line by line the same."""
+    text = _COMMENT.sub(lambda m: m[1] or re.sub(r"[^\n]", " ", m[0]), text)
+    return _COMMA.sub(lambda m: m[1] or " ", text)

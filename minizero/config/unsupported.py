@@ -23,7 +23,7 @@ class Refused(NamedTuple):
 
 _MIXED = "use fp16 or bf16"
 _FP32 = 'use "communication_data_type": "fp32", whose sums do not overflow'
-_LOG = "log losses and engine.get_lr() where you want them"
+_LOG = "use csv_monitor or tensorboard"
 _DATA = "choose the batches in the data loader"
 _BYTES = "nothing is quantized on its way; use bf16, half of fp32"
 _MASTERS = "master weights are fp32, as exact resuming needs"
@@ -34,18 +34,12 @@ _PARALLEL = "minizero is data-parallel; remove it"
 SECTIONS = {
     "amp": Refused(ON, _MIXED),
     "torch_autocast": Refused(ON, _MIXED),
-    "bfloat16": Refused(ON, 'write "bf16"'),
     "autotuning": Refused(ON, "use `python -m minizero plan`"),
     "elasticity": Refused(
         ON, "every checkpoint resumes on any number of ranks; remove it"
     ),
-    "flops_profiler": Refused(
-        ON, "use wall_clock_breakdown; the engine reports FLOPs as well"
-    ),
     "comms_logger": Refused(ON, "use `minizero.comm.ledger()`"),
-    "tensorboard": Refused(ON, _LOG),
     "wandb": Refused(ON, _LOG),
-    "csv_monitor": Refused(ON, _LOG),
     "comet": Refused(ON, _LOG),
     "data_efficiency": Refused(ON, _DATA),
     "curriculum_learning": Refused(ON, _DATA),
@@ -86,17 +80,7 @@ TOP = {
     "use_data_before_expert_parallelism": Refused(False, _PARALLEL),
 }
 
-_PLACE = 'use "{}": {{"device": "cpu"}}'
-
 ZERO = {
-    "cpu_offload": Refused(False, _PLACE.format("offload_optimizer")),
-    "cpu_offload_param": Refused(False, _PLACE.format("offload_param")),
-    "cpu_offload_use_pin_memory": Refused(
-        False, "host memory is page-locked wherever there is a GPU"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": Refused(
-        False, 'write "stage3_gather_16bit_weights_on_model_save"'
-    ),
     "legacy_stage1": Refused(False, "there is one stage 1; remove it"),
     "zero_hpz_partition_size": Refused(
         1, "parameters are sharded over all ranks; leave it at 1"
@@ -126,7 +110,7 @@ INNER = {
     "bf16.bf16_master_weights_and_grads": Refused(False, _MASTERS),
     "bf16.bf16_optimizer_states": Refused(False, _MASTERS),
     "data_types.keep_in_fp32_modules": Refused(
-        "auto", "buffers stay as they come, unless buffer_dtype casts them all"
+        "auto", "see buffer_dtype for what is cast"
     ),
     "aio.use_gds": Refused(False, "files are read into host memory"),
     "aio.thread_count": Refused(1, "use intra_op_parallelism"),
@@ -137,7 +121,6 @@ INNER = {
         {}, "each rank writes its own file; remove it"
     ),
     "checkpoint.writer": Refused({}, _BACKGROUND),
-    "optimizer.params.max_grad_norm": Refused(0, 'use "gradient_clipping"'),
     "optimizer.params.bias_correction": Refused(
         True, "make the optimizer yourself and pass it to initialize"
     ),
@@ -156,19 +139,26 @@ REFUSED: dict[str, Refused] = {
     **INNER,
 }
 
+_ZERO = "zero_optimization"
+_SAVES = f"{_ZERO}.stage3_gather_{{}}_weights_on_model_save"
+# Old spellings, today's, and what the old one means if that is not its own value.
+OLD: dict[str, tuple[str, Any]] = {
+    "bfloat16": ("bf16", None),
+    "optimizer.params.max_grad_norm": ("gradient_clipping", None),
+    f"{_ZERO}.cpu_offload": (f"{_ZERO}.offload_optimizer", {"device": "cpu"}),
+    f"{_ZERO}.cpu_offload_param": (f"{_ZERO}.offload_param", {"device": "cpu"}),
+    _SAVES.format("fp16"): (_SAVES.format("16bit"), None),
+}
+
 _SHAPES = "its update needs the shapes of parameters, and shards have none; use AdamW"
 _SPARSE = "nothing is compressed on its way; use AdamW"
 _MUP = "make it with the package mup, and pass it to minizero.initialize"
-_FUSED = "use Adam or AdamW, which are fused unless torch_adam is true"
-_HOST = 'use Adam or AdamW with "offload_optimizer": {"device": "cpu"}'
 
 # What to use instead of some values, in small letters; "" stands for any other.
 ADVICE = {
     "optimizer.type": {
         "": "pass another element-wise optimizer to minizero.initialize",
-        "fusedadam": _FUSED,
-        **dict.fromkeys(("cpuadam", "deepspeedcpuadam"), _HOST),
-        **dict.fromkeys(("lamb", "muon", "onebitlamb"), _SHAPES),
+        **dict.fromkeys(("lamb", "fusedlamb", "muon", "onebitlamb"), _SHAPES),
         **dict.fromkeys(("onebitadam", "zerooneadam"), _SPARSE),
         **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
     },

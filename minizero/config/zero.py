@@ -106,8 +106,9 @@ class ZeroOptimization(Section):
     stage3_param_persistence_threshold: Elements = 100_000
     """Smaller units stay whole (in DeepSpeed: smaller parameters). Done: `Overlap`,
     without `stage3_`."""
-    stage3_max_live_parameters: Annotated[int, "elements", Ge(1)] = 1_000_000_000
-    """Most parameters whole at once. Done: `Overlap`, without `stage3_`."""
+    stage3_max_live_parameters: Elements = 1_000_000_000
+    """Most parameters whole at once, but for the units in use: 0 frees each at once.
+    Done: `Overlap`, without `stage3_`."""
     stage3_max_reuse_distance: Annotated[Elements, Anyway(0)] = 1_000_000_000
     """Keep parameters that are used again within so many. No effect: a unit is freed
     after each use, as at a distance of 0."""
@@ -173,6 +174,9 @@ class ZeroOptimization(Section):
     leaf_module: dict[str, Any] | None = None
     """Modules to be gathered as one. Unset: none. No effect: a unit is always gathered
     as one."""
+    cpu_offload_use_pin_memory: bool | None = None
+    """Page-locked host memory. Unset: true. No effect: host memory is page-locked
+    wherever there is a GPU."""
     log_trace_cache_warnings: bool = False
     """Log when the recorded order of modules was wrong. No effect: the tracker's trace
     shows it."""

@@ -1,6 +1,14 @@
-"""Names that exist for DeepSpeed's sake, so that a script needs one word changed.
+"""DeepSpeed's names: in a script's import lines `deepspeed` becomes `minizero.deepspeed`.
 
-`utils` (what a parameter, its gradient and its states are now; on `views`),
-`checkpointing` (functions computed again in backward), `arguments` (of a command line).
-`minizero.utils` and `minizero.checkpointing` are these. Imports everything below.
+Nothing is implemented twice. Read `names` (which name is what, and what is not done
+here); then what has no other place: `parameters` on `views` (a parameter, its gradient
+and its states), `sharding` (of a model that is being built), `processes`, `devices`,
+`optimizers`, `weights`, `logs`, `unsharded`, `arguments` (of a command line), and
+`checkpointing` (functions computed again in backward). Imports everything below.
 """
+
+from . import names
+
+__version__ = "0.19.8"  # of DeepSpeed, whose names these are
+__getattr__ = names.lookup("")
+names.install()

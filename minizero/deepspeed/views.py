@@ -35,10 +35,7 @@ class View:
 
     def cut(self, number: int) -> tuple[int, int]:
         """Elements a to b of a shard are the parameter's; a = b if none is."""
-        start = number * self.flat.size
-        a = min(max(self.slot.offset - start, 0), self.flat.size)
-        end = self.slot.offset + self.slot.numel - start
-        return a, min(max(end, a), self.flat.size)
+        return self.flat.cut(self.slot, number)
 
     def lengths(self) -> list[int]:
         """Elements of the parameter in each rank's shard."""

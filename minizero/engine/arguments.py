@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..config.source import Source
+from ..kernels import optimizer_class
+from ..ranks.launch import rank
 from ..zero.construction import nets_of
+from ..zero.elementwise import groups_of
+from ..zero.flat_buffer import Layout, in_order
+from ..zero.units import Policy, assign, find_units, split
 from .lr_schedules import SCHEDULES
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -60,17 +66,67 @@ def the_source(
     return found.popitem()[1]
 
 
-def check_model(model: Any) -> None:
-    """Raise unless it is a module that no engine has taken over."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
+def take_over(model: nn.Module) -> str | None:
+    """Take the model from another engine that has it; then a sentence says so."""
     if nets_of(model.parameters()):
         gc.collect()  # an engine that nobody holds any more
-    if nets_of(model.parameters()):
-        raise ValueError(
-            "another engine, or parallelize, has taken over the parameters "
-            "of this model; go on with that one, or make a new model"
+    nets = nets_of(model.parameters())
+    for net in nets:
+        net.let_go()
+    return (
+        "this model had an engine, which is over now: the new one has taken over its "
+        "weights as they are, and has no optimizer state yet"
+        if nets
+        else None
+    )
+
+
+def freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Freeze what the optimizer does not update; then a sentence says what.
+
+    ValueError for an optimizer of other parameters than the model's.
+    """
+    updated = groups_of(model, optimizer)
+    others = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p not in updated
+    }
+    for p in others.values():
+        p.requires_grad_(False)
+    first = ", ".join([*others][:3]) + (", ..." if len(others) > 3 else "")
+    return (
+        f"{len(others)} parameters are in no group of the optimizer, which are frozen "
+        f"now: {first}"
+        if others
+        else None
+    )
+
+
+def live_parameters(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    units: Policy | None,
+) -> int:
+    """`stage3_max_live_parameters`; at least the root and the largest unit."""
+    zero = config.zero_optimization
+    most = zero.stage3_max_live_parameters
+    if zero.stage < 3 or not zero.overlap_comm:
+        return most
+    group_of = groups_of(model, optimizer)
+    sizes = {
+        name: sum(Layout(part, in_order).padded for _, part in split(named, group_of))
+        for name, named in assign(model, find_units(model, units)).items()
+    }
+    least = sizes.pop("") + max(sizes.values(), default=0)
+    if least > most and rank() == 0:
+        warnings.warn(
+            f"stage3_max_live_parameters = {most:,} is less than the root and the "
+            f"largest unit need, {least:,}; no more than the units in use will be whole",
+            stacklevel=4,
         )
+    return max(least, most)
 
 
 def make_optimizer(
@@ -87,7 +143,7 @@ def make_optimizer(
         return given
     if given is None and config.optimizer is not None:
         name, options = config.optimizer.torch_call()
-        return getattr(torch.optim, name)(parameters, **options)
+        return optimizer_class(name)(parameters, **options)
     if given is None and config.zero_optimization.stage in (1, 2):
         raise ValueError(
             "there is no optimizer; give one as optimizer=..., or name one "
@@ -113,8 +169,8 @@ def make_scheduler(
 ) -> Any:
     """The scheduler: the client's, what its factory makes, or the config's.
 
-    None if there is none, or only the config's and no optimizer. Raises
-    ValueError if it moves another optimizer, TypeError if it cannot step.
+    None if there is none, or only the config's and no optimizer. Raises TypeError
+    if it cannot step. It may move another optimizer, of which a warning tells.
     """
     if optimizer is None and given is not None:
         raise ValueError(
@@ -135,10 +191,12 @@ def make_scheduler(
             f"makes one of an optimizer; this is, or makes, {made!r}"
         )
     moved = getattr(made, "optimizer", optimizer)
-    if moved is not optimizer:
-        raise ValueError(
-            f"the scheduler moves another optimizer, a "
-            f"{type(moved).__name__}; make it of the one given as "
-            "optimizer=..., or give a function that makes it"
+    moved = getattr(moved, "optimizer", moved)  # in a wrapper
+    if moved is not optimizer and rank() == 0:
+        warnings.warn(
+            f"the scheduler moves another optimizer, a {type(moved).__name__}, so the "
+            "learning rate stays; make it of the one given as optimizer=..., or give a "
+            "function that makes it",
+            stacklevel=3,
         )
     return made

@@ -7,10 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from ..zero import DataParallel
 
-def check_alive(over: bool) -> None:
-    """Raise RuntimeError once the engine was destroyed."""
-    if over:
+
+def check_alive(destroyed: bool, net: DataParallel) -> None:
+    """Raise RuntimeError once the engine was destroyed, or another has its model."""
+    if net.over:
+        raise RuntimeError(
+            "another minizero.initialize has taken over this engine's model; go on with "
+            "that engine"
+        )
+    if destroyed:
         raise RuntimeError(
             "this engine was destroyed; make a new one, of a new model, "
             "and load a checkpoint into it"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+from ..config import Config
+from ..config.keys import Key, keys
+from ..config.zero import ZeroOptimization
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,8 +21,6 @@ REFUSED = {
     "offload_states": "states rest where the config says; give it "
     "offload_optimizer or offload_param",
     "reload_states": "states rest where the config says; leave it out",
-    "scale": "backward scales the loss; call engine.backward(loss) in place "
-    "of engine.scale(loss).backward()",
     "set_data_post_process_func": "batches are not processed after loading; "
     "give initialize a collate_fn",
     "register_compile_pass": "nothing is compiled here",
@@ -51,6 +53,39 @@ def method(
         return called(getattr(engine, owner), *args, **kwargs)
 
     return call
+
+
+# DeepSpeed's methods that read the config, where the name is not the key's.
+_OPTIONS = {
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "zero_optimization": "plan.optimizer.sharded",
+    "zero_optimization_partition_gradients": "plan.gradients.sharded",
+    "zero_optimization_partition_weights": "plan.parameters.sharded",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
+
+
+def options() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """A method for each key, as `zero_reduce_bucket_size`, and those of `_OPTIONS`."""
+    paths = {name: name for name, key in keys(Config).items() if _scalar(key)}
+    for name, key in keys(ZeroOptimization).items():
+        if _scalar(key) or name.startswith("offload"):
+            own = name if name.startswith("zero") else name.removeprefix("stage3_")
+            paths[f"zero_{own}"] = f"zero_optimization.{name}"
+    for name, path in (paths | _OPTIONS).items():
+        yield name, option(path)
+
+
+def _scalar(key: Key) -> bool:
+    return key.section is None
 
 
 def option(path: str) -> Callable[[Any], Any]:

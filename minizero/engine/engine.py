@@ -13,34 +13,42 @@ from torch import Tensor, nn
 
 from ..activations import functions
 from ..config import Config, read
+from ..config.batch import MICRO, STEPS, TOTAL
 from ..config.source import Source
 from ..ranks.launch import device, init_distributed, rank, world_size
 from ..zero.init import GatheredParameters
+from ..zero.units import Policy
 from .arguments import (
     MakeOptimizer,
     MakeScheduler,
     Parameters,
-    check_model,
+    freeze_others,
     make_optimizer,
     make_scheduler,
     overruled,
     refuse,
+    take_over,
     the_source,
 )
 from .batches import BatchFeeder
 from .checks import check_alive, check_optimizer
 from .data import Loader
-from .delegate import REFUSED, Field, method, option
+from .delegate import REFUSED, Field, method, options
 from .from_config import wrap
+from .monitor import Monitor
 from .optimizer import EngineOptimizer
+from .own_backward import OwnBackward, asked
 from .run_checkpoint import RunCheckpoint
 from .step_loop import Accumulation, StepLoop
-from .throughput import Meter, Throughput
+from .throughput import Meter, Throughput, profiled
 from .weights import Weights
 
 
 class Engine(nn.Module):
     """Trains a model as a config says; made by `initialize`.
+
+    For each key of the config that is no section there is a method that reads it, as
+    `steps_per_print()` and `zero_reduce_bucket_size()`.
 
     A module around `module`: calls, `train`, `eval`, `parameters` go through
     to it, names have the prefix "module.", and what the engine lacks is
@@ -50,6 +58,7 @@ class Engine(nn.Module):
     plan. `optimizer`, `lr_scheduler`, `training_dataloader`: what
     `initialize` returns too. Without an optimizer it evaluates: there is
     `forward`, and `backward` is refused. `collate_fn`: of its other loaders.
+    `monitor`: writes values where the config says; so may the script.
     `global_steps`: updates, those included that were skipped for gradients
         that were not finite (`skipped_steps`). `global_samples`: samples of
         all ranks in these. `micro_steps`: calls of `step`.
@@ -74,21 +83,24 @@ class Engine(nn.Module):
         lr_scheduler: Any,
         training_dataloader: Loader | None,
         collate_fn: Callable[[list[Any]], Any] | None,
+        units: Policy | None = None,
     ) -> None:
         super().__init__()
         zero = config.zero_optimization
-        self.net = net = wrap(model, optimizer, config)
+        self.net = net = wrap(model, optimizer, config, units)
         self.module, self.device = model, device()
         clips, norm = config.gradient_clipping, zero.compute_grad_norm
         updates, trains = EngineOptimizer(net, clips, norm), optimizer is not None
         self.optimizer = updates if trains else None
-        self.meter = Meter(config.wall_clock_breakdown)
+        self.meter = self.tput_timer = Meter(config.wall_clock_breakdown)
+        self.monitor, self._loss = Monitor(config), 0.0
         self._steps = Accumulation(config)
-        self._loop = StepLoop(net, updates, lr_scheduler, self._steps, self.meter)
+        self._loop = StepLoop(net, self._steps, updates, lr_scheduler, self.meter)
+        self._own = OwnBackward(self._loop)
         self._feeder = BatchFeeder(self._loop, training_dataloader, collate_fn)
         gathers = zero.stage3_gather_16bit_weights_on_model_save
         self._weights = Weights(model, net, gathers)
-        self._run = RunCheckpoint(self._loop, self._feeder, self._weights, trains)
+        self._run = RunCheckpoint(self._loop, self._feeder, trains)
         self.global_rank, self.world_size = rank(), world_size()
         self.dp_world_size = world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
@@ -111,7 +123,15 @@ class Engine(nn.Module):
         self._loop.begin()
         training = torch.is_grad_enabled()
         with self.meter.phase("forward") if training else nullcontext():
-            return self.net(*args, **kwargs)
+            with self._profiling():
+                return self.net(*args, **kwargs)
+
+    def _profiling(self) -> AbstractContextManager[None]:
+        asks, steps = self.config.flops_profiler, self.global_steps
+        if asks.enabled and steps == asks.profile_step and not self.position():
+            if rank() == 0:
+                return profiled(asks.module_depth, asks.output_file)
+        return nullcontext()
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -125,9 +145,16 @@ class Engine(nn.Module):
         If it raises, the step begins anew: the gradients of its earlier
         micro-batches are gone too, and the next `step` does not count.
         RuntimeError without an optimizer.
+
+        `loss.backward()` does the same, where no loss scale is needed; with one,
+        `engine.scale(loss).backward()`.
         """
         self._check_trains()
-        return self._loop.backward(loss, retain_graph, scale_wrt_gas)
+        with asked():
+            share = self._loop.backward(loss, retain_graph, scale_wrt_gas)
+        if self.monitor.enabled:
+            self._loss += share.item()
+        return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Call it after each micro-batch; at the boundary it updates.
@@ -151,7 +178,7 @@ class Engine(nn.Module):
                 self._report()
 
     def _check_trains(self) -> None:
-        check_alive(self._loop.over)
+        check_alive(self._loop.over, self.net)
         check_optimizer(self.optimizer)
 
     def _report(self) -> None:
@@ -161,9 +188,18 @@ class Engine(nn.Module):
         self.meter.end_step(config.train_batch_size, micro_batches)
         if rank() != 0:
             return
+        assert self.optimizer is not None
+        if self.monitor.enabled:
+            seen = {"train_loss": self._loss, "lr": self.get_lr()[0]}
+            if config.fp16.enabled:
+                seen["loss_scale"] = self.optimizer.loss_scale
+            self._loss, samples = 0.0, self.global_samples
+            self.monitor.write_events(
+                (f"Train/Samples/{name}", value, samples)
+                for name, value in seen.items()
+            )
         every = config.steps_per_print
         if every and self.global_steps % every == 0:
-            assert self.optimizer is not None
             parts = [
                 f"step={self.global_steps}, skipped={self.skipped_steps}",
                 f"lr={self.get_lr()}, mom={self.get_mom()}",
@@ -184,6 +220,7 @@ class Engine(nn.Module):
             raise RuntimeError("no_sync is inside no_sync; leave one out")
         return self.net.no_sync()
 
+    scale = method("_own", OwnBackward.scale)
     position = method("_steps", Accumulation.position)
     is_gradient_accumulation_boundary = method("_steps", Accumulation.is_boundary)
     set_gradient_accumulation_boundary = method("_steps", Accumulation.set_boundary)
@@ -200,28 +237,27 @@ class Engine(nn.Module):
     _zero3_consolidated_16bit_state_dict = module_state_dict
     save_16bit_model = method("_weights", Weights.save)
 
-    # the config under DeepSpeed's names
-    train_batch_size = option("train_batch_size")
-    train_micro_batch_size_per_gpu = option("train_micro_batch_size_per_gpu")
-    gradient_accumulation_steps = option("gradient_accumulation_steps")
-    gradient_clipping = option("gradient_clipping")
-    fp16_enabled = option("fp16.enabled")
-    bfloat16_enabled = option("bf16.enabled")
-    zero_optimization_stage = option("zero_optimization.stage")
-    zero_optimization = option("plan.optimizer.sharded")
-    zero_optimization_partition_gradients = option("plan.gradients.sharded")
-    zero_optimization_partition_weights = option("plan.parameters.sharded")
-    zero_gather_16bit_weights_on_model_save = option(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    )
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """The three sizes: of a step, of a micro-batch, and the steps."""
-        return (
-            self.train_batch_size(),
-            self.train_micro_batch_size_per_gpu(),
-            self.gradient_accumulation_steps(),
-        )
+        return tuple(getattr(self.config, name) for name in (TOTAL, MICRO, STEPS))
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer in it."""
+        made = self.optimizer
+        return None if made is None else type(made.optimizer).__name__
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank: all of them are data-parallel."""
+        return self.global_rank
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Torch's group of all ranks."""
+        return torch.distributed.group.WORLD
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether there is a loss scale that adapts itself."""
+        return self.config.fp16.enabled and not self.config.fp16.loss_scale
 
     @property
     def skipped_steps(self) -> int:
@@ -287,9 +323,27 @@ class Engine(nn.Module):
         with GatheredParameters(self.module.parameters(), modifier_rank=0):
             return super().load_state_dict(state_dict, strict)
 
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """The same, names without that prefix; sharded parameters are fetched anyway.
+
+        `custom_load_fn`: called with `src=state_dict, dst=engine.module` instead.
+        """
+        if custom_load_fn is None:
+            named = {f"module.{name}": value for name, value in state_dict.items()}
+            self.load_state_dict(named, strict)
+            return
+        with GatheredParameters(self.module.parameters(), modifier_rank=0):
+            custom_load_fn(src=state_dict, dst=self.module)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         """What `to`, `half`, `cuda` call: only if there is nothing to do."""
-        self._weights.check_in_place(fn)
+        self._weights.check_in_place(fn, self.module)
         return self
 
     def empty_partition_cache(self) -> None:
@@ -332,6 +386,10 @@ class Engine(nn.Module):
                 close()
 
 
+for _name, _method in options():
+    setattr(Engine, _name, _method)
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -346,10 +404,11 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
+    units: Policy | None = None,
 ) -> tuple[Engine, EngineOptimizer | None, Loader | None, Any]:
     """An engine for `model`, its optimizer, its data loader, its scheduler.
 
-    The arguments are DeepSpeed's, in its order. What is neither given nor in
+    The arguments are DeepSpeed's, in its order, and `units`. What is neither given nor in
     the config is None. Without an optimizer the engine evaluates: it has no
     gradients and no optimizer state, parameters are frozen, and at stage 3
     they are sharded.
@@ -371,6 +430,8 @@ def initialize(
         dist_init_required: False if the ranks talk already, and must.
         collate_fn: makes a batch of a list of samples.
         config, config_params: a dict, the path of a JSON file, or JSON text.
+        units: says of a module whether it communicates as one, as a unit;
+            default: the members of `nn.ModuleList` and `nn.Sequential`.
         mpu, mesh_param, distributed_port: not done here; leave them out.
 
     Raises:
@@ -378,8 +439,8 @@ def initialize(
         ValueError, TypeError: what is missing, or no such thing.
     """
     refuse(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
-    check_model(model)
-    assert model is not None
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
     source = the_source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed()
@@ -395,9 +456,6 @@ def initialize(
     idle = overruled(settings, optimizer=optimizer, scheduler=lr_scheduler)
     if made is None and settings.scheduler is not None:
         idle.append("scheduler has no effect: there is no optimizer")
-    if rank() == 0:
-        for sentence in (*settings.warnings, *idle):
-            warnings.warn(sentence, stacklevel=2)
     loader = None
     if training_data is not None:
         loader = Loader(
@@ -409,5 +467,9 @@ def initialize(
     scheduler = make_scheduler(settings, lr_scheduler, made)
     if not functions.configured:
         functions.use(settings.activation_checkpointing.cpu_checkpointing)
-    engine = Engine(settings, model, made, scheduler, loader, collate_fn)
+    changed = [None if made is None else freeze_others(model, made), take_over(model)]
+    if rank() == 0:
+        for sentence in filter(None, (*settings.warnings, *idle, *changed)):
+            warnings.warn(sentence, stacklevel=2)
+    engine = Engine(settings, model, made, scheduler, loader, collate_fn, units)
     return engine, engine.optimizer, loader, scheduler

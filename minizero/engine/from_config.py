@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from ..config import Config
+from .arguments import live_parameters
 from ..offload import Delayed, NVMe, Offload
 from ..overlap import Overlap
 from ..precision import DynamicLossScale, LossScale, MixedPrecision
 from ..ranks import device
 from ..zero import DataParallel, Home, Schedule, parallelize
 from ..zero.absent import owners
+from ..zero.units import Policy
 
 # %% auto #0
 __all__ = ['loss_scale', 'precision', 'schedule', 'home', 'wrap']
@@ -51,14 +53,17 @@ def precision(config: Config) -> MixedPrecision | None:
     )
 
 
-def schedule(config: Config) -> Schedule | None:
-    """When collectives are launched; None: where they are needed."""
+def schedule(config: Config, live: int | None = None) -> Schedule | None:
+    """When collectives are launched; None: where they are needed.
+
+    `live`: another `stage3_max_live_parameters` than the config's.
+    """
     zero = config.zero_optimization
     if not zero.overlap_comm:
         return None
     return Overlap(
         zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_live_parameters,
+        zero.stage3_max_live_parameters if live is None else live,
         zero.stage3_param_persistence_threshold,
     )
 
@@ -75,23 +80,29 @@ def home(config: Config) -> Home | None:
 
 # %% ../../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    units: Policy | None = None,
 ) -> DataParallel:
     """The model as the config places it, on this rank's device.
 
     Without an optimizer its parameters are frozen: none has a gradient.
     """
-    if not owners(model.parameters()):
+    on_meta = any(p.is_meta for p in model.parameters())
+    if not on_meta and not owners(model.parameters()):
         model.to(device())
     if optimizer is None:
         model.requires_grad_(False)
         optimizer = torch.optim.SGD([{"params": []}])
+    live = live_parameters(model, optimizer, config, units)
     return parallelize(
         model,
         optimizer,
         config.plan,
+        units=units,
         bucket_size=config.zero_optimization.reduce_bucket_size,
         precision=precision(config),
-        schedule=schedule(config),
+        schedule=schedule(config, live),
         home=home(config),
     )

@@ -18,14 +18,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     is changed in a group holds from the next update on. `state` has what
     this rank owns, for 1-D rows of buffers.
 
-    `norm`: of all gradients at the last update, before clipping; None if it
+    `optimizer`: that one. `norm`: of all gradients at the last update, before clipping; None if it
     was not computed. `overflow`: whether the last update was left out, since
     gradients were not finite.
     """
 
     def __init__(self, net: DataParallel, clipping: float, with_norm: bool) -> None:
         # not `super`: everything that it would make is the inner one's
-        self.net, self.inner = net, net.optimizer
+        self.net, self.optimizer = net, net.optimizer
         self.clipping, self.with_norm = clipping, with_norm
         self.forget()
 
@@ -35,9 +35,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # on the way out of a pickle
+        if name == "optimizer":  # on the way out of a pickle
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        return getattr(self.optimizer, name)
 
     @property
     def loss_scale(self) -> float:

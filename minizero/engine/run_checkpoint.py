@@ -13,10 +13,9 @@ import torch
 
 from ..checkpoint import CheckpointError, Loaded, exists, finish, load, save
 from ..comm.agreement import broadcast_bytes
-from ..ranks.launch import rank
+from ..ranks.launch import rank, world_size
 from .batches import BatchFeeder, place
 from .step_loop import StepLoop
-from .weights import Weights
 
 Folder = str | os.PathLike[str]
 
@@ -27,10 +26,8 @@ class RunCheckpoint:
     `trains`: False if there are no optimizer states.
     """
 
-    def __init__(
-        self, loop: StepLoop, feeder: BatchFeeder, weights: Weights, trains: bool
-    ) -> None:
-        self.loop, self.feeder, self.weights = loop, feeder, weights
+    def __init__(self, loop: StepLoop, feeder: BatchFeeder, trains: bool) -> None:
+        self.loop, self.feeder = loop, feeder
         self.net, self.steps, self.trains = loop.net, loop.steps, trains
 
     def save(
@@ -39,6 +36,7 @@ class RunCheckpoint:
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         keep: int | None = None,
         background: int = 0,
@@ -46,46 +44,57 @@ class RunCheckpoint:
         """Save the run as `save_dir/tag`; every rank calls it. Returns True.
 
         Weights, optimizer states and options, loss scale, scheduler,
-        counters, the place in the data, random states of every rank, and
-        rank 0's `client_state`: numbers, strings, tensors, and lists and
-        dicts of them. Nothing is pickled.
+        counters, the place in the data, random states of every rank, the
+        gradients of a step whose micro-batches have not all had their
+        `step()`, and rank 0's `client_state`: numbers, strings, tensors, and
+        lists and dicts of them. Nothing is pickled.
 
         `tag`: default "global_step" and the number. `save_latest`: whether
-        `load_checkpoint` without a tag shall find it. `keep`, `background`:
+        `load_checkpoint` without a tag shall find it. `exclude_frozen_parameters`
+        has no effect, and a warning says so. `keep`, `background`:
         see `minizero.checkpoint.save`; what fails in the background is
         raised by the next save, `finish_checkpoint` or `destroy`.
 
-        Raises RuntimeError in the middle of accumulation, CheckpointError
+        Raises RuntimeError between a backward and its step, CheckpointError
         if it cannot be written: then on all ranks, and the checkpoints that
         there were are as before.
         """
         self.loop.begin()
-        if self.net.has_gradients:
+        if exclude_frozen_parameters and rank() == 0:
+            warnings.warn(
+                "exclude_frozen_parameters has no effect: a checkpoint is the whole "
+                "model's, so that it loads anywhere; engine.save_16bit_model(folder, "
+                "exclude_frozen_parameters=True) writes what is trained alone",
+                stacklevel=3,
+            )
+        under_way = self.net.has_gradients
+        if under_way and self.loop.pending:
             raise RuntimeError(
-                "a checkpoint holds no gradients, and this step has some "
-                f"(it is at {place(self.steps)}); save after the step() at the "
-                "boundary, or give them up by zero_grad()"
+                f"{place(self.steps)} has had its backward() and not its step(); "
+                "save after step(), or give the gradients up by zero_grad()"
             )
         scheduler, loader = self.loop.scheduler, self.feeder.loader
         engine = {
             "global_steps": self.steps.global_steps,
             "global_samples": self.steps.global_samples,
+            "position": self.steps.position() if under_way else 0,
+            "micro_batches": self.steps.config.gradient_accumulation_steps,
+            "ranks": world_size(),
             "data": None if loader is None else loader.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scheduler_type": _name(scheduler),
         }
         if tag is None:
             tag = f"global_step{self.steps.global_steps}"
-        with self.weights.gathering():
-            save(
-                self.net,
-                save_dir,
-                str(tag),
-                extra={"engine": engine, "client": client_state or {}},
-                keep=keep,
-                background=background,
-                latest=save_latest,
-            )
+        save(
+            self.net,
+            save_dir,
+            str(tag),
+            extra={"engine": engine, "client": client_state or {}},
+            keep=keep,
+            background=background,
+            latest=save_latest,
+        )
         return True
 
     def finish(self) -> None:
@@ -105,8 +114,10 @@ class RunCheckpoint:
 
         Every rank calls it. Returns the checkpoint's folder and the
         client's state; None and None, and a warning, if `load_dir` has no
-        checkpoint and no tag is given. Gradients are zero afterwards. An
-        engine without an optimizer takes the weights and the counters.
+        checkpoint and no tag is given. Gradients are the saved ones; a step
+        under way begins anew, with a warning, where its micro-batches are not
+        as many whole ones on this number of ranks. An engine without an
+        optimizer takes the weights and the counters.
 
         Raises CheckpointError, on all ranks, for what is damaged, missing
         or of another model, scheduler or data; the run is then as it was.
@@ -125,26 +136,48 @@ class RunCheckpoint:
         if load_module_only or not load_lr_scheduler_states:
             scheduler = None
         states = load_optimizer_states and not load_module_only
-        with self.weights.gathering():
-            loaded = load(
-                self.net,
-                load_dir,
-                tag,
-                strict=load_module_strict,
-                optimizer=states and self.trains,
-                check=partial(_check, scheduler, loader),
-            )
+        loaded = load(
+            self.net,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=states and self.trains,
+            check=partial(_check, scheduler, loader),
+        )
         self.loop.optimizer.forget()
         engine = saved_by_engine(loaded)
+        position = self._position(engine) if loaded.gradients else 0
+        if not position:
+            self.net.zero_grad()
         if engine is None:
             return str(loaded.path), loaded.extra
         if not load_module_only:
-            self.steps.resume(engine["global_steps"], engine["global_samples"])
+            counts = engine["global_steps"], engine["global_samples"]
+            self.steps.resume(*counts, position)
         if engine["scheduler"] and scheduler is not None:
             scheduler.load_state_dict(engine["scheduler"])
         if engine["data"] and loader is not None:
             loader.load_state_dict(engine["data"])
         return str(loaded.path), loaded.extra["client"]
+
+
+    def _position(self, engine: dict[str, Any] | None) -> int:
+        """How many of this engine's micro-batches the loaded gradients are of."""
+        of = self.steps.config.gradient_accumulation_steps * world_size()
+        if engine is not None and engine["micro_batches"] * engine["ranks"] == of:
+            position, rest = divmod(engine["position"] * engine["ranks"], world_size())
+            if not rest:
+                return int(position)
+        if rank() == 0:
+            warnings.warn(
+                "the checkpoint was saved in the middle of a step that cannot go on "
+                "here, with other ranks or sizes of batches; it begins anew",
+                stacklevel=4,
+            )
+        return 0
+
+
+_COUNTS = ("global_steps", "global_samples", "position", "micro_batches", "ranks")
 
 
 def _check(scheduler: Any, loader: Any, loaded: Loaded) -> None:
@@ -154,6 +187,9 @@ def _check(scheduler: Any, loader: Any, loaded: Loaded) -> None:
         return
     kind, before = _name(scheduler), engine["scheduler_type"]
     try:
+        for name in _COUNTS:
+            if type(engine[name]) is not int or engine[name] < 0:
+                raise ValueError(f"{name} is {engine[name]!r}")
         if engine["data"] and loader is not None:
             loader.check_state(engine["data"])
         if engine["scheduler"] and scheduler is not None:
@@ -177,7 +213,8 @@ def _name(scheduler: Any) -> str:
 def saved_by_engine(loaded: Loaded) -> dict[str, Any] | None:
     """An engine's part; None if `minizero.checkpoint.save` saved it."""
     engine = loaded.extra.get("engine")
-    ours = isinstance(engine, dict) and {"scheduler", "data"} <= engine.keys()
+    parts = {"scheduler", "scheduler_type", "data", *_COUNTS}
+    ours = isinstance(engine, dict) and parts <= engine.keys()
     return engine if ours and "client" in loaded.extra else None
 
 

@@ -19,7 +19,7 @@ from .throughput import Meter
 from ..zero import DataParallel
 
 # %% auto #0
-__all__ = ['Accumulation', 'StepLoop']
+__all__ = ['Accumulation', 'Restarts', 'StepLoop']
 
 # %% ../../notebooks/13_engine.ipynb #accumulation
 class Accumulation:
@@ -36,16 +36,20 @@ class Accumulation:
         self._first = 0  # of the `micro_steps` since sizes changed
         self._said: bool | None = None
 
+    @property
+    def micro_batches(self) -> int:
+        """Of one step."""
+        return self.config.gradient_accumulation_steps
+
     def position(self) -> int:
         """Micro-batches of this step that have had their `step`."""
-        since = self.micro_steps - self._first
-        return since % self.config.gradient_accumulation_steps
+        return (self.micro_steps - self._first) % self.micro_batches
 
     def is_boundary(self) -> bool:
         """Whether this micro-batch is the last one of its step."""
         if self._said is not None:
             return self._said
-        return self.position() + 1 == self.config.gradient_accumulation_steps
+        return self.position() + 1 == self.micro_batches
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Say so yourself, before each backward; None counts again."""
@@ -67,60 +71,31 @@ class Accumulation:
         """Go on with other sizes, between steps."""
         self.config, self._first = config, self.micro_steps
 
-    def resume(self, steps: int, samples: int) -> None:
-        """Go on where another run was saved, after so many steps."""
+    def resume(self, steps: int, samples: int, position: int) -> None:
+        """Go on where another run was saved, after so many steps.
+
+        `position`: the step's micro-batches whose gradients are there.
+        """
         self.global_steps, self.global_samples = steps, samples
-        self.micro_steps = steps * self.config.gradient_accumulation_steps
-        self._first = self.micro_steps
+        self._first = steps * self.micro_batches
+        self.micro_steps = self._first + position
 
-# %% ../../notebooks/13_engine.ipynb #loop
+# %% ../../notebooks/13_engine.ipynb #loop-restarts
 @dataclass
-class StepLoop:
-    """Backward and step: what is reduced, updated and moved on, and when.
+class Restarts:
+    """A step begins anew when a part of it has failed.
 
-    `applied`: whether the last `step` has updated. `torn`: whether a backward
-    or an update has failed since. `over`: whether the engine is destroyed.
+    `torn`: a backward or an update has failed since. `pending`: a backward
+    waits for its `step`. `over`: the engine is destroyed.
     """
 
     net: DataParallel
-    optimizer: EngineOptimizer
-    scheduler: Any  # of the learning rate, or None
     steps: Accumulation
-    meter: Meter
-    applied = torn = over = False
-
-    def backward(self, loss: Tensor, retain: bool, mean: bool) -> Tensor:
-        """Add gradients, of the loss or of its share in the step's mean."""
-        self.begin()
-        check_loss(loss)
-        if mean:
-            loss = loss / self.steps.config.gradient_accumulation_steps
-        now = self.net.plan.gradients.sharded or self.steps.is_boundary()
-        with self._tearing(), self.meter.phase("backward"):
-            with nullcontext() if now else self.net.no_sync():
-                self.net.backward(loss, retain)
-        return loss.detach()
-
-    def step(self, options: dict[str, Any]) -> None:
-        """At the boundary, update; then move the rate, if that was done."""
-        self.applied = False
-        if self.begin():
-            return
-        with self.meter.phase("step"):
-            if self.steps.is_boundary() and self.net.has_gradients:
-                check_options(self.scheduler, options)
-                with self._tearing():
-                    self.optimizer.step()
-                self.applied = not self.optimizer.overflow
-        try:
-            if self.applied and self.scheduler is not None:
-                self.scheduler.step(**options)
-        finally:  # the update took place, whatever a scheduler raises
-            self.steps.count()
+    torn = pending = over = False
 
     def begin(self) -> bool:
         """Begin the step anew if a part of it has failed; whether it has."""
-        check_alive(self.over)
+        check_alive(self.over, self.net)
         torn, self.torn = self.torn, False
         if torn:
             self.net.zero_grad()
@@ -128,8 +103,56 @@ class StepLoop:
         return torn
 
     @contextmanager
-    def _tearing(self) -> Iterator[None]:
+    def tearing(self, pending: bool) -> Iterator[None]:
         """What leaves this block by an exception leaves half a gradient."""
-        self.torn = True
+        self.torn, self.pending = True, pending
         yield
         self.torn = False
+
+# %% ../../notebooks/13_engine.ipynb #loop
+@dataclass
+class StepLoop(Restarts):
+    """Backward and step: what is reduced, updated and moved on, and when.
+
+    `applied`: whether the last `step` has updated.
+    """
+
+    optimizer: EngineOptimizer
+    scheduler: Any  # of the learning rate, or None
+    meter: Meter
+    applied = False
+
+    def backward(self, loss: Tensor, retain: bool, mean: bool) -> Tensor:
+        """Add gradients, of the loss or of its share in the step's mean."""
+        self.begin()
+        check_loss(loss)
+        if mean:
+            loss = loss / self.steps.micro_batches
+        with self.around_backward():
+            self.net.backward(loss, retain)
+        return loss.detach()
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """A backward inside reduces if the plan must, or the step ends."""
+        now = self.net.plan.gradients.sharded or self.steps.is_boundary()
+        with self.tearing(pending=True), self.meter.phase("backward"):
+            with nullcontext() if now else self.net.no_sync():
+                yield
+
+    def step(self, options: dict[str, Any]) -> None:
+        """At the boundary, update; then move the rate, if that was done."""
+        self.applied = self.pending = False
+        if self.begin():
+            return
+        with self.meter.phase("step"):
+            if self.steps.is_boundary() and self.net.has_gradients:
+                check_options(self.scheduler, options)
+                with self.tearing(pending=False):
+                    self.optimizer.step()
+                self.applied = not self.optimizer.overflow
+        try:
+            if self.applied and self.scheduler is not None:
+                self.scheduler.step(**options)
+        finally:  # the update took place, whatever a scheduler raises
+            self.steps.count()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,27 +83,13 @@ class Meter:
         begun = self._now()
         try:
             if name == "forward" and self.forward_flops is None:
-                with self._counting():
+                with counting() as counter:
                     yield
+                self.forward_flops = counter.get_total_flops()
             else:
                 yield
         finally:
             self._phases[name] += self._now() - begun
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count the operations of one forward: its products of matrices."""
-        from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-        def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-            return sdpa_flop_count(q, k, v)
-
-        # torch knows that of GPUs only
-        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        more = {on_cpu: attention}
-        with FlopCounterMode(display=False, custom_mapping=more) as counter:
-            yield
-        self.forward_flops = counter.get_total_flops()
 
     def _now(self) -> int:
         if self.detailed and torch.cuda.is_available():
@@ -127,3 +114,35 @@ class Meter:
     def reset(self) -> None:
         """Begin a new average."""
         self.recent = Throughput()
+
+    def avg_samples_per_sec(self) -> float:
+        """Of all ranks, since the last report."""
+        return self.recent.samples_per_second
+
+
+def counting(depth: int | None = None) -> Any:
+    """A block whose products of matrices are counted: `get_total_flops`, `get_table`.
+
+    `depth`: of modules in the table; None: all.
+    """
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    # torch knows that of GPUs only
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    deepest = 10**6 if depth is None else depth
+    return FlopCounterMode(None, deepest, False, {on_cpu: attention})
+
+
+@contextmanager
+def profiled(depth: int, path: str | None) -> Iterator[None]:
+    """Write a table of the block's FLOPs, by module, to a file or standard output."""
+    with counting(None if depth < 0 else depth) as counter:
+        yield
+    table = counter.get_table()
+    if path is None:
+        print(table, flush=True)
+    else:
+        Path(path).write_text(f"{table}\n")

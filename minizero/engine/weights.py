@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,23 @@ from torch import Tensor, nn
 
 from ..checkpoint import CheckpointError
 from ..comm.agreement import agreeing
-from ..ranks.launch import rank
+from ..ranks.launch import device, rank
 from ..zero.data_parallel import DataParallel
-from ..zero.absent import owners
 
 
 class Weights:
     """Whole state dicts of a model whose parameters may be sharded.
-
-    A `state_dict` of the model or of one of its modules raises where
-    parameters are sharded and not gathered: they would be NaNs.
 
     `gathers`: whether `save_16bit_model` may gather sharded parameters.
     """
 
     def __init__(self, module: nn.Module, net: DataParallel, gathers: bool) -> None:
         self.module, self.net, self.gathers = module, net, gathers
-        self._gathering = False
         this = weakref.ref(self)
         for inner in module.modules():
-            inner.register_state_dict_pre_hook(lambda inner, *_: _look(this(), inner))
-        module.register_load_state_dict_post_hook(lambda *_: _refresh(this()))
+            inner._apply = Stays(this, inner)  # type: ignore[method-assign]
+        hook = module.register_load_state_dict_post_hook(lambda *_: _refresh(this()))
+        net.handles.append(hook)
 
     def state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's whole state dict, without the prefix "module.".
@@ -45,14 +41,14 @@ class Weights:
         own tensors. All ranks must call it: an update may be under way.
         """
         self.net.synchronize()
-        with self.gathering():
-            sharded = self.net.plan.parameters.sharded
-            whole = (self.net if sharded else self.module).state_dict()
+        if self.net.plan.parameters.sharded:
+            return self.net.state_dict(frozen=not exclude_frozen_parameters)
         frozen = {
             name
             for name, p in self.module.named_parameters(remove_duplicate=False)
             if exclude_frozen_parameters and not p.requires_grad
         }
+        whole = self.module.state_dict()
         return {k: v for k, v in whole.items() if k not in frozen}
 
     def save(
@@ -82,37 +78,55 @@ class Weights:
                 _write(Path(save_dir) / save_filename, weights)
         return True
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """What is inside knows that parameters may be absent."""
-        self._gathering = True
-        try:
-            yield
-        finally:
-            self._gathering = False
-
-    def check_in_place(self, moves: Any) -> None:
-        """Raise RuntimeError if a function of tensors would not keep them."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        if any(moves(t) is not t for t in tensors):
+    def check_in_place(
+        self, moves: Callable[[Tensor], Tensor], module: nn.Module
+    ) -> None:
+        """Raise RuntimeError if a function of its tensors would not keep them."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if not all(_stays(t, moves(t)) for t in tensors):
             raise RuntimeError(
                 "the model's parameters are views of flat buffers, which "
-                f"rest on {self.net.units[0].flats[0].full.device}; move or "
+                f"rest on {device()}; move or "
                 "cast the model before minizero.initialize, or choose its "
                 "dtype in the config (fp16, bf16)"
             )
 
 
-def _look(weights: Weights | None, module: nn.Module) -> None:
-    """Raise RuntimeError rather than hand out NaNs."""
-    if weights is None or weights._gathering:
-        return
-    if any(not flat.whole for flat in owners(module.parameters(False))):
-        raise RuntimeError(
-            f"the parameters of this {type(module).__name__} are sharded; "
-            "call engine.module_state_dict() on every rank, or gather them "
-            "with minizero.zero.GatheredParameters"
-        )
+class Stays:
+    """What `to`, `half`, `cuda` call of a module, in the place of its `_apply`.
+
+    A copy of the module has nothing to stay for, and gets its own again.
+    """
+
+    def __init__(self, weights: weakref.ref[Weights], module: nn.Module) -> None:
+        self.weights, self.module = weights, weakref.ref(module)
+
+    def __call__(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        weights, module = self.weights(), self.module()
+        assert module is not None
+        if weights is None:
+            return _apply(module, fn, recurse)
+        weights.check_in_place(fn, module)
+        return module
+
+    def __reduce__(self) -> Any:
+        return partial, (_apply, self.module())
+
+
+def _apply(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    return type(module)._apply(module, fn, recurse)
+
+
+def _stays(t: Tensor, moved: Tensor) -> bool:
+    """Whether it is where it was: "cpu:0" is "cpu", although `to` copies."""
+    if moved is t:
+        return True
+    alike = moved.dtype is t.dtype and moved.device.type == t.device.type == "cpu"
+    return alike and moved.is_contiguous()
 
 
 def _refresh(weights: Weights | None) -> None:

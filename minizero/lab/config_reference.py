@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from minizero.config import Config
-from minizero.config.keys import Key, Section, keys
-from minizero.config.sentences import shown
+from minizero.config.keys import Key, Section, expected, keys, shown
 from minizero.config.unsupported import ON, REFUSED
 
 BEGIN = "<!-- made from the schema: begin -->"
@@ -46,26 +45,8 @@ COLUMNS = ("key", "default", "what it does")
 
 def _row(key: Key) -> tuple[str, ...]:
     done = f"*No effect:* {key.ignored}." if key.ignored else f"*Done:* {key.maps}."
-    names = f"`{key.name}`<br>{_kind(key)}"
+    names = f"`{key.name}`<br>{expected(key)}"
     return names, _default(key), f"{key.does}<br>{done}"
-
-
-def _kind(key: Key) -> str:
-    kind = key.kind
-    if key.section or key.variants or get_origin(kind) is dict:
-        return "object"
-    if kind is bool:
-        return "true or false"
-    if kind is str or key.one_of:
-        return " ".join(f"`{name}`" for name in key.one_of) or "string"
-    unit = f" of {key.unit}" if key.unit else ""
-    names = {int: f"whole number{unit}", float: "number"}
-    name = names.get(kind, "number, or one for each group")
-    if get_origin(kind) is tuple:
-        name = f"{len(get_args(kind))} numbers"
-    if key.most is not None:
-        return f"{name}, {key.least} to {key.most}"
-    return name if key.least is None else f"{name}, at least {key.least}"
 
 
 def _default(key: Key) -> str:

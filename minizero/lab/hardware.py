@@ -1,125 +1,21 @@
 """The machines that the book counts with, and the one formula that it counts by.
 
-Every bandwidth is bytes a second in one direction, decimal, and the vendor's peak.
-A run reaches less of it: `ATTAINED` says how much of the arithmetic. What it reaches
-of a link has to be measured.
+Their numbers are those of `minizero.scale.machines`: the vendors' peaks. A run reaches
+less: `ATTAINED` says how much of the arithmetic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 
 from minizero.lab.plots.style import short
+from minizero.scale.machines import A100 as A100
+from minizero.scale.machines import ATTAINED as ATTAINED
+from minizero.scale.machines import H100 as H100
+from minizero.scale.machines import V100 as V100
+from minizero.scale.machines import WORKSTATION as WORKSTATION
+from minizero.scale.machines import Machine as Node
 
-ATTAINED = 0.4
-"""The share of peak arithmetic that large runs sustain: 38 to 43 % of an H100's
-(Grattafiori et al. 2024, table 4)."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One host and its GPUs. All rates are a second; links are for one direction.
-
-    gpus: GPUs of the node.
-    peak: dense 16-bit FLOP of a GPU, summed in fp32.
-    memory, hbm: bytes of a GPU's memory, and bytes it reads or writes.
-    link: bytes that a GPU sends to the others of its node.
-    network: bytes that a GPU sends to other nodes, its share of the node's ports.
-    pcie: bytes of a GPU's slot, to or from the host.
-    host, dram: bytes of the host's memory, and bytes it reads or writes.
-    drives, drive: NVMe drives of the node, and bytes that one reads. Writing is about
-        half as fast.
-    sources: keys of the book's references.
-    """
-
-    name: str
-    gpus: int
-    peak: float
-    memory: float
-    hbm: float
-    link: float
-    network: float
-    pcie: float
-    host: float
-    dram: float
-    drives: int
-    drive: float
-    sources: tuple[str, ...] = ()
-
-    @property
-    def flops(self) -> float:
-        """FLOP a second that a GPU sustains in training."""
-        return ATTAINED * self.peak
-
-    @property
-    def disk(self) -> float:
-        """Bytes a second that all drives of the node read together."""
-        return self.drives * self.drive
-
-
-# A data sheet gives NVLink and PCIe for both directions together: here is half of it.
-# A host's memory: sockets * channels * 8 bytes * transfers a second.
-H100 = Node(
-    "DGX H100",
-    gpus=8,
-    peak=989e12,
-    memory=80e9,
-    hbm=3350e9,
-    link=450e9,
-    network=50e9,  # 400 Gbit/s a GPU
-    pcie=64e9,
-    host=2e12,
-    dram=2 * 8 * 8 * 4.8e9,
-    drives=8,
-    drive=6.5e9,
-    sources=("nvidia2023h100", "nvidia2023dgxh100", "samsung2020pm9a3"),
-)
-A100 = Node(
-    "DGX A100",
-    gpus=8,
-    peak=312e12,
-    memory=80e9,
-    hbm=2039e9,
-    link=300e9,
-    network=25e9,  # 200 Gbit/s a GPU
-    pcie=32e9,
-    host=2e12,
-    dram=2 * 8 * 8 * 3.2e9,
-    drives=8,
-    drive=6.5e9,
-    sources=("nvidia2021a100", "nvidia2021dgxa100", "samsung2020pm9a3"),
-)
-V100 = Node(
-    "DGX-2 (V100)",
-    gpus=16,
-    peak=125e12,  # fp16: it has no bf16
-    memory=32e9,
-    hbm=900e9,
-    link=150e9,
-    network=6.25e9,  # eight ports of 100 Gbit/s for 16 GPUs
-    pcie=16e9,
-    host=1.5e12,
-    dram=2 * 6 * 8 * 2.666e9,
-    drives=8,
-    drive=3.2e9,  # 1.6 GB/s for each GPU, as ZeRO-Infinity reports
-    sources=("nvidia2020v100", "nvidia2018dgx2", "rajbhandari2021infinity"),
-)
-WORKSTATION = Node(
-    "PC (RTX 4090)",
-    gpus=1,
-    peak=165e12,
-    memory=24e9,
-    hbm=1008e9,
-    link=32e9,  # of a second card, over PCIe
-    network=1.25e9,  # an office's 10 Gbit/s
-    pcie=32e9,
-    host=128e9,
-    dram=2 * 8 * 5.2e9,
-    drives=1,
-    drive=6.5e9,
-    sources=("nvidia2023ada", "amd2022ryzen", "samsung2020pm9a3"),
-)
 NODES = (H100, A100, V100, WORKSTATION)
 
 

@@ -32,6 +32,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # a label must not keep memory alive.
 _categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # labelled, and not on the CPU
 _watchers: list[Watcher] = []
 _allocates_on_host = False
 
@@ -45,6 +46,8 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     _check("category", category, CATEGORIES)
     storage = tensor.untyped_storage()
     _categories[storage] = category
+    if tensor.device.type != "cpu":
+        _on_gpu[storage] = True
     if on is not None:
         _check("on", on, ("device", "cpu"))
         _hosted[storage] = on == "cpu"
@@ -64,12 +67,17 @@ def category_of(storage: torch.UntypedStorage) -> str:
 
 
 def is_hosted(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is host memory, as far as anyone said."""
-    return bool(_hosted.get(storage, False))
+    """Whether a storage is host memory.
+
+    What was said of it counts. Else the CPU's memory stands for a device's, unless
+    something that is labelled lives on a real one.
+    """
+    said = _hosted.get(storage)
+    return bool(_on_gpu) and storage.device.type == "cpu" if said is None else said
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's storage is host memory, as far as anyone said."""
+    """Whether a tensor's storage is host memory; see `is_hosted`."""
     return is_hosted(tensor.untyped_storage())
 
 
@@ -89,7 +97,7 @@ def allocates_on_host(*arguments: Any) -> bool:
 
     It is inside `host_memory`, and if all tensors among the arguments are.
     """
-    if _allocates_on_host or not _hosted:
+    if _allocates_on_host or not (_hosted or _on_gpu):
         return _allocates_on_host
     tensors = [x for x in tree_iter(arguments) if isinstance(x, Tensor)]
     return bool(tensors) and all(on_host(x) for x in tensors)

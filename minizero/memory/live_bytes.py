@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
-                if host:
+                if host and leaf.device.type == "cpu":
                     labels.note_host(storage)
                 self.see(storage)
         return out

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from typing_extensions import Self
+from typing import Self
 
 from .labels import CATEGORIES, label, label_states, labelled_bytes, watching
 from .live_bytes import LiveBytes, Seen

@@ -75,6 +75,10 @@ class Transfer:
             if error is not None:
                 raise error
 
+    def over(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(request.done() for request in self._requests)
+
     @property
     def finished(self) -> float:
         return max((r.result() for r in self._requests), default=self.started)

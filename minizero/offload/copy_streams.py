@@ -21,7 +21,7 @@ class CopyEvent:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.event = stream.record_event() if stream else None
 
-    def wait(self, on: str) -> None:
+    def wait(self, on: str = "cpu") -> None:
         """Make the host ("cpu") or the computation ("device") wait for it."""
         if self.event is None:
             return
@@ -30,11 +30,17 @@ class CopyEvent:
         else:
             torch.cuda.current_stream().wait_event(self.event)
 
+    def over(self) -> bool:
+        """Whether that moment has passed."""
+        return self.event is None or self.event.query()
+
 
 class CopyStream:
     """Copies one way between device and host, beside the computation.
 
     Without CUDA a copy is done when `copy` returns. `nbytes` adds them up.
+    Nothing keeps memory for a copy: who overwrites or frees either end waits
+    for its `event` before.
     """
 
     def __init__(self) -> None:
@@ -54,19 +60,16 @@ class CopyStream:
     def copy(self, out: Tensor, source: Tensor) -> None:
         """Launch `out.copy_(source)`; host memory must be page-locked."""
         self.nbytes += source.nbytes
-        if self.stream is None:
-            out.copy_(source)
-            return
         with torch.cuda.stream(self.stream):
             out.copy_(source, non_blocking=True)
-        for tensor in (out, source):
-            if tensor.is_cuda:
-                # the allocator must not give it away before the copy is over
-                tensor.record_stream(self.stream)
 
     def event(self) -> CopyEvent:
         """The moment when the copies launched so far are done."""
         return CopyEvent(self.stream)
+
+    def events(self) -> list[CopyEvent]:
+        """That moment; none without CUDA, where it is now."""
+        return [] if self.stream is None else [self.event()]
 
 # %% ../../notebooks/10_offload.ipynb #copy-streams-double-buffer
 class DoubleBuffer:
@@ -109,7 +112,9 @@ class ArrivingGradients:
     def __init__(self, stream: CopyStream) -> None:
         self.stream = stream
         self.blocks = DoubleBuffer(0, "cpu", torch.device("cpu"))
-        self._copied: list[tuple[Tensor, Tensor, CopyEvent]] = []
+        self._copied: list[
+            tuple[Tensor, Tensor, Tensor | None, CopyEvent]
+        ] = []
 
     def add(self, shard: Tensor, mean: Tensor) -> None:
         """Add `mean`, on the device, to `shard`, in host memory."""
@@ -122,9 +127,13 @@ class ArrivingGradients:
             self._add_first()
         self.blocks.turn()
         copied = self.blocks.take(mean)
+        held = None
+        if self.stream.stream is not None:
+            # small: what it is cut from is freed now
+            held = mean = mean.clone()
         self.stream.follow()
         self.stream.copy(copied, mean)
-        self._copied.append((shard, copied, self.stream.event()))
+        self._copied.append((shard, copied, held, self.stream.event()))
 
     def finish(self) -> None:
         """Add what has been launched."""
@@ -132,6 +141,6 @@ class ArrivingGradients:
             self._add_first()
 
     def _add_first(self) -> None:
-        shard, copied, event = self._copied.pop(0)
+        shard, copied, _, event = self._copied.pop(0)
         event.wait("cpu")
         shard.add_(copied)

@@ -28,10 +28,9 @@ class Delayed(SecondSet):
     before. Steps before `start` wait for their update; this object counts
     them, so a run that is resumed after them says 0.
 
-    It takes more host memory than `Offload`: gradients a second time, and a
-    copy of the parameters in the optimizer's dtype (in mixed precision that
-    is there, and the updated shards are kept instead). An error in the thread
-    is raised by the next `step`, `synchronize` or `state_dict`.
+    Gradients take host memory a second time, and parameters in the
+    optimizer's dtype (in mixed precision, the updated shards). An error in
+    the thread is raised by the next `step`, `synchronize` or `state_dict`.
     """
 
     def staged(
@@ -40,15 +39,13 @@ class Delayed(SecondSet):
         optimizer: torch.optim.Optimizer,
     ) -> Generator[Near, None, None]:
         """Take all gradients; `update` and `flush` do the rest."""
-        for _, every in units:
-            self.take_gradients(every)
-        self.down.event().wait("cpu")
+        self.take_all(units)
         self.units, self.steps = units, self.steps + 1
-        # a scheduler changes its options before the next step
+        # a scheduler changes options before the next step; a loss scale does
         self._optimizer = frozen(optimizer)
         for unit, every in units:
             shards = [
-                NearShard(owned.flat, owned.given, taken, new)
+                NearShard(owned.flat, owned.given, taken, new, owned.alone)
                 for owned, taken, new in self.beside(every)
             ]
             last = unit is units[-1][0]
@@ -62,7 +59,8 @@ class Delayed(SecondSet):
         precision: Precision,
     ) -> None:
         """Let the thread update it, with the options of now."""
-        # a loss scale changes before the next step, too
+        # here: the thread would wait for what is computed meanwhile
+        precision.near(near.shards[0].grad.device)
         options = near, self._optimizer, copy.copy(precision)
         self.work.append(self.thread.submit(super().update, *options))
 
@@ -71,6 +69,10 @@ class Delayed(SecondSet):
         (work, units), self.work, self.units = (self.work, self.units), [], []
         for done in work:
             done.result()
+        # the computation may still be reading the old ones, or a gather
+        self.up.follow()
+        if self.plan.parameters.on == "cpu":
+            self.up.event().wait("cpu")
         for _, every in units:
             for owned, _, new in self.beside(every):
                 self.up.copy(owned.shard, new)

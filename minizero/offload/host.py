@@ -20,6 +20,7 @@ from minizero.offload.copy_streams import (
     CopyStream,
     DoubleBuffer,
 )
+from .. import comm
 from .lending import Lending
 from ..zero.flat_buffer import Unit
 from ..zero.interfaces import Near, NearShard
@@ -61,7 +62,7 @@ class HostStorage(Lending):
         events: list[CopyEvent] = []
         # an updated shard may still be on its way out
         self.up.follow(self._outward)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), comm.beside():
             yield lambda: events[0].wait("device")
         events.append(self.up.event())
 
@@ -73,6 +74,13 @@ class HostStorage(Lending):
 
     def finish_adds(self) -> None:
         self.arriving.finish()
+
+    def fetch(
+        self, shard: Tensor, a: int = 0, b: int | None = None
+    ) -> Tensor:
+        for stream in (self.down, self.up):
+            stream.event().wait("cpu")  # what comes here is read by the host
+        return super().fetch(shard, a, b)
 
 # %% ../../notebooks/10_offload.ipynb #host-unit-copies
 class UnitCopies(HostStorage):
@@ -97,7 +105,8 @@ class UnitCopies(HostStorage):
             if self.moves_gradients:
                 grad = blocks.take(owned.grad)
                 self._inward.copy(grad, owned.grad)
-            shards.append(NearShard(owned.flat, owned.given, grad, values))
+            near = owned.flat, owned.given, grad, values
+            shards.append(NearShard(*near, owned.alone))
         return shards, self._inward.event()
 
     def send(
@@ -135,9 +144,10 @@ class Offload(UnitCopies):
         optimizer: torch.optim.Optimizer,
     ) -> Generator[Near, None, None]:
         """Bring unit by unit: in(i+1), step(i), out(i-1)."""
-        if self._blocks is None:
+        largest = max(self.crossing(owned) for _, owned in units)
+        if self._blocks is None or self._blocks.nbytes < largest:
             device = units[0][0].flats[0].full.device
-            largest = max(self.crossing(owned) for _, owned in units)
+            self._blocks = None  # first: old and new never coexist
             self._blocks = DoubleBuffer(largest, self.at, device)
         coming = [self.bring(self._blocks, *unit) for unit in units[:1]]
         for i, (unit, every) in enumerate(units):

@@ -59,7 +59,7 @@ class StagedSlice:
     `values`: of the parameters. `master`: the same where no copy is kept.
     `states`: the optimizer's, with one value for each element; they are
     `fresh` if it has yet to make them. `others`: what it keeps beside them,
-    such as a step counter, as before this update.
+    such as a step counter, as before this update. `alone`: see `NearShard`.
     """
 
     unit: Unit
@@ -70,6 +70,7 @@ class StagedSlice:
     states: dict[str, StagedTensor]
     others: dict[str, Any]
     fresh: bool
+    alone: list[tuple[int, int]]
 
     @property
     def tensors(self) -> list[StagedTensor]:
@@ -95,7 +96,7 @@ class StagedSlice:
             state.update({key: s.here for key, s in self.states.items()})
         self.began = time.perf_counter()
         near = self.grad.here, self.values.here
-        return NearShard(self.owned.flat, given, *near)
+        return NearShard(self.owned.flat, given, *near, self.alone)
 
     def leave(self) -> None:
         """Launch all writes; the optimizer is left with the stand-ins."""
@@ -168,6 +169,11 @@ def slices(
             },
             others,
             fresh,
+            [
+                (max(start, a) - a, min(end, b) - a)
+                for start, end in owned.alone
+                if start < b and end > a
+            ],
         )
 
 # %% ../../notebooks/11_nvme.ipynb #nvme-nvme

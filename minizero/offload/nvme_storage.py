@@ -44,6 +44,7 @@ class DiskStorage(HostStorage):
     """
 
     places: tuple[str, ...] = ("device", "cpu", "nvme")
+    slices = True
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class DiskStorage(HostStorage):
         if swapped is None:
             return super().load(shard, into)
         with self.guard():
-            self.ahead.read(swapped, into)
+            self.ahead.read(swapped, into, self.up)
         return into
 
     def write_back(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
@@ -165,7 +166,7 @@ class DiskStorage(HostStorage):
         if swapped is None:
             return super().fetch(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
-        out = host_empty((b - a,), swapped.dtype, "buffers")
+        out = host_empty((b - a,), swapped.dtype, "buffers", passing=True)
         with self.guard():
             for record, start, low, high in self._records(swapped, a, b):
                 buffer = self.buffers.take()
@@ -217,7 +218,11 @@ class DiskStorage(HostStorage):
     def _whole(self, shard: Tensor, device: torch.device) -> Tensor:
         if shard not in self._swapped:
             return shard.to(device)
-        return self.load(shard, torch.empty_like(shard, device=device))
+        into = torch.empty_like(shard, device=device)
+        self.up.follow()  # who had that memory before
+        self.load(shard, into)
+        self.up.event().wait("device")
+        return into
 
     def new_state(self, flat: Flat, name: str, dtype: torch.dtype) -> Tensor:
         """Room for a state that the optimizer has yet to make, [size]."""

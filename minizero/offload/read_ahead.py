@@ -9,6 +9,7 @@ from itertools import islice
 from torch import Tensor
 
 from .async_io import Transfer
+from .copy_streams import CopyStream
 from .staging import StagingBuffers
 from .swap_file import SwappedShard
 
@@ -36,14 +37,14 @@ class ReadAhead:
         self._next: dict[tuple[SwappedShard | None, SwappedShard], SwappedShard] = {}
         self._last: tuple[SwappedShard | None, SwappedShard | None] = (None, None)
 
-    def read(self, shard: SwappedShard, into: Tensor) -> None:
-        """Bring a shard into `into`, [size]."""
+    def read(self, shard: SwappedShard, into: Tensor, copies: CopyStream) -> None:
+        """Launch copies that bring a shard into `into`, [size]."""
         for record, (a, b) in enumerate(shard.ranges()):
             reading = self.take(shard, record)
             self._launch_after(shard, record)
             reading.transfer.wait()
-            into[a:b].copy_(shard.elements(record, reading.buffer))
-            self.buffers.give(reading.buffer)
+            copies.copy(into[a:b], shard.elements(record, reading.buffer))
+            self.buffers.give(reading.buffer, copies.events())
         two, one = self._last
         if one is not None:
             self._next[two, one] = shard
@@ -79,6 +80,7 @@ class ReadAhead:
         following = self._next.get((self._last[1], shard))
         if following is not None and following is not shard:
             coming += [(following, first) for first in range(following.records)]
+        self.buffers.reclaim()
         for later in islice(coming, len(self._under_way), None):
             if not self.buffers.free:
                 break

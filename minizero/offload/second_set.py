@@ -67,6 +67,15 @@ class SecondSet(Offload):
         new = [t for flat in flats for t in self._new[flat]]
         return zip(every, taken, new, strict=True)
 
+    def take_all(self, units: list[tuple[Unit, list[Owned]]]) -> None:
+        """Take every gradient, and let the thread wait for what it may not change."""
+        for _, every in units:
+            self.take_gradients(every)
+        self.down.event().wait("cpu")
+        # what the last flush has sent may not have left the host
+        sent = self.up.event()
+        self.work.append(self.thread.submit(sent.wait, "cpu"))
+
     def take_gradients(self, every: list[Owned]) -> None:
         """Keep this step's gradients; the next backward adds to others."""
         for flat in dict.fromkeys(owned.flat for owned in every):

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +19,15 @@ from .async_io import ALIGN, Transfer, aligned_buffer
 from .swap_file import SwappedShard
 
 # %% auto #0
-__all__ = ['StagingBuffers', 'StagedTensor']
+__all__ = ['Use', 'StagingBuffers', 'StagedTensor']
+
+# %% ../../notebooks/11_nvme.ipynb #staging-use
+class Use(Protocol):
+    """A copy or a write under way, from or to a buffer."""
+
+    def wait(self) -> None: ...
+
+    def over(self) -> bool: ...
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -34,7 +44,7 @@ class StagingBuffers:
             )
         self.count, self.size = count, 0
         self.free: list[Tensor] = []
-        self._busy: deque[tuple[Tensor, list[Transfer]]] = deque()
+        self._busy: deque[tuple[Tensor, Sequence[Use]]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -52,29 +62,32 @@ class StagingBuffers:
             self.free = [aligned_buffer(self.size) for _ in every]
 
     def take(self) -> Tensor:
-        """A buffer; waits for the oldest writes if none is free."""
+        """A buffer; waits for the oldest uses to end if none is free."""
         if not self.free:
             self._wait_oldest()
         return self.free.pop()
 
-    def give(
-        self, buffer: Tensor, writes: list[Transfer] | None = None
-    ) -> None:
-        """Give a buffer back: now, or when these writes are over."""
-        if writes:
-            self._busy.append((buffer, writes))
+    def give(self, buffer: Tensor, uses: Sequence[Use] = ()) -> None:
+        """Give a buffer back: now, or when these uses of it are over."""
+        if uses:
+            self._busy.append((buffer, uses))
         else:
             self.free.append(buffer)
 
     def drain(self) -> None:
-        """Wait for every write."""
+        """Wait for every use."""
         while self._busy:
             self._wait_oldest()
 
+    def reclaim(self) -> None:
+        """Have those free again whose use is over; waits for none."""
+        while self._busy and all(use.over() for use in self._busy[0][1]):
+            self._wait_oldest()
+
     def _wait_oldest(self) -> None:
-        buffer, writes = self._busy.popleft()
-        for write in writes:
-            write.wait()
+        buffer, uses = self._busy.popleft()
+        for use in uses:
+            use.wait()
         self.free.append(buffer)
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
@@ -83,7 +96,7 @@ class StagedTensor:
     """Elements a to b of a shard's tensor, while they are updated.
 
     They rest `on` one place (on disk as `record` of `swapped`), and are
-    `here`, `at` the place where the optimizer works, in `dtype`.
+    `here`, `at` where the optimizer works, in `dtype`.
     """
 
     tensor: Tensor
@@ -119,12 +132,12 @@ class StagedTensor:
             self.near.copy_(rests)
 
     def arrive(self) -> None:
-        """Wait until the elements are where the optimizer works."""
+        """Wait until the elements are `here`; `leave` waits for a device."""
+        self.here = self.near
         if self.reading is not None:
             self.reading.wait()
-        self.here = self.near
         if self.at == "device" and self.on != "device":
-            copied = self.near.to(self.device, copy=True)
+            copied = self.near.to(self.device, non_blocking=True, copy=True)
             self.here = labels.label(copied, "buffers", on="device")
 
     def leave(self) -> Transfer | None:

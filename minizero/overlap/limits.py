@@ -30,6 +30,8 @@ class Limits:
         self._live: dict[Unit, None] = {}  # whole, in the order of their launch
         self._ahead: set[Unit] = set()  # launched, and not yet needed
         self.in_use: set[Unit] = set()
+        # their elements: counted anew for each unit, a step would be quadratic
+        self._live_size = self._ahead_size = 0
 
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Measure the units; ValueError for a second net, or for one too large."""
@@ -67,14 +69,16 @@ class Limits:
         freed = [u for u in passed if u in self._ahead]
         for u in freed:
             self.free(u)
-        idle = [u for u in self._live if u not in self.in_use | {unit}]
-        idle.sort(key=lambda u: u in self._ahead)
         missing = 0 if unit in self._live else self._elements[unit]
-        while self._sum(self._live) + missing > self._most:
-            freed.append(idle.pop())
-            self.free(freed[-1])
-        self._ahead.discard(unit)
-        self._live[unit] = None
+        if self._live_size + missing > self._most:
+            busy = self.in_use | {unit}
+            idle = [u for u in self._live if u not in busy]
+            idle.sort(key=lambda u: u in self._ahead)
+            while self._live_size + missing > self._most:
+                freed.append(idle.pop())
+                self.free(freed[-1])
+        self._add(unit)
+        self._arrived(unit)
         self.in_use.add(unit)
         return freed
 
@@ -95,23 +99,38 @@ class Limits:
         It ends at the first that would break a limit: order matters more than filling
         the last bytes.
         """
-        chosen = []
+        chosen: list[Unit] = []
+        if len(self._live) == len(self._elements):
+            return chosen
         for unit in coming:
             if unit in self._live:
                 continue
             size = self._elements[unit]
-            ahead, live = self._sum(self._ahead), self._sum(self._live)
-            if ahead + size > self._bucket or live + size > self._most:
+            fits = self._ahead_size + size <= self._bucket
+            if not fits or self._live_size + size > self._most:
                 break
-            self._live[unit] = None
+            self._add(unit)
             self._ahead.add(unit)
+            self._ahead_size += size
             chosen.append(unit)
         return chosen
 
+    def _add(self, unit: Unit) -> None:
+        if unit not in self._live:
+            self._live[unit] = None
+            self._live_size += self._elements[unit]
+
+    def _arrived(self, unit: Unit) -> None:
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+            self._ahead_size -= self._elements[unit]
+
     def free(self, unit: Unit) -> None:
         """The unit is not whole any more."""
-        self._live.pop(unit, None)
-        self._ahead.discard(unit)
+        if unit in self._live:
+            del self._live[unit]
+            self._live_size -= self._elements[unit]
+        self._arrived(unit)
 
     def _sum(self, units: Iterable[Unit]) -> int:
         return sum(self._elements[unit] for unit in units)

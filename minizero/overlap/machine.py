@@ -50,11 +50,15 @@ class Machine:
 
 @dataclass(eq=False)
 class Buffer:
-    """A flat buffer: its elements, a multiple of N, and bytes of each."""
+    """A flat buffer: its elements, a multiple of N, and bytes of each.
+
+    `reduced`: bytes of each as a gradient is sent; `itemsize` unless given.
+    """
 
     padded: int
     itemsize: int = 4
     trainable: bool = True
+    reduced: int | None = None
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from ..zero.flat_buffer import Unit
 
@@ -25,7 +24,8 @@ class Order:
     @property
     def coming(self) -> Iterator[Unit]:
         """The units that are expected from here on, next one first."""
-        return islice(self.expected, self._place, None)
+        places = range(self._place, len(self.expected))
+        return (self.expected[place] for place in places)
 
     def note(self, unit: Unit) -> list[Unit]:
         """Record that `unit` is needed now; returns the units left out.

@@ -112,8 +112,10 @@ class _Net:
 
     def _launch(self, op: str, unit: Layer, flat: Buffer, elements: int) -> _Transfer:
         ranks = self.rank.machine.ranks
-        shard = elements * flat.itemsize / ranks
-        adds = 0 if op == "all_gather" else shard * (ranks - 1)
+        gathers = op == "all_gather"
+        itemsize = flat.itemsize if gathers else flat.reduced or flat.itemsize
+        shard = elements * itemsize / ranks
+        adds = 0 if gathers else shard * (ranks - 1)
         return _Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds)
 
     def _gather(self, unit: Layer) -> None:
@@ -157,20 +159,22 @@ def simulate(
     plan: Plan,
     schedule: Schedule,
     bucket_size: int = 500_000_000,
+    boundary: bool = True,
 ) -> Timeline:
     """One step of training, as `schedule` orders it on `machine`.
 
     `layers`: the root first, then the blocks in the order of the forward. `schedule`: a
     new `minizero.zero.Schedule` or `minizero.Overlap`, as a net would be given: only the
-    net is simulated. The second step counts: by then the order is recorded.
+    net is simulated. The second step counts: by then the order is recorded. `boundary`:
+    whether the micro-batch is the last of its step, after which there is an update.
     """
     rank = _Rank(machine)
     net = _Net(rank, plan, schedule, bucket_size)
     units: Any = layers
     schedule.attach(units, plan)
-    _step(net, layers)
+    _step(net, layers, boundary)
     start, rank.line = rank.now, Timeline()
-    _step(net, layers)
+    _step(net, layers, boundary)
     for interval in rank.line.intervals:
         interval.begin -= start
         interval.end -= start
@@ -178,11 +182,12 @@ def simulate(
     return rank.line
 
 
-def _step(net: _Net, layers: list[Layer]) -> None:
+def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
     schedule: Any = net.schedule
     rank, root, blocks = net.rank, layers[0], layers[1:]
     sharded = net.plan.parameters.sharded
     owned = 1 / rank.machine.ranks if net.plan.optimizer.sharded else 1.0
+    reduces = boundary or net.plan.gradients.sharded
 
     def enter(unit: Layer) -> None:
         net.carry_out(schedule.needed(unit) if sharded else [])
@@ -208,13 +213,13 @@ def _step(net: _Net, layers: list[Layer]) -> None:
         enter(unit)
         compute("backward", unit)
         leave(unit)
-        net.carry_out(schedule.grads_ready(unit))
+        net.carry_out(schedule.grads_ready(unit) if reduces else [])
     leave(root)
-    net.carry_out(schedule.grads_ready(root))
+    net.carry_out(schedule.grads_ready(root) if reduces else [])
     net.finish()
     schedule.backward_ends()
-    for unit in layers:
+    for unit in layers if boundary else ():
         compute("update", unit, owned)
-    for unit in layers:
+    for unit in layers if boundary else ():
         net.carry_out(schedule.updated(unit))
     net.finish()

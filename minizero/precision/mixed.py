@@ -11,8 +11,9 @@ from torch import Tensor
 from .. import comm
 from ..memory import labels
 from .settings import Settings
-from ..ranks.launch import device
+from ..comm.point_to_point import reachable
 from ..zero.flat_buffer import Flat
+from ..zero.interfaces import at_least_fp32
 
 # %% auto #0
 __all__ = ['Masters', 'overflowed', 'MixedPrecision']
@@ -31,20 +32,27 @@ class Masters(Settings):
             return
         if flat.trainable and self.parameters != torch.float32:
             # until `masters` hands them over; a home may move them after that
-            self._made[flat] = [
-                labels.label(shard.to(torch.float32, copy=True), "optimizer")
-                for shard in owned
-            ]
+            self._made[flat] = self._copies(owned)
         flat.cast(self.parameters, self.reduce)
 
+    def _copies(self, owned: list[Tensor]) -> list[Tensor]:
+        return [
+            labels.label(shard.to(torch.float32, copy=True), "optimizer")
+            for shard in owned
+        ]
+
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        return self._made.pop(flat, owned)
+        made = self._made.pop(flat, None)
+        narrow = flat.full.is_floating_point() and flat.full.itemsize < 4
+        if made is None and narrow:  # it was frozen when it was attached
+            return self._copies(owned)
+        return owned if made is None else made
 
     def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """In fp32, for the time of the update."""
         return [
             grad
-            if grad.dtype is torch.float32
+            if grad.dtype is at_least_fp32(grad)
             else labels.label(grad.float(), "gradients")
             for grad in owned
         ]
@@ -65,7 +73,7 @@ class Masters(Settings):
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
 def overflowed(owned: list[Tensor]) -> bool:
     """Whether any rank has an inf or a NaN: all must do the same."""
-    found = torch.zeros(1, device=device())
+    found = reachable(torch.zeros(1, device=owned[0].device))
     for grad in owned:
         if grad.numel():
             largest = torch.linalg.vector_norm(grad, torch.inf)
@@ -118,11 +126,13 @@ class MixedPrecision(Masters):
         """In fp32, and there unscaled and clipped, in one multiplication."""
         grads, factor = super().gradients(flat, owned), self._multiplier
         for grad in grads:
-            if isinstance(factor, Tensor):
-                grad.mul_(factor.to(grad.device))
-            elif factor != 1.0:
+            if isinstance(factor, Tensor) or factor != 1.0:
                 grad.mul_(factor)
         return grads
+
+    def near(self, device: torch.device) -> None:
+        if isinstance(self._multiplier, Tensor):
+            self._multiplier = self._multiplier.to(device)
 
     def forget(self) -> None:
         self._clipped = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..memory import labels
@@ -23,8 +23,10 @@ class Settings(Precision):
         model and, with ZeRO, of what is gathered.
     `reduce`: dtype in which gradients are kept, added up over micro-batches
         and reduced over ranks; by default that of the parameters.
-    `buffers`: dtype of the model's floating-point buffers; by default they
-        stay as they come.
+    `buffers`: dtype of the model's floating-point buffers. By default those of
+        a module with parameters of its own, such as a batch norm's running
+        means, get the dtype of `parameters`, which torch's kernels demand;
+        others, such as the frequencies of a rotary embedding, stay as they come.
     `loss_scale`: by default a `DynamicLossScale` if gradients pass through
         fp16, and else none, and no test for overflow either.
 
@@ -58,10 +60,12 @@ class Settings(Precision):
         """What the next loss is multiplied with."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def attach_buffer(self, buffer: Tensor) -> None:
-        if self.buffers is not None and buffer.is_floating_point():
+    def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
+        beside = any(p.is_floating_point() for p in module.parameters(recurse=False))
+        dtype = self.parameters if beside and self.buffers is None else self.buffers
+        if dtype is not None and buffer.is_floating_point():
             # the same object: modules and the caller hold it
-            buffer.data = labels.label(buffer.to(self.buffers), "buffers")
+            buffer.data = labels.label(buffer.to(dtype), "buffers")
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast floating-point tensors to the parameters' dtype."""

@@ -26,9 +26,12 @@ from .rendezvous import TIMEOUT as TIMEOUT
 from .rendezvous import init_distributed as init_distributed
 
 # %% auto #0
-__all__ = ['rank', 'world_size', 'device', 'launch']
+__all__ = ['ACCELERATOR', 'rank', 'world_size', 'device', 'launch']
 
 # %% ../../notebooks/02_ranks.ipynb #launch-rank
+ACCELERATOR = "cuda"  # tests have one that is not there
+
+
 def rank() -> int:
     """The number of this process among the ranks; 0 if it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -42,7 +45,7 @@ def world_size() -> int:
 def device() -> torch.device:
     """Where this rank computes: its GPU, or the CPU if there is none."""
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(ACCELERATOR, torch.cuda.current_device())
     return torch.device("cpu")
 
 # %% ../../notebooks/02_ranks.ipynb #launch-launch

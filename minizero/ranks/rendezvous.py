@@ -182,11 +182,16 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
         store = HashStore()  # alone
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _fresh_store()
+    gpu: torch.device | None = None
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local % torch.cuda.device_count())
+        gpu = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+    nccl = backend == "nccl"
     dist.init_process_group(
-        backend,
+        # NCCL moves no host memory, where models may live too
+        "cpu:gloo,cuda:nccl" if nccl else backend,
+        device_id=gpu if nccl else None,
         store=store,
         rank=int(os.environ.get("RANK", "0")),
         world_size=ranks,

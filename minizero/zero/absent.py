@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .flat_buffer import Flat, Slot
+from .flat_buffer import Flat, Place, Slot, in_order
 
 if TYPE_CHECKING:
     from .sharded_buffer import ShardedFlat
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole here, in DeepSpeed's words."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_numbers = count()
 
 
 class AbsentFlat(Flat):
     """Points its parameters at the buffer, or at a single NaN that stands for all.
 
     A write to an absent parameter is refused by torch. (`fill_` gets through; it makes
-    the next `gather` raise.)
+    the next `gather` raise.) What saves models asks parameters for `ds_id`, `ds_shape`,
+    `ds_numel` and `ds_status`, as DeepSpeed's have them; ours keep their own shape too.
     """
 
+    building = 0  # `zero.Init` blocks that are open: every rank makes the same copies
+
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        group: int | None,
+        place: Place = in_order,
     ) -> None:
-        super().__init__(named, group)
-        self._versions: dict[Slot, int] = {}  # of absent parameters
+        super().__init__(named, group, place)
+        self._versions: list[int] | None = None  # of absent parameters
         self._cut()
 
     def _cut(self) -> None:
@@ -34,12 +55,20 @@ class AbsentFlat(Flat):
         self.nan = self.full.new_full((), self._nothing)
         # made now: a view cannot be cut from an empty storage
         self.views = [slot.view(self.full) for slot in self.slots]
+        self._pointed = self.views
         self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """As `Flat.cast`; while the buffer is whole."""
         super().cast(dtype, grad_dtype)
         self._cut()
+
+    def address(self) -> tuple[int, int]:
+        there = self.slots and self._pointed is self.views
+        return super().address() if there else (self.nan.data_ptr(), 0)
+
+    def holds(self, slot: Slot) -> bool:
+        return getattr(slot.parameter, "sharded_in", None) is self
 
     def fill(self, slot: Slot) -> None:
         """Take a parameter over, out of another sharded buffer if need be."""
@@ -49,36 +78,104 @@ class AbsentFlat(Flat):
                 old.gather().wait()
         super().fill(slot)
         # on the parameter: a table of owners would keep them alive
-        slot.parameter.sharded_in = self  # type: ignore[attr-defined]
+        vars(p := slot.parameter).setdefault("ds_id", next(_numbers))
+        vars(p).update(
+            sharded_in=self,
+            ds_shape=p.shape,
+            ds_numel=p.numel(),
+            ds_status=ZeroParamStatus.AVAILABLE,
+            __deepcopy__=partial(_copied, p),
+            __reduce_ex__=partial(_reduced, p),
+        )
         for old in before:
             old.free()
 
     def show(self) -> None:
         """The parameters are views of the buffer from now on."""
-        self._point(self.views)
+        self._point(self.views, ZeroParamStatus.AVAILABLE)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What is written to parameters from now on counts as a write."""
+        self._versions = [_version(s.parameter) for s in self.slots]
+
+    def written(self) -> Iterator[Slot]:
+        """Parameters that were written to since."""
+        now = [_version(s.parameter) for s in self.slots]
+        before = self._versions or now
+        pairs = zip(self.slots, before, now, strict=True)
+        return (slot for slot, old, new in pairs if old != new)
 
     def hide(self) -> None:
         """The parameters are absent from now on."""
-        self.nan.fill_(self._nothing)
-        self._point(self.absent)
-        self._versions = {s: _version(s.parameter) for s in self.slots}
+        self._point(self.absent, ZeroParamStatus.NOT_AVAILABLE)
+        self.note_versions()
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a parameter was filled while it was absent."""
-        for slot, version in self._versions.items():
-            if _version(slot.parameter) != version:
-                self.hide()
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was filled while absent, and "
-                    "what was written is lost; write to it inside "
-                    "zero.GatheredParameters(..., modifier_rank=0)"
-                )
+        """Raise RuntimeError if a parameter was written to while it was absent."""
+        at = self.nan.data_ptr()
+        given = (s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s))
+        for slot in (*self.written(), *(s for s in given if s.numel)):
+            self.nan.fill_(self._nothing)
+            self.hide()
+            raise RuntimeError(
+                f"parameter {slot.name!r} was filled while absent, and what was "
+                "written is lost; write to it inside "
+                "zero.GatheredParameters(..., modifier_rank=0)"
+            )
 
-    def _point(self, tensors: list[Tensor]) -> None:
+    def _point(self, tensors: list[Tensor], status: ZeroParamStatus) -> None:
+        self._pointed = tensors
         for slot, tensor in zip(self.slots, tensors, strict=True):
-            # unless another buffer has taken it over
-            if owners([slot.parameter]) == [self]:
-                slot.parameter.data = tensor
+            p = slot.parameter
+            if self.holds(slot):  # no other buffer has taken it over
+                p.data = tensor
+                p.ds_status = status  # type: ignore[attr-defined]
+
+
+def _copied(p: nn.Parameter, memo: Any) -> nn.Parameter:
+    """For `copy.deepcopy`: a parameter of its own."""
+    flats = [flat for flat in owners([p]) if flat.building and not flat.whole]
+    with torch._C.DisableTorchFunction():  # `zero.Init` would gather for each call
+        for flat in flats:
+            flat.gather().wait()
+        check_present([p], "copied")
+        made = nn.Parameter.__deepcopy__(p, memo)
+        for flat in flats:
+            flat.free()
+    return made
+
+
+def _reduced(p: nn.Parameter, protocol: Any) -> Any:
+    """For `torch.save` and pickle, likewise."""
+    check_present([p], "saved")
+    return nn.Parameter(p.detach(), p.requires_grad).__reduce_ex__(protocol)
+
+
+_unchecked = False
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """`check_present` lets everything pass: what is inside leaves parameters alone."""
+    global _unchecked
+    before, _unchecked = _unchecked, True
+    try:
+        yield
+    finally:
+        _unchecked = before
+
+
+def check_present(params: Iterable[nn.Parameter], done: str) -> None:
+    """Raise RuntimeError if one of them would be `done` while it is absent."""
+    for flat in () if _unchecked else owners(params):
+        if not flat.whole:
+            raise RuntimeError(
+                f"the parameters cannot be {done} now: they are sharded, and "
+                f"{flat.slots[0].name!r} is absent; do it inside minizero.zero."
+                "GatheredParameters(model.parameters()) (with modifier_rank=0 if you "
+                "change them), or call engine.module_state_dict() on every rank"
+            )
 
 
 def _is_integer(t: Tensor) -> bool:
@@ -99,3 +196,13 @@ def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
 def is_sharded(p: nn.Parameter) -> bool:
     """Whether a parameter lives in a sharded buffer."""
     return hasattr(p, "sharded_in")
+
+
+def sharded_below(leaves: Iterable[Any]) -> list[nn.Parameter]:
+    """The sharded parameters among these, or that they are views of.
+
+    A view, such as a row, has the storage of its parameter, which is freed with it.
+    """
+    tensors = (x for x in leaves if isinstance(x, Tensor))
+    bases = (t if t._base is None else t._base for t in tensors)
+    return [p for p in bases if isinstance(p, nn.Parameter) and is_sharded(p)]

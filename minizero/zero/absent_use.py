@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .absent import unchecked
 from .sharded_buffer import ShardedFlat
 from .stage2 import ZeRO2
 
@@ -30,7 +32,7 @@ class TellsAbsentUse(ZeRO2):
         a use is seen when its gradient comes, or when a value is missing; if
         its unit's own forward used it too, there is only a warning.
         """
-        first, self._first, self._strays = self._first, False, list[str]()
+        first, self._first = self._first, False
         try:
             super().backward(loss, retain_graph)
         except RuntimeError as error:
@@ -46,6 +48,20 @@ class TellsAbsentUse(ZeRO2):
                 f"The first loss is NaN. If the model gives none: {_ABSENT}",
                 stacklevel=2,
             )
+
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._strays: list[str] = []
+
+    def _end_unasked(self) -> None:
+        super()._end_unasked()
+        if self._strays:
+            names = ", ".join(sorted(set(self._strays)))
+            raise RuntimeError(f"{names}: {_ABSENT}")
+
+    def module_state(self) -> dict[str, Any]:
+        with unchecked():
+            return super().module_state()
 
     def _on_grad(self, p: Tensor) -> None:
         super()._on_grad(p)

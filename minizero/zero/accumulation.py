@@ -3,50 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from .. import comm
 from ..memory import labels
-from .flat_buffer import Flat, Slot, Unit
-from .interfaces import Home, Precision
-from .moves import Moves
+from .elementwise import is_nothing
+from .flat_buffer import NOTHING, Flat, Unit
+from .interfaces import Precision
+from .script_changes import ScriptChanges
 
 
-class Accumulation(Moves):
+class Accumulation(ScriptChanges):
     """What a step's gradients are, whatever number of backwards they come from.
 
     `syncing`: whether a backward reduces. `has_gradients`: since a backward began,
-    until `zero_grad`.
+    until `zero_grad`. `unasked`: whether a backward is under way that is the script's
+    own, such as `loss.backward()`.
     """
 
-    model: nn.Module
-    units: list[Unit]
     precision: Precision
-    home: Home
-    _owner: dict[nn.Parameter, tuple[Unit, Flat, Slot]]
+    _reporting: dict[nn.Parameter, int]  # the number of each one's `_on_grad` hook
 
     def __init__(self) -> None:
         super().__init__()
         self.syncing, self.has_gradients = True, False
-        self._unsynced = self._in_backward = False
+        self._unsynced = self._in_backward = self.unasked = False
+        self._around = ExitStack()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         args, kwargs = self.precision.inputs(args, kwargs)
-        with comm.phase("forward"):
+        with comm.phase("forward"), self._forward_writes():
             return self.model(*args, **kwargs)
 
     def _begin_backward(self) -> None:
-        self._in_backward = self.has_gradients = True
         self.finish()  # what a backward that failed has left
+        self._thaw()
+        self._take_back_gradients(again=True)
+        self._in_backward = self.has_gradients = True
         self.schedule.backward_begins()
+        for p, hook in self._reporting.items():
+            hooks = p._post_accumulate_grad_hooks
+            if len(hooks) > 1:  # the script's come first: ours takes `.grad` away
+                hooks[hook] = hooks.pop(hook)
         # the last unit's gradients come first; the root's end last
         self._left = list(self.units)
         self._missing = {
-            unit: {s.parameter for f in unit.trainable for s in f.slots}
+            unit: {
+                s.parameter
+                for f in unit.trainable
+                for s in f.slots
+                if s.parameter.requires_grad
+            }
             for unit in self.units
         }
         self._reduced: set[Unit] = set()
@@ -56,14 +68,60 @@ class Accumulation(Moves):
         for unit in self.units:
             self._open(unit)
 
-    def _refuse_grad(self, p: Tensor) -> NoReturn:
-        p.grad = None  # else the next step would have it
-        self.zero_grad()
-        raise RuntimeError(
-            "a gradient came outside of backward(loss) of the wrapper; "
-            "call net.backward(loss), not loss.backward(); the gradients "
-            "of this step are gone"
-        )
+    @contextmanager
+    def around_unasked(self) -> Iterator[None]:
+        """Around a backward of the script's own; RuntimeError if it may not be."""
+        if getattr(self.precision, "loss_scale", 1.0) != 1.0:
+            raise RuntimeError(
+                "a gradient came without the loss scale, as of loss.backward(); call "
+                "backward(loss) of the wrapper"
+            )
+        yield
+
+    @property
+    def asked(self) -> bool:
+        """Whether a backward is under way that somebody announced."""
+        return self._in_backward and not self.unasked
+
+    def begin_unasked(self) -> None:
+        """A backward has begun that nobody announced; autograd says when it ends."""
+        if self._in_backward:
+            return
+        with ExitStack() as around:
+            around.enter_context(comm.phase("backward"))
+            around.enter_context(self.around_unasked())
+            self._begin_backward()
+            self._around, self.unasked = around.pop_all(), True
+        Variable._execution_engine.queue_callback(self._end_unasked)
+
+    def _end_unasked(self) -> None:
+        self._end_backward()
+        self._leave_unasked()
+
+    def _leave_unasked(self) -> None:
+        if self.unasked:
+            self.unasked = self._in_backward = False
+            self._around.close()
+
+    def _unasked_grad(self, p: Tensor) -> None:
+        """Autograd has left a gradient in `p.grad` outside of `backward`.
+
+        Once one was reduced it has been added to that, and cannot be told from it.
+        """
+        try:
+            if any(flat.reduced for flat in self._trainable()):
+                raise RuntimeError(
+                    "a gradient came outside of backward(loss) of the wrapper, and not "
+                    "from its output; call backward(loss)"
+                )
+            self.begin_unasked()
+        except RuntimeError as error:
+            p.grad = None  # else the next step would have it
+            self.zero_grad()
+            raise RuntimeError(f"{error}; the gradients of this step are gone") from None
+
+    def _end_backward(self) -> None:
+        raise NotImplementedError
 
     def _trainable(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.trainable]
@@ -83,7 +141,7 @@ class Accumulation(Moves):
         else:
             for total, grad in zip(flat.total, grads, strict=True):
                 total.add_(grad)
-        flat.new_grad().zero_()
+        flat.new_grad().fill_(NOTHING)
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit)
@@ -94,11 +152,20 @@ class Accumulation(Moves):
 
     def _finish_gradients(self) -> None:
         """Reduce what `no_sync` left behind, and join what was set aside."""
+        if self.unasked:
+            self.zero_grad()
+            raise RuntimeError(
+                "a backward of the script's own has failed, and with it the gradients of "
+                "this step; go on with the next forward"
+            )
+        self._take_over()
+        self._take_back_gradients(again=False)
         if self._unsynced:
             for unit in reversed(self.units):
                 self._reduce(unit)
             self.finish()
             self._unsynced = False
+            self._show_gradients()
         self.home.finish_adds()
         self.join()
 
@@ -109,6 +176,44 @@ class Accumulation(Moves):
                 for total, grad in zip(flat.total, self.owned_grads(flat), strict=True):
                     grad.add_(total)
             flat.total = None
+
+    def partial_grads(self, flat: Flat) -> dict[str, list[Tensor]]:
+        """What a step under way has of a buffer's gradients; only to be read.
+
+        "mean": the owned shards of what was reduced, each [size]. "local": this rank's
+        sum that was not, [padded].
+        """
+        parts: dict[str, list[Tensor]] = {}
+        if not (self.has_gradients and flat.trainable):
+            return parts
+        if self._unsynced:
+            parts["local"] = [flat.new_grad()]
+        mean = self.owned_grads(flat)
+        if not (flat.reduced or self.plan.gradients.sharded):
+            mean = flat.total or []
+        elif flat.total:
+            mean = [a + b for a, b in zip(flat.total, mean, strict=True)]
+        return parts | ({"mean": mean} if mean else {})
+
+    def add_partial_grads(self, flat: Flat, parts: dict[str, list[Tensor]]) -> None:
+        """The inverse, where there are no gradients yet; parts in host memory."""
+        self.has_gradients = True
+        if mean := parts.get("mean"):
+            grads = self.owned_grads(flat)
+            if self.plan.gradients.sharded:
+                for grad, values in zip(grads, mean, strict=True):
+                    self.home.write_back(grad, values)
+            else:
+                flat.total = [
+                    labels.label(values.to(grad.device, grad.dtype), "gradients")
+                    for grad, values in zip(grads, mean, strict=True)
+                ]
+        for values in parts.get("local", ()):
+            self._unsynced = True
+            grad = flat.new_grad().copy_(values)
+            flat.came.update(
+                slot.parameter for slot in flat.slots if not is_nothing(slot.view(grad))
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,10 +226,14 @@ class Accumulation(Moves):
 
     def zero_grad(self) -> None:
         """Forget all gradients; `step` does, an abandoned step needs it."""
+        self._leave_unasked()
         self.finish()
         self.home.finish_adds()
         for flat in self._trainable():
-            self.clear_grads(flat)
+            if self.has_gradients:
+                self.clear_grads(flat)
+            flat.detach_grads()
+            flat.came.clear()
             flat.reduced = False
         self._unsynced = self.has_gradients = False
         self.precision.forget()

@@ -36,7 +36,7 @@ class Backward(Accumulation):
     def _on_grad(self, p: Tensor) -> None:
         """The hook: autograd has left a gradient in `p.grad`."""
         if not self._in_backward:
-            self._refuse_grad(p)
+            self._unasked_grad(p)
         assert isinstance(p, nn.Parameter)
         unit, flat, slot = self._owner[p]
         self.finish(unit)  # no gradient may join a sum that is under way
@@ -69,5 +69,4 @@ class Backward(Accumulation):
                 self._reduce(unit)
         self.finish()
         self.schedule.backward_ends()
-        for flat in self._trainable():
-            flat.attach_grads()
+        self._show_gradients()

@@ -45,7 +45,8 @@ class DataParallel(Construction):
             raise ValueError(
                 f"bucket_size must be at least 1, not {bucket_size!r}"
             )
-        check_elementwise(optimizer)
+        on_host = home is not None and home.plan.optimizer.on != "device"
+        check_elementwise(optimizer, "cpu" if on_host else None)
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.bucket_size = bucket_size

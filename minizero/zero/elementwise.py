@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .flat_buffer import Flat
+from .muon import Muon
 
 
 def _twin(
@@ -26,14 +29,17 @@ def _twin(
     return twin
 
 
-def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _same_on_pieces(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: str | None
+) -> bool:
     """Whether a matrix and its flat pieces are updated alike."""
     generator = torch.Generator().manual_seed(0)
-    # where the parameters are: a capturable optimizer works nowhere else
-    device = next((p.device for p in group["params"]), None)
+    # unless it is told, where the parameters are: a capturable one works nowhere else
+    places = {p.device for p in group["params"] if not p.is_meta}
+    where = device or next(iter(places), "cpu")
 
     def draw() -> Tensor:
-        return torch.randn(4, 6, generator=generator).to(device)
+        return torch.randn(4, 6, generator=generator).to(where)
 
     whole = nn.Parameter(draw())
     flat = whole.detach().flatten()
@@ -48,18 +54,24 @@ def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     return torch.allclose(whole.flatten(), torch.cat([*pieces]), rtol=1e-4)
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, device: str | None = None
+) -> None:
     """Refuse an optimizer whose update of an element depends on others.
 
     A shard is a cut through flattened parameters, so the optimizer must do
     the same to a matrix as to its pieces. Tried on a small one, for each
-    group of options, not looked up.
+    group of options, not looked up; on `device`, or where the parameters are.
     """
     name = type(optimizer).__name__
     advice = "use an element-wise optimizer such as AdamW or SGD"
-    for group in optimizer.param_groups:
+    if isinstance(optimizer, torch.optim.Muon):
+        advice = "use minizero.zero.Muon, which leaves matrices whole"
+    for index, group in enumerate(optimizer.param_groups):
+        if isinstance(optimizer, Muon) and optimizer.owns_whole(index):
+            continue
         try:
-            same = _same_on_pieces(optimizer, group)
+            same = _same_on_pieces(optimizer, group, device)
         except Exception as error:
             raise ValueError(
                 f"{name} does not work on one-dimensional pieces of "
@@ -102,6 +114,49 @@ def state_layout(
     }
 
 
+def is_nothing(grad: Tensor) -> Tensor:
+    """Whether nobody has brought a gradient: all is NOTHING; 0-dim, on the device."""
+    return ((grad == 0) & grad.real.signbit()).all()
+
+
+@contextmanager
+def left_alone(
+    optimizer: torch.optim.Optimizer,
+    every: list[tuple[Tensor, list[tuple[int, int]]]],
+) -> Iterator[None]:
+    """Elements that nobody has a gradient for keep their values and their states.
+
+    As torch leaves alone a parameter whose gradient is None. A state without a value for
+    each element, such as Adam's `step`, is the buffer's and counts on. `every`: what the
+    optimizer updates, and elements a to b of it that may have got no gradient. Whether
+    they have is not asked on the host, which would wait for the device.
+    """
+    kept = []
+    for tensor, cuts in every:
+        assert tensor.grad is not None
+        state = optimizer.state.get(tensor, {})
+        tensors = {None: tensor.detach(), **_elementwise(state, tensor)}
+        for a, b in cuts:
+            before = {key: t[a:b].clone() for key, t in tensors.items()}
+            kept.append((tensor, a, b, is_nothing(tensor.grad[a:b]), before))
+    yield
+    for tensor, a, b, nothing, before in kept:
+        state = optimizer.state.get(tensor, {})
+        tensors = {None: tensor.detach(), **_elementwise(state, tensor)}
+        for key, t in tensors.items():
+            old = before.get(key)
+            new = t[a:b]
+            new.copy_(torch.where(nothing, new.new_zeros(()) if old is None else old, new))
+
+
+def _elementwise(state: dict[Any, Any], like: Tensor) -> dict[Any, Tensor]:
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == like.shape
+    }
+
+
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, int]:
@@ -124,14 +179,19 @@ def take_state(optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Any]:
     """Move the states of a buffer's parameters out, in the buffer's layout.
 
     {} where there is no state yet, as with most optimizers before the first
-    step (Adagrad has some from the start). A state that is no tensor of the
-    parameter's shape, such as a step counter, must be the same for all.
+    step (Adagrad has some from the start). A state that has not one value for
+    each element, such as a step counter, must be the same for all. The shape
+    does not tell: all states of a 0-dimensional parameter are 0-dimensional.
     """
     states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
+    if not any(states):
+        return {}
+    group = optimizer.param_groups[flat.group or 0]
+    elementwise = state_layout(optimizer, group, flat.full)
     merged: dict[str, Any] = {}
     for slot, state in zip(flat.slots, states, strict=True):
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == slot.shape:
+            if key in elementwise and isinstance(value, Tensor):
                 if key not in merged:
                     merged[key] = value.new_zeros(flat.padded)
                 slot.view(merged[key]).copy_(value)

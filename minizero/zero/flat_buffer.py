@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -16,7 +17,7 @@ from ..memory import labels
 from ..ranks.launch import rank, world_size
 
 # %% auto #0
-__all__ = ['Slot', 'Layout', 'Gradients', 'Flat', 'Unit']
+__all__ = ['Place', 'NOTHING', 'Slot', 'in_order', 'Layout', 'Gradients', 'Flat', 'Unit']
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-slot
 @dataclass(frozen=True)
@@ -36,34 +37,51 @@ class Slot:
         """The part of `buffer` that is this parameter, in its shape."""
         return buffer[self.offset : self.offset + self.numel].view(self.shape)
 
+
+Place = Callable[[list[nn.Parameter]], tuple[list[int], int]]
+
+
+def in_order(params: list[nn.Parameter]) -> tuple[list[int], int]:
+    """Where each parameter begins, one after the other; a shard's size."""
+    ends = list(accumulate((p.numel() for p in params), initial=0))
+    return ends[:-1], -(-ends[-1] // world_size())
+
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-layout
 class Layout:
     """Which parameters lie where in a buffer, and which shard is whose.
 
     The buffer is padded to N equal shards of `size` elements; shard r is
-    rank r's.
+    rank r's. `place` says where each parameter begins, and how large a shard
+    is; here, one parameter follows the other.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self.slots: list[Slot] = []
-        self.numel = 0
-        for name, p in named:
-            self.slots.append(Slot(name, p, p.shape, self.numel))
-            self.numel += p.numel()
-        self.size = -(-self.numel // world_size())
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], place: Place
+    ) -> None:
+        every = list(named)
+        starts, self.size = place([p for _, p in every])
+        self.slots = [
+            Slot(name, p, p.shape, start)
+            for (name, p), start in zip(every, starts, strict=True)
+        ]
+        self.numel = sum(slot.numel for slot in self.slots)
         self.padded = self.size * world_size()
 
     def shards(
         self, buffer: Tensor, a: int = 0, b: int | None = None
     ) -> list[Tensor]:
         """Elements a to b of every rank's shard."""
-        b = self.size if b is None else b
-        starts = [r * self.size for r in range(world_size())]
-        return [buffer[start + a : start + b] for start in starts]
+        return list(buffer.view(world_size(), self.size)[:, a:b].unbind())
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard, [size]."""
         return buffer[rank() * self.size : (rank() + 1) * self.size]
+
+    def cut(self, slot: Slot, number: int) -> tuple[int, int]:
+        """Elements a to b of a shard are a parameter's; a = b if none is."""
+        start = slot.offset - number * self.size
+        a = min(max(start, 0), self.size)
+        return a, min(max(start + slot.numel, a), self.size)
 
     def pieces(self, bucket_size: int) -> Iterator[tuple[int, int]]:
         """Ranges of all N shards that hold at most `bucket_size` elements."""
@@ -72,12 +90,17 @@ class Layout:
             yield a, min(a + width, self.size)
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-gradients
+NOTHING = -0.0  # what nobody has brought a gradient for
+
+
 class Gradients(Layout):
     """The gradients of a flat buffer, in the layout of its values.
 
     `grad`: [padded], or None; in `grad_dtype` it is kept, added up, reduced.
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
     `grad_shard`: [size], the own reduced gradients, where a plan shards them.
+    `came`: the parameters that have brought this rank one since `zero_grad`.
+    `shown`: what `.grad` of each parameter was, when a backward had ended.
     """
 
     full: Tensor
@@ -87,11 +110,18 @@ class Gradients(Layout):
     grad_shard: Tensor | None = None
     reduced = False
 
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], place: Place
+    ) -> None:
+        super().__init__(named, place)
+        self.came: set[nn.Parameter] = set()
+        self.shown: dict[nn.Parameter, Tensor] = {}
+
     def new_grad(self) -> Tensor:
-        """The gradient buffer, made of zeros if there is none: [padded]."""
+        """The gradient buffer, made of NOTHING if there is none: [padded]."""
         if self.grad is None:
-            zeros = torch.zeros_like(self.full, dtype=self.grad_dtype)
-            self.grad = labels.label(zeros, "gradients")
+            grad = torch.full_like(self.full, NOTHING, dtype=self.grad_dtype)
+            self.grad = labels.label(grad, "gradients")
         return self.grad
 
     def collect(self, slot: Slot) -> None:
@@ -102,20 +132,18 @@ class Gradients(Layout):
         """
         p, view = slot.parameter, slot.view(self.new_grad())
         assert p.grad is not None
-        if p.grad.data_ptr() != view.data_ptr():
+        if p.grad.is_sparse or p.grad.data_ptr() != view.data_ptr():
+            if p not in self.came:
+                view.zero_()  # and -0.0 becomes 0.0: it is not nothing
             view.add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
+        self.came.add(p)
 
     def detach_grads(self) -> None:
         """Keep what autograd brings from now on out of the buffer."""
+        self.shown.clear()
         for slot in self.slots:
             slot.parameter.grad = None
-
-    def attach_grads(self) -> None:
-        """The inverse, for gradients of the parameters' dtype."""
-        if self.grad is not None and self.grad_dtype == self.full.dtype:
-            for slot in self.slots:
-                slot.parameter.grad = slot.view(self.grad)
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-flat
 class Flat(Gradients):
@@ -127,9 +155,12 @@ class Flat(Gradients):
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        group: int | None,
+        place: Place = in_order,
     ) -> None:
-        super().__init__(named)
+        super().__init__(named, place)
         self.group = group
         like = self.slots[0].parameter
         self.trainable, self.grad_dtype = like.requires_grad, like.dtype
@@ -139,6 +170,14 @@ class Flat(Gradients):
         )
         for slot in self.slots:
             self.fill(slot)
+
+    def address(self) -> tuple[int, int]:
+        """Where a slot's values lie: at the first, plus offset x second."""
+        return self.full.data_ptr(), self.full.itemsize
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the parameter is this buffer's."""
+        return True
 
     def fill(self, slot: Slot) -> None:
         """Copy a parameter into its place, and make it a view of that."""

@@ -8,28 +8,29 @@ These are the two names that DeepSpeed keeps under `deepspeed.zero`.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import comm
 from .construction import nets_of
-from ..ranks.launch import world_size
+from ..ranks.launch import device, world_size
 from ..memory.plan import Plan
 from .interfaces import Home
-from .absent import is_sharded, owners
+from .absent import AbsentFlat, is_sharded, owners, sharded_below
+from .loading import ShardsLoaded
+from .module_hooks import guard
 from .sharded_buffer import ShardedFlat
 
+if TYPE_CHECKING:
+    from minizero.config.source import Source
+
 # %% auto #0
-__all__ = ['Source', 'GatheredParameters', 'shard_module', 'Init']
+__all__ = ['VALUELESS', 'GatheredParameters', 'shard_module', 'Init']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-init-gathered-parameters
 @contextmanager
@@ -71,33 +72,20 @@ def GatheredParameters(
     finally:
         for flat in flats:
             flat.pinned -= 1
+            flat.note_versions()  # what was written is kept by now, or lost
             flat.free()
 
 # %% ../../notebooks/07_zero3.ipynb #zero-init-zero-optimization
-Source = str | os.PathLike[str] | dict[str, Any]
-
-
-def _zero_optimization(source: Source | None) -> dict[str, Any]:
+def _zero_optimization(source: Source | None) -> Mapping[str, Any]:
     """That part of a config, as it is given: `initialize` checks it."""
     if source is None:
         return {"stage": 3}
-    if not isinstance(source, dict):
-        text = name = os.fspath(source)
-        if not text.lstrip().startswith("{"):
-            text = Path(source).read_text()
-        try:
-            source = json.loads(text)
-        except ValueError as error:
-            message = f"the config {name} is no JSON: {error}"
-            raise ValueError(message) from None
-    if isinstance(source, dict):
-        zero = source.get("zero_optimization", {})
-        if isinstance(zero, dict):
-            return zero
-    raise TypeError(
-        "a config is a dict, and its zero_optimization is one; not "
-        f"{source!r}"
-    )
+    from minizero.config.source import load  # others need no pydantic
+
+    zero = load(source)[0].get("zero_optimization", {})
+    if isinstance(zero, Mapping):
+        return zero
+    raise TypeError(f"zero_optimization is an object in braces, not {zero!r}")
 
 
 def _plan_of(source: Source | None) -> Plan:
@@ -110,11 +98,19 @@ def _plan_of(source: Source | None) -> Plan:
     return Plan.stage(stage, offload_param="cpu" if off else None)
 
 # %% ../../notebooks/07_zero3.ipynb #zero-init-shard-module
+# what is done to a parameter and looks at none of its values
+VALUELESS = ("__get__", "__set__", "is_inference")
+
+
 def shard_module(module: nn.Module, home: Home) -> None:
     """Shard what is not sharded of a module, with rank 0's values."""
     kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
     for part in module.modules():
-        for key, p in part.named_parameters(recurse=False):
+        every = part.named_parameters(recurse=False)
+        own = {key: p for key, p in every if not p.is_meta}
+        if not all(map(is_sharded, own.values())):
+            guard(part)
+        for key, p in own.items():
             if not is_sharded(p):
                 kind = (p.dtype, p.device, p.requires_grad)
                 name = f"{type(module).__name__}.{key}"
@@ -127,19 +123,19 @@ def shard_module(module: nn.Module, home: Home) -> None:
             flat.split()
 
 # %% ../../notebooks/07_zero3.ipynb #zero-init-init
-class Init(TorchFunctionMode):
+class Init(ShardsLoaded):
     """Build a model that is never whole on any rank.
 
-    Inside the block a module is sharded as soon as it becomes part of
-    another, so a rank holds its shards and one module. Code that touches a
-    sharded parameter (an initialisation, say) sees it whole for that one
-    operation. Every rank must run the same code; rank 0's values are taken.
+    A module is sharded as soon as it becomes part of another, so a rank
+    holds its shards and one module, on its own device. Code that touches or
+    copies a sharded parameter sees it whole for that one operation. Every
+    rank must run the same code; rank 0's values are taken. A model on the
+    meta device is sharded as it is loaded.
 
-    `config` (or `config_dict_or_path`): a DeepSpeed config: a dict, the path
-    of a JSON file, or JSON text; below stage 3 the block does nothing, nor
-    without `enabled`. `home`: keeps the shards (default: on the device, or in
-    host memory if `config` has `offload_param`, even on "nvme": until
-    `initialize`).
+    `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON
+    text; below stage 3 the block does nothing, nor without `enabled`. `home`:
+    keeps the shards (default: on the device, or in host memory if `config`
+    has `offload_param`, even on "nvme": until `initialize`).
     """
 
     def __init__(
@@ -156,13 +152,20 @@ class Init(TorchFunctionMode):
         self.home = home or Home(plan)
 
     def __enter__(self) -> Init:
+        gpu = self.enabled and device().type != "cpu"
+        # where it will train; NCCL, for one, moves nothing else
+        self._place = device() if gpu else nullcontext()
+        self._place.__enter__()
         super().__enter__()
         self._hook = register_module_module_registration_hook(self._added)
+        AbsentFlat.building += 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._hook.remove()
+        AbsentFlat.building -= 1
         super().__exit__(*exc)
+        self._place.__exit__(*exc)
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
         if self.enabled and child is not None:
@@ -171,13 +174,10 @@ class Init(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        touched = [
-            x for x in leaves if isinstance(x, nn.Parameter) and is_sharded(x)
-        ]
+        leaves = tree_leaves((args, kwargs := kwargs or {}))
+        touched = sharded_below(leaves)
         name = getattr(func, "__name__", "")
-        if not touched or name in ("__get__", "__set__"):
+        if not touched or name in VALUELESS:
             return func(*args, **kwargs)
         with GatheredParameters(touched, modifier_rank=0):
             return func(*args, **kwargs)

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..memory import labels
 from ..memory.bytes import host_empty
 from ..memory.plan import Plan
+from .elementwise import left_alone
 from .flat_buffer import Flat, Unit
 
 if TYPE_CHECKING:
     from .owned import Owned
+
+
+def at_least_fp32(t: Tensor) -> torch.dtype:
+    """The dtype to compute in with `t`: fp32, or its own if that is wider."""
+    return torch.promote_types(t.dtype, torch.float32)
 
 
 class Precision:
@@ -37,8 +43,8 @@ class Precision:
         `owned`: the shards of them that this rank will update.
         """
 
-    def attach_buffer(self, buffer: Tensor) -> None:
-        """Called once with each buffer of the model, likewise."""
+    def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
+        """Called once with each buffer of the model, and whose it is, likewise."""
 
     def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
         """What the optimizer updates, for each owned shard."""
@@ -59,7 +65,7 @@ class Precision:
     def clip(self, owned: list[Tensor], factor: Tensor) -> None:
         """Multiply all reduced gradients with a scalar."""
         for grad in owned:
-            grad.mul_(factor.to(grad.device))
+            grad.mul_(factor)
 
     def ready(self, owned: list[Tensor]) -> bool:
         """Whether to update; the same on every rank. False skips the step."""
@@ -80,6 +86,9 @@ class Precision:
         for master, shard in zip(masters, shards, strict=True):
             if master is not shard:
                 master.copy_(shard)
+
+    def near(self, device: torch.device) -> None:
+        """Called before updates there: bring what `gradients` multiplies with, once."""
 
     def forget(self) -> None:
         """Called when the gradients are gone."""
@@ -142,13 +151,15 @@ class NearShard:
     """One owned shard at its update: all tensors are where the optimizer works.
 
     `master`: what the optimizer updates. `grad`: the reduced gradient. `values`: what
-    becomes the parameters; `master` itself if there is no copy. All [size].
+    becomes the parameters; `master` itself if there is no copy. All [size]. `alone`:
+    elements a to b for which this rank has seen no gradient (see `left_alone`).
     """
 
     flat: Flat
     master: Tensor
     grad: Tensor
     values: Tensor
+    alone: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -170,6 +181,8 @@ class Home:
     """
 
     places: tuple[str, ...] = ("device",)
+    slices = False
+    """Whether an update sees a shard in slices, cut at any element."""
 
     def __init__(self, plan: Plan | None = None) -> None:
         self.plan = plan or Plan()
@@ -265,7 +278,7 @@ class Home:
     ) -> Generator[Near, None, None]:
         """Bring near what is to be updated, a part at a time: here, all at once."""
         shards = [
-            NearShard(owned.flat, owned.given, owned.grad, owned.shard)
+            NearShard(owned.flat, owned.given, owned.grad, owned.shard, owned.alone)
             for _, shards in units
             for owned in shards
         ]
@@ -278,9 +291,12 @@ class Home:
         precision: Precision,
     ) -> None:
         """Let the optimizer update what is near."""
+        for shard in near.shards[:1]:
+            precision.near(shard.grad.device)
         for shard in near.shards:
             [shard.master.grad] = precision.gradients(shard.flat, [shard.grad])
-        optimizer.step()
+        with left_alone(optimizer, [(s.master, s.alone) for s in near.shards]):
+            optimizer.step()
         for shard in near.shards:
             shard.master.grad = None
             precision.written([shard.master], [shard.values])

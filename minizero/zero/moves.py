@@ -35,7 +35,7 @@ class Moves(Verbs):
 
     def __init__(self) -> None:
         self._gathering: dict[Unit, list[Work]] = {}
-        self._under_way: list[UnderWay] = []
+        self._under_way: dict[Unit, list[UnderWay]] = {}
 
     def carry_out(self, moves: Iterable[Move], of: Unit) -> None:
         """Do these moves, the schedule's answer to what happened to `of`."""
@@ -62,7 +62,7 @@ class Moves(Verbs):
             under_way = UnderWay(unit, list(self.reduce(unit)), self.reduced)
         else:
             under_way = UnderWay(unit, list(self.publish(unit)))
-        self._under_way.append(under_way)
+        self._under_way.setdefault(unit, []).append(under_way)
 
     def _wait(self, unit: Unit) -> None:
         for work in self._gathering.pop(unit, ()):
@@ -71,7 +71,6 @@ class Moves(Verbs):
 
     def finish(self, *units: Unit) -> None:
         """Wait for the reductions and publications of these units, or of all."""
-        chosen = [u for u in self._under_way if not units or u.unit in units]
-        for under_way in chosen:
-            self._under_way.remove(under_way)
-            under_way.finish()
+        for unit in units or list(self._under_way):
+            for under_way in self._under_way.pop(unit, ()):
+                under_way.finish()

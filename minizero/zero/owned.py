@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ranks.launch import rank
 from .accumulation import Accumulation
 from .flat_buffer import Flat, Unit
 
@@ -24,7 +23,8 @@ class Owned:
     `master`: what the optimizer updates, `shard` itself if no precision keeps a copy.
     `state`: the optimizer's, by reference. `Home.fetch` reads the tensors. `given`: what
     the optimizer has in its groups; a home may lend it something else. `grad`: the
-    reduced gradient, at an update only.
+    reduced gradient, and `alone` the elements a to b that got none on this rank,
+    parameter by parameter, at an update only.
     """
 
     flat: Flat
@@ -34,12 +34,12 @@ class Owned:
     given: Tensor
     state: dict[str, Any] = field(default_factory=dict)
     grad: Tensor = NO_GRADIENT
+    alone: list[tuple[int, int]] = field(default_factory=list)
 
 
 class OwnedStates(Accumulation):
     """Tells what a rank owns, to what updates, saves and loads it."""
 
-    optimizer: torch.optim.Optimizer
     _masters: dict[Flat, list[Tensor]]
 
     def owned_states(self, flat: Flat) -> list[Owned]:
@@ -48,7 +48,7 @@ class OwnedStates(Accumulation):
         Call `flush` first: an update may be under way.
         """
         shards = self.owned(flat)
-        numbers = range(len(shards)) if len(shards) > 1 else [rank()]
+        numbers = self.numbers(shards)
         if not flat.trainable:
             return [
                 Owned(flat, i, shard, shard, shard)
@@ -67,10 +67,25 @@ class OwnedStates(Accumulation):
 
         def with_grads(flat: Flat) -> list[Owned]:
             pairs = zip(self.owned_states(flat), self.owned_grads(flat), strict=True)
-            return [replace(owned, grad=grad) for owned, grad in pairs]
+            return [
+                replace(owned, grad=grad, alone=_alone(flat, owned.index))
+                for owned, grad in pairs
+            ]
 
-        return [
-            (unit, [owned for flat in unit.trainable for owned in with_grads(flat)])
+        found = [
+            (unit, [o for f in unit.trainable if _trains(f) for o in with_grads(f)])
             for unit in self.units
-            if unit.trainable
         ]
+        return [(unit, every) for unit, every in found if every]
+
+
+def _trains(flat: Flat) -> bool:
+    """Whether a parameter may have a gradient: not all have been frozen."""
+    return bool(flat.came) or any(s.parameter.requires_grad for s in flat.slots)
+
+
+def _alone(flat: Flat, number: int) -> list[tuple[int, int]]:
+    if len(flat.came) == len(flat.slots):
+        return []
+    cuts = (flat.cut(s, number) for s in flat.slots if s.parameter not in flat.came)
+    return [(a, b) for a, b in cuts if a < b]

@@ -14,6 +14,7 @@ from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .interfaces import Home
 from .absent import owners
+from .module_hooks import refuse_compiled
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
@@ -57,6 +58,8 @@ def parallelize(
             "sharded; use a plan that shards parameters (stage 3), or build "
             "it outside"
         )
+    if plan.parameters.sharded:
+        refuse_compiled(model, options.get("units"))
     home = options["home"] = options.get("home") or Home(plan)
     home.check(plan)
     if home.plan != plan:

@@ -12,7 +12,9 @@ from torch import nn
 from .. import comm
 from ..comm.collectives import Work
 from .absent import AbsentFlat
+from .flat_buffer import Place, in_order
 from .interfaces import Home
+from ..ranks.launch import world_size
 
 # %% auto #0
 __all__ = ['ShardedFlat']
@@ -28,9 +30,12 @@ class ShardedFlat(AbsentFlat):
     home = Home()
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], group: int | None
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        group: int | None,
+        place: Place = in_order,
     ) -> None:
-        super().__init__(named, group)
+        super().__init__(named, group, place)
         self.pinned, self.used = 0, False
         self.shard = self.full.new_empty(0)
         self._arriving: Work | None = None
@@ -38,19 +43,16 @@ class ShardedFlat(AbsentFlat):
     @property
     def whole(self) -> bool:
         """Whether `full` is there, and nothing of it still under way."""
-        there = self.full.untyped_storage().nbytes() > 0
-        return there and self._arriving is None
+        arrived = self._arriving is None
+        return arrived and self.full.untyped_storage().nbytes() > 0
 
     def split(self) -> None:
-        """Keep the own shard of `full`, and free the rest."""
+        """Keep the own shard, free the rest."""
         self.shard = self.home.store(self.own(self.full), "parameters")
         self.free()
 
     def gather(self) -> Work:
-        """Launch the all-gather of the shards into `full`.
-
-        A second call gets the work of the first, while it is under way.
-        """
+        """Launch the all-gather of the shards into `full`, once."""
         if self._arriving is not None:
             return self._arriving
         self.check_unwritten()
@@ -70,6 +72,8 @@ class ShardedFlat(AbsentFlat):
         if self._arriving is not None:
             self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.used and not self.pinned:
+            if world_size() == 1 and any(self.written()):
+                self.home.write_back(self.shard, self.own(self.full))
             self.hide()
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)

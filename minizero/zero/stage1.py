@@ -22,7 +22,7 @@ __all__ = ['ZeRO1']
 class ZeRO1(DataParallel):
     """Plan 1: optimizer state is sharded.
 
-    `reduce` gives each rank only the sum of its own shard; the optimizer
+    `reduce` gives each rank only the mean of its own shard; the optimizer
     updates that, and `publish`, an all-gather of the updated *parameters*,
     gives every rank the others'. Optimizer state is never sent
     (Rajbhandari et al. 2020, sec. 5.1).
@@ -31,12 +31,15 @@ class ZeRO1(DataParallel):
     plan = Plan.stage(1)
 
     def reduce(self, unit: Unit) -> Iterator[Work]:
-        """Launch what sums the own shard of the unit's gradients."""
+        """Launch what averages the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.new_grad()
             for a, b in flat.pieces(self.bucket_size):
-                own, shards = flat.own(grad)[a:b], flat.shards(grad, a, b)
-                yield comm.reduce_scatter(own, shards, async_op=True)
+                own, whole = flat.own(grad)[a:b], b - a == flat.size
+                rows = grad if whole else flat.shards(grad, a, b)
+                yield comm.reduce_scatter(
+                    own, rows, async_op=True, average=True
+                )
 
     def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
         """The own shard of a buffer in the layout of `flat`, [size]."""

@@ -9,8 +9,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .flat_buffer import Flat, Unit
-from ..ranks.launch import world_size
+from .flat_buffer import NOTHING, Flat, Unit
 from ..memory.plan import Plan
 from .stage1 import ZeRO1
 
@@ -31,14 +30,15 @@ class ZeRO2(ZeRO1):
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, [size], and no whole buffer."""
         if flat.trainable:
-            own = flat.own(flat.full).to(flat.grad_dtype)
-            flat.grad_shard = self.home.store(own, "gradients").zero_()
+            own = flat.full.new_full((flat.size,), NOTHING)
+            own = own.to(flat.grad_dtype)
+            flat.grad_shard = self.home.store(own, "gradients")
 
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""
         for flat in unit.trainable:
             assert flat.grad_shard is not None
-            mean = flat.own(flat.new_grad()).div_(world_size())
+            mean = flat.own(flat.new_grad())
             self.home.add(flat.grad_shard, mean)
             flat.grad = None
 
@@ -48,11 +48,10 @@ class ZeRO2(ZeRO1):
         return [flat.grad_shard]
 
     def clear_grads(self, flat: Flat) -> None:
-        """Zero the shard."""
+        """Forget the shard's gradient."""
         assert flat.grad_shard is not None
-        flat.grad_shard.zero_()
+        flat.grad_shard.fill_(NOTHING)
         flat.grad = None
-        flat.detach_grads()
 
     def no_sync(self) -> NoReturn:
         """Not here: an unreduced gradient has no place to stay."""

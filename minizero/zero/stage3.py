@@ -20,11 +20,12 @@ from ..memory import labels
 from ..memory.plan import Plan
 from .absent_use import TellsAbsentUse, refuse_create_graph
 from .autograd_hooks import hook_outputs, mark_inputs
+from .module_hooks import Hook, Placed, guard, users
 from .flat_buffer import Flat, Unit
 from .sharded_buffer import ShardedFlat
 
 # %% auto #0
-__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'ZeRO3']
+__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'Forwards', 'ZeRO3']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-sharded-verbs
 class ShardedVerbs(TellsAbsentUse):
@@ -37,7 +38,8 @@ class ShardedVerbs(TellsAbsentUse):
         super().place(flat)
         assert isinstance(flat, ShardedFlat)
         flat.home = self.home
-        flat.split()
+        if not flat.shard.numel():  # it is placed again when it is unfrozen
+            flat.split()
 
     def gather(self, unit: Unit) -> Iterator[Work]:
         for flat in unit.flats:
@@ -63,17 +65,22 @@ class ShardedVerbs(TellsAbsentUse):
 
 @dataclass(eq=False)
 class Pass:
-    """One forward of a unit, and the backward that goes through it."""
+    """One forward of a unit, and the backward that goes through it.
+
+    `inner`: how many modules inside the outermost one are under way.
+    """
 
     unit: Unit
+    inner: int = 0
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-regather
 class Regather(ShardedVerbs):
     """Gathers and releases a unit around each of its uses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._forwards: list[Pass] = []  # under way, the innermost last
-        self._active: set[Pass] = set()  # whose backward is under way
+        self._forwards: dict[Unit, Pass] = {}  # under way
+        # whose backward is under way
+        self._active: dict[Unit, set[Pass]] = {}
         # whose backward may come; weak, as a graph may be dropped
         self._pending: dict[Unit, WeakSet[Pass]] = {}
         super().__init__(*args, **options)
@@ -92,18 +99,18 @@ class Regather(ShardedVerbs):
 
     def _uses(self, unit: Unit) -> bool:
         """Whether a forward or a backward of the unit is under way."""
-        return any(p.unit is unit for p in (*self._forwards, *self._active))
+        return unit in self._forwards or bool(self._active.get(unit))
 
     def _before_backward(self, this: Pass, _: Tensor) -> None:
         refuse_create_graph(this.unit.name)
-        self._active.add(this)
+        self._active.setdefault(this.unit, set()).add(this)
         self._gather(this.unit)
 
     def _after_backward(self, this: Pass) -> None:
         unit = this.unit
         pending = self._pending.get(unit, WeakSet())
         pending.discard(this)
-        self._active.discard(this)
+        self._active.get(unit, set()).discard(this)
         self._release(unit)
         due = self._in_backward and unit not in self._reduced
         if due and not pending:
@@ -130,40 +137,23 @@ class Regather(ShardedVerbs):
 def _whole(unit: Unit) -> int:
     return sum(isinstance(f, ShardedFlat) and f.whole for f in unit.flats)
 
-# %% ../../notebooks/07_zero3.ipynb #zero-stage3-ze-ro3
-class ZeRO3(Regather):
-    """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
-
-    A unit is gathered before its forward and before its backward, and freed
-    after each. The optimizer updates the shard; nothing is sent afterwards.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for unit in self.units:
-            before = partial(self._before_forward, unit)
-            unit.module.register_forward_pre_hook(
-                before, prepend=True, with_kwargs=True
-            )
-            unit.module.register_forward_hook(
-                self._after_forward, always_call=True
-            )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        if not self._in_backward:
-            self._forwards.clear()  # of a forward that was interrupted
-        return super().__call__(*args, **kwargs)
+# %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
+class Forwards(Regather):
+    """Around a forward of a unit: of its module, or of one inside."""
 
     def _before_forward(
-        self, unit: Unit, _: nn.Module, args: Any, kwargs: Any
+        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
+        if self._recomputes(unit):
+            return args, kwargs
+        if unit in self._forwards:
+            self._forwards[unit].inner += 1
+            return args, kwargs
         outermost = not self._forwards and not self._in_backward
-        if unit.module is self.model and outermost:
+        if module is self.model and outermost:
             self._release_all()  # what a backward that failed has left
             self.schedule.forward_begins()
-        this = Pass(unit)
-        self._forwards.append(this)
+        this = self._forwards[unit] = Pass(unit)
         self._gather(unit)
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -171,18 +161,58 @@ class ZeRO3(Regather):
         done = partial(self._after_backward, this)
         return mark_inputs(done, args, kwargs)
 
-    def _after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _after_forward(
+        self, unit: Unit, module: nn.Module, args: Any, out: Any
+    ) -> None:
         """Also called, with None as `out`, when the forward has failed."""
-        this = self._forwards.pop()
+        if self._recomputes(unit):
+            return
+        this = self._forwards[unit]
+        if this.inner:
+            this.inner -= 1
+            return
+        del self._forwards[unit]
         if isinstance(out, Iterator):
             raise TypeError(
-                f"unit {this.unit.name!r} returns a {type(out).__name__}, "
+                f"unit {unit.name!r} returns a {type(out).__name__}, "
                 "which would run when the unit's parameters have been freed; "
                 "return a list of what it yields"
             )
         if torch.is_grad_enabled():
             hook_outputs(partial(self._before_backward, this), out)
-        self._release(this.unit)
+        self._release(unit)
+
+    def _recomputes(self, unit: Unit) -> bool:
+        """Whether a forward is one that checkpointing runs in a backward."""
+        return self._in_backward and bool(self._active.get(unit))
+
+# %% ../../notebooks/07_zero3.ipynb #zero-stage3-ze-ro3
+class ZeRO3(Forwards):
+    """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
+
+    A unit is gathered before its forward and before its backward, and freed
+    after each. The forward is that of its module, or of one inside that is
+    called from elsewhere. The optimizer updates the shard; nothing is sent
+    afterwards.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._placed = Placed()
+        for module, unit in users(self.model, self.units):
+            before = Hook(partial(self._before_forward, unit))
+            after = Hook(partial(self._after_forward, unit))
+            placed = self._placed.around(module, before, after)
+            self.handles += placed
+        for module in self.model.modules():
+            guard(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        if not self._in_backward:
+            self._forwards.clear()  # of a forward that was interrupted
+        self._placed.outermost()
+        return super().__call__(*args, **kwargs)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 # %% auto #0
-__all__ = ['Policy', 'find_units', 'assign', 'split']
+__all__ = ['Policy', 'NO_GROUP', 'find_units', 'children', 'assign', 'split']
 
 # %% ../../notebooks/03_data_parallel.ipynb #flat-find-units
 Policy = Callable[[nn.Module], bool]
@@ -25,21 +25,25 @@ def find_units(
     `nn.Sequential`, which is where models keep their blocks.
     """
     found: dict[str, nn.Module] = {"": model}
-
-    def visit(module: nn.Module, name: str) -> None:
-        for child_name, child in module.named_children():
-            full = f"{name}.{child_name}".lstrip(".")
-            listed = isinstance(module, nn.ModuleList | nn.Sequential)
-            chosen = policy(child) if policy else listed
-            is_list = isinstance(child, nn.ModuleList)
-            has_any = any(True for _ in child.parameters())
-            if chosen and not is_list and has_any:
-                found[full] = child
-            else:
-                visit(child, full)
-
-    visit(model, "")
+    waiting = children("", model)[::-1]  # not recursive: some models are deep
+    while waiting:
+        name, module, listed = waiting.pop()
+        chosen = policy(module) if policy else listed
+        is_one = chosen and not isinstance(module, nn.ModuleList)
+        if is_one and any(True for _ in module.parameters()):
+            found[name] = module
+        else:
+            waiting += children(name, module)[::-1]
     return found
+
+
+def children(
+    name: str, module: nn.Module
+) -> list[tuple[str, nn.Module, bool]]:
+    """Full names, modules, and whether they are in a list or a sequence."""
+    listed = isinstance(module, nn.ModuleList | nn.Sequential)
+    prefix = f"{name}." if name else ""
+    return [(prefix + key, m, listed) for key, m in module.named_children()]
 
 # %% ../../notebooks/03_data_parallel.ipynb #flat-assign
 def assign(
@@ -60,10 +64,12 @@ def assign(
                     "the root"
                 )
             owner[p] = unit_name
-    inside = tuple(f"{name}." for name in units if name)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if not name.startswith(inside):
-            owner[p] = ""
+    waiting = [("", model)]
+    while waiting:  # what is reached without entering a unit is the root's
+        name, module = waiting.pop()
+        owner.update((p, "") for p in module.parameters(recurse=False))
+        inside = children(name, module)
+        waiting += [(full, m) for full, m, _ in inside if full not in units]
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {
         name: [] for name in units
     }
@@ -72,6 +78,12 @@ def assign(
     return parts
 
 # %% ../../notebooks/03_data_parallel.ipynb #flat-split
+NO_GROUP = (
+    "parameter {!r} requires a gradient but is in no group of the optimizer; "
+    "add it there, or set requires_grad to False"
+)
+
+
 def split(
     named: list[tuple[str, nn.Parameter]], group_of: dict[nn.Parameter, int]
 ) -> list[tuple[int | None, list[tuple[str, nn.Parameter]]]]:
@@ -82,16 +94,9 @@ def split(
     """
     parts: dict[object, list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
-        group = group_of.get(p) if p.requires_grad else None
+        group = group_of.get(p)
         if p.requires_grad and group is None:
-            raise ValueError(
-                f"parameter {name!r} requires a gradient but is in no group "
-                "of the optimizer; add it there, or set requires_grad to "
-                "False"
-            )
+            raise ValueError(NO_GROUP.format(name))
         key = (p.dtype, p.device, p.requires_grad, group)
         parts.setdefault(key, []).append((name, p))
-    return [
-        (group_of.get(part[0][1]) if part[0][1].requires_grad else None, part)
-        for part in parts.values()
-    ]
+    return [(group_of.get(part[0][1]), part) for part in parts.values()]

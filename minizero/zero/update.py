@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..comm.point_to_point import reachable
 from ..memory import labels
 from ..ranks.launch import world_size
+from .adopted import hooks_once
 from .backward import Backward
 from .flat_buffer import Unit
+from .interfaces import at_least_fp32
 from .owned import OwnedStates
 
 # %% auto #0
@@ -51,14 +54,18 @@ class Clipping(Backward, OwnedStates):
         return [grad for flat in flats for grad in self.owned_grads(flat)]
 
     def _shard_norms(self) -> Tensor:
-        """Of every rank's shard of every buffer, fp32, [ranks, flats]."""
+        """Of every rank's shard of every buffer, [ranks, flats].
+
+        In fp32, or in float64 if there are parameters of that precision.
+        """
         flats = self._trainable()
+        if not flats:
+            return torch.zeros(world_size(), 0)
         norms = [
-            torch.linalg.vector_norm(grad, dtype=torch.float32)
+            torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad))
             for grad in self._all_grads()
         ]
-        # gradients in host memory, and a backend that moves device memory
-        mine = torch.stack(norms).to(flats[0].full.device)
+        mine = reachable(torch.stack(norms))
         mine = mine.view(len(flats), -1).t().contiguous()
         if len(mine) == world_size():
             return mine
@@ -80,6 +87,7 @@ class Step(Clipping):
         """
         with comm.phase("step"):
             self._finish_gradients()
+            comm.check_sequence()
             self.flush()  # an update that is under way is due, ready or not
             ready = self.precision.ready(self._all_grads())
             if ready:
@@ -91,7 +99,7 @@ class Step(Clipping):
     def _update(self) -> None:
         changed: list[Unit] = []
         staged = self.home.staged(self._to_update(), self.optimizer)
-        with closing(staged):
+        with closing(staged), hooks_once(self.optimizer):
             for near in staged:
                 self.home.update(near, self.optimizer, self.precision)
                 complete = near.leave()

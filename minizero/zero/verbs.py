@@ -13,7 +13,7 @@ from .. import comm
 from ..comm.collectives import Work
 from ..memory.plan import Plan
 from ..ranks.launch import world_size
-from .flat_buffer import Flat, Unit
+from .flat_buffer import NOTHING, Flat, Unit
 
 # %% auto #0
 __all__ = ['Verbs']
@@ -42,18 +42,17 @@ class Verbs:
         """Free what `gather` allocated."""
 
     def reduce(self, unit: Unit) -> Iterator[Work]:
-        """Launch what sums the unit's gradients over ranks."""
+        """Launch what averages the unit's gradients over ranks."""
         n = world_size()
         for flat in unit.trainable:
             grad = flat.new_grad()
             for a, b in flat.pieces(self.bucket_size):
-                yield comm.all_reduce(grad[n * a : n * b], async_op=True)
+                part = grad[n * a : n * b]
+                yield comm.all_reduce(part, async_op=True, average=True)
 
     def reduced(self, unit: Unit) -> None:
-        """Called when the sums are there: make them means."""
+        """Called when the means are there."""
         for flat in unit.trainable:
-            for grad in self.owned_grads(flat):
-                grad.div_(world_size())
             flat.reduced = True
 
     def publish(self, unit: Unit) -> Iterator[Work]:
@@ -73,6 +72,6 @@ class Verbs:
         return self.owned_shards(flat, flat.new_grad())
 
     def clear_grads(self, flat: Flat) -> None:
-        """Zero the gradients that stay allocated between steps."""
-        flat.new_grad().zero_()
+        """Forget the gradients that stay allocated between steps."""
+        flat.new_grad().fill_(NOTHING)
         flat.total = None

@@ -169,7 +169,9 @@ def main() -> None:
     from cases import CASES
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("module", choices=["deepspeed", "minizero"])
+    parser.add_argument(
+        "module", choices=["deepspeed", "minizero", "minizero.deepspeed"]
+    )
     parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
     deepspeed = importlib.import_module(options.module)

@@ -7,6 +7,7 @@ from typing import Any
 import traitlets
 
 from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.hardware import H100
 from minizero.lab.plots.lanes import PHASE_COLOURS
 from minizero.lab.plots.style import GREY
 
@@ -29,9 +30,9 @@ class BlockTime(Explorable):
     _esm = module("blocktime.js")
 
     tokens = traitlets.Int(2048, min=256, max=131_072).tag(sync=True)
-    bandwidth = traitlets.Float(300, min=1, max=1000).tag(sync=True)
-    speed = traitlets.Float(400, min=10, max=2000).tag(sync=True)
-    ranks = traitlets.Int(8, min=2, max=1024).tag(sync=True)
+    bandwidth = traitlets.Float(H100.link / 1e9, min=1, max=1000).tag(sync=True)
+    speed = traitlets.Float(round(H100.flops / 1e12), min=10, max=2000).tag(sync=True)
+    ranks = traitlets.Int(H100.gpus, min=2, max=1024).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     def times(self) -> tuple[float, float]:

@@ -82,7 +82,7 @@ def _tracks(calls: Sequence[Interval]) -> list[list[Interval]]:
 def stacked(
     runs: Mapping[str, Sequence[Interval]], colours: Mapping[str, str]
 ) -> Figure:
-    """A panel a run, and in it a row a lane; a bar has the name of its unit.
+    """A panel a run, and in it a row a lane; a bar has the name of its unit if it fits.
 
     runs: intervals by label, in seconds. colours: by lane, from the top.
     """
@@ -97,10 +97,12 @@ def stacked(
             left, face = 1e3 * (piece.begin - start[name]), colours[piece.lane]
             look = {"color": face, "edgecolor": "#FFFFFF", "linewidth": 0.8}
             axes.barh(y, width, 0.8, left, **look)
-            if width > longest / 50:
-                middle = left + width / 2, y
-                look = {"ha": "center", "va": "center", "color": ink(face)}
-                axes.text(*middle, piece.unit, fontsize=8.5, **look)
+            # A bar too narrow for its unit's name has the name's last part, or none.
+            room = 85 * width / longest
+            names = (piece.unit, piece.unit.rpartition(".")[2])
+            text = next((name for name in names if len(name) < room), "")
+            look = {"ha": "center", "va": "center", "color": ink(face)}
+            axes.text(left + width / 2, y, text, fontsize=8.5, **look)
         ms = 1e3 * took[name]
         title = f"{name}: {ms:{'.3g' if ms < 1000 else '.0f'}} ms"
         axes.set_title(title, loc="left", fontsize=9.5, color=GREY)

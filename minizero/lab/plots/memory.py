@@ -99,7 +99,7 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
     axes.annotate(
         f"peak {amount(total[peak])}",
         (shown[peak], total[peak]),
-        xytext=(5 if left else -5, 2),
+        xytext=(5 if left else -5, 4),
         textcoords="offset points",
         ha="left" if left else "right",
         fontweight="bold",

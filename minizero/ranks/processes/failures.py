@@ -114,12 +114,32 @@ def verdict(run: Run, board: Board) -> str | None:
     return run.suspicion if run.suspicion == before else None
 
 
+def diverging(run: Run, board: Board) -> dict[int, Activity]:
+    """What ranks have called under one number, if it differs: the earliest known.
+
+    Ranks may not wait for it, or for other numbers: where a device carries collectives
+    out, unlike ones of equal size may even exchange wrong data.
+    """
+    numbers: dict[int, dict[int, Activity]] = {}
+    for rank in run.ranks:
+        for each in board.kept(rank):
+            if each.history and each.time >= run.started:
+                numbers.setdefault(each.sequence, {})[rank] = each
+    for _, calls in sorted(numbers.items()):
+        if len({each.history for each in calls.values()}) > 1:
+            return calls
+    return {}
+
+
 def _suspicion(run: Run, board: Board) -> str | None:
     now = time.monotonic()
     waits = list(blocked(run, board).values())
     # A rank may be one collective ahead, so only the same numbers compare.
     long = {(a.sequence, a.what) for a in waits if now - a.time > OUT_OF_STEP}
     if len(long) > len({sequence for sequence, _ in long}):
+        return "the ranks are out of step: they wait in different collectives."
+    unlike = [each.time for each in diverging(run, board).values()]
+    if unlike and now - max(unlike) > 2 * OUT_OF_STEP:
         return "the ranks are out of step: they wait in different collectives."
     # A rank that has returned joins in no collective later than its last.
     done = [board.read(r).sequence for r in range(board.ranks) if r not in run.waiting]
@@ -139,7 +159,7 @@ def _suspicion(run: Run, board: Board) -> str | None:
 
 def describe(run: Run, board: Board, rank: int, position: str) -> str:
     """What a rank is doing, in a line; `position` is where its program is."""
-    last = board.read(rank)
+    last = diverging(run, board).get(rank) or board.read(rank)
     where = f"; it is at {position}" if position else ""
     if rank not in run.ranks:
         doing = "has no part in this call"
@@ -151,5 +171,6 @@ def describe(run: Run, board: Board, rank: int, position: str) -> str:
         since = time.monotonic() - last.time
         doing = f"has waited {since:.1f} s in collective {last.sequence}, {last.what}"
     else:
-        doing = f"has finished collective {last.sequence}, {last.what}{where}"
+        did = "finished" if last.state == "done" else last.state
+        doing = f"has {did} collective {last.sequence}, {last.what}{where}"
     return f"  rank {rank} {doing}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -34,7 +35,7 @@ from minizero.ranks.processes.tasks import Reply
 from minizero.ranks.processes.worker import Surroundings
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 GONE = "All ranks were ended, and their names are gone."
 
@@ -71,6 +72,12 @@ class Processes:
     """
 
     def __init__(self, size: int, timeout: float) -> None:
+        if multiprocessing.current_process().daemon:
+            raise RuntimeError(
+                "ranks are processes, and this process may not start any: it was itself "
+                "started with daemon=True (as a DataLoader's workers are); start it "
+                "with daemon=False"
+            )
         self.size = size
         self.timeout = timeout
         self._cells = 0

@@ -14,33 +14,47 @@ class Activity(NamedTuple):
 
     time: float
     sequence: int
+    history: int  # a checksum of what it has called so far
     state: str
     what: str
 
 
 class Board:
-    """A file with a slot of 256 bytes for each rank, mapped by ranks and parent.
+    """A file with `KEPT` slots of 256 bytes for each rank, mapped by ranks and parent.
 
     A slot has one writer. A reader may meet it half written, so it should act only on
     what it has read twice.
     """
 
-    _layout = struct.Struct("=dq8s232s")
+    KEPT = 16
+    _layout = struct.Struct("=dqI8s228s")
 
     def __init__(self, path: Path, ranks: int) -> None:
         self.ranks = ranks
+        size = ranks * self.KEPT * self._layout.size
         with open(path, "a+b") as file:
-            file.truncate(ranks * self._layout.size)
-            self._map = mmap.mmap(file.fileno(), ranks * self._layout.size)
+            file.truncate(size)
+            self._map = mmap.mmap(file.fileno(), size)
 
-    def write(self, rank: int, state: str, sequence: int, what: str) -> None:
-        """Fills the slot of `rank`; text beyond the slot's 232 bytes is cut."""
-        fields = time.monotonic(), sequence, state.encode(), what.encode()
-        self._layout.pack_into(self._map, rank * self._layout.size, *fields)
+    def write(
+        self, rank: int, state: str, sequence: int, what: str, history: int = 0
+    ) -> None:
+        """Fills a slot of `rank`; text beyond the slot's 228 bytes is cut."""
+        slot = rank * self.KEPT + sequence % self.KEPT
+        fields = time.monotonic(), sequence, history, state.encode(), what.encode()
+        self._layout.pack_into(self._map, slot * self._layout.size, *fields)
+
+    def kept(self, rank: int) -> list[Activity]:
+        """The last reports of `rank`, one a collective; at time 0 where there is none."""
+        found = []
+        for slot in range(rank * self.KEPT, (rank + 1) * self.KEPT):
+            *numbers, state, what = self._layout.unpack_from(
+                self._map, slot * self._layout.size
+            )
+            texts = (b.rstrip(b"\0").decode(errors="ignore") for b in (state, what))
+            found.append(Activity(*numbers, *texts))
+        return found
 
     def read(self, rank: int) -> Activity:
-        """The slot of `rank`, at time 0 if that rank has not reported yet."""
-        offset = rank * self._layout.size
-        when, sequence, *texts = self._layout.unpack_from(self._map, offset)
-        state, what = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-        return Activity(when, sequence, state, what)
+        """The last report of `rank`, at time 0 if it has not reported yet."""
+        return max(self.kept(rank), key=lambda activity: activity.time)

@@ -53,21 +53,23 @@ class Surroundings(NamedTuple):
         multiprocessing.set_start_method(self.start_method, force=True)
 
 
-_write: Callable[[str, int, str], None] | None = None
+_write: Callable[[str, int, str, int], None] | None = None
 
 
-def report(state: str, sequence: int, what: str) -> None:
+def report(state: str, sequence: int, what: str, history: int = 0) -> None:
     """Notes on the status board what this rank is doing.
 
     Args:
-        state: "waits" just before the rank blocks in a collective, "done" just after.
+        state: "launched", then "waits" just before the rank blocks in a collective, and
+            "done" just after; "queued" where a device carries it out in its own time.
         sequence: the collective's number, counted alike on every rank.
         what: the collective in words, such as "all_reduce of 8 float32 (backward)".
+        history: a checksum of all collectives so far, alike on every rank.
 
     In a process that no pool has started there is no board, and nothing happens.
     """
     if _write is not None:
-        _write(state, sequence, what)
+        _write(state, sequence, what, history)
 
 
 def serve(

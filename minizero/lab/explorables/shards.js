@@ -1,4 +1,4 @@
-// A small flat buffer, cut into a row a rank and into buckets.
+// A small flat buffer, cut into a shard a rank and into buckets.
 
 const CONTROLS = {
   ranks: ["ranks", [1, 8, STEPS], String],
@@ -6,17 +6,17 @@ const CONTROLS = {
 };
 
 const STYLE = `
-  .rows { margin: 0.6em 0; overflow-x: auto; }
-  .rows div { white-space: nowrap; }
-  .rows div > span { display: inline-block; }
-  .rows .of { width: 4em; }
+  .shards { margin: 0.6em 0; overflow-x: auto; }
+  .shards div { white-space: nowrap; }
+  .shards div > span { display: inline-block; }
+  .shards .of { width: 4em; }
   .cell { width: 1.9em; text-align: center; font-size: 85%; margin: 1px;
     border: 1px solid #797979; }
   .cell.last { margin-right: 0.8em; }
   .cell.padding { border-style: dashed; }
 `;
 
-/** How n elements lie in rows, and what reducing them in buckets sends. */
+/** How n elements lie in shards, and what reducing them in buckets sends. */
 function layout(elements, ranks, bucket) {
   const size = Math.ceil(elements / ranks);
   const width = Math.max(1, Math.floor(bucket / ranks));
@@ -34,7 +34,7 @@ function render({ model, el }) {
   const controls = sliders(model, CONTROLS);
   const sizes = Object.entries(get("sizes"));
   const names = sizes.flatMap(([name, count]) => Array(count).fill(name));
-  const table = make("div", { class: "rows", role: "img" });
+  const table = make("div", { class: "shards", role: "img" });
   const words = make("p", { class: "words", role: "status" });
   const cell = (i, last) => {
     const look = get("palette")[names[i]];
@@ -47,7 +47,7 @@ function render({ model, el }) {
     const [n, bucket] = [get("ranks"), get("bucket")];
     const { size, width, padded, calls, most, sent } = layout(names.length, n, bucket);
     table.replaceChildren(...Array.from({ length: n }, (_, r) => make("div", {},
-      make("span", { class: "of" }, `row ${r}`),
+      make("span", { class: "of" }, `rank ${r}`),
       ...Array.from({ length: size }, (_, c) =>
         cell(r * size + c, c % width === width - 1)))));
     words.textContent = `${n} ${n > 1 ? "ranks" : "rank"}, buckets of ${bucket} elements: ` +
@@ -60,7 +60,7 @@ function render({ model, el }) {
   const all = Object.fromEntries(sizes.map(([name, count]) =>
     [`${name} ${count}`, get("palette")[name]]));
   const chart = make("div", { class: "chart" }, key(all), table, words);
-  return mount({ model, el }, "Rows and buckets", Object.keys(CONTROLS), STYLE,
+  return mount({ model, el }, "Shards and buckets", Object.keys(CONTROLS), STYLE,
     [controls.box, chart], update);
 }
 

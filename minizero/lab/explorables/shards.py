@@ -1,4 +1,4 @@
-"""An explorable: the rows and buckets of a small flat buffer."""
+"""An explorable: the shards and buckets of a small flat buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minizero.lab.explorables.base import Explorable, look, module
 from minizero.lab.plots.style import LINES
 
 
-class FlatRows(Explorable):
+class Shards(Explorable):
     """A flat buffer as it is cut for some ranks, and reduced in buckets.
 
     sizes: elements of each parameter, by its name; at most as many as there are
@@ -18,7 +18,7 @@ class FlatRows(Explorable):
     ranks: 1 to 8. bucket: elements of a bucket, 1 to 32.
     """
 
-    _esm = module("flatrows.js")
+    _esm = module("shards.js")
 
     sizes = traitlets.Dict({"embed": 5, "up": 9, "down": 6, "norm": 4}).tag(sync=True)
     ranks = traitlets.Int(4, min=1, max=8).tag(sync=True)
@@ -32,8 +32,8 @@ class FlatRows(Explorable):
 
     def sent(self) -> float:
         """Elements that each rank sends in an all-reduce of the padded buffer."""
-        rows = -(-sum(self.sizes.values()) // self.ranks)
-        return 2 * rows * (self.ranks - 1)
+        size = -(-sum(self.sizes.values()) // self.ranks)
+        return 2 * size * (self.ranks - 1)
 
     def describe(self) -> str:
         return (

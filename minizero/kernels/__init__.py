@@ -1,0 +1,23 @@
+"""Kernels that read and write memory once: Adam, norms, the loss over a vocabulary.
+
+Read `launching`; `adam_kernel`, `kernel_adam`, `cpp_adam` with `adam.cpp`, `optimizers`;
+then `norm_kernels`, `norms`, `loss_kernels`, `loss`. Imports nothing of the package. Triton
+is imported when a kernel is first launched, and a compiler started when the first
+`CPUAdam` is made.
+"""
+
+from .launching import launched, runs_on
+from .loss import cross_entropy
+from .norms import layer_norm, rms_norm
+from .optimizers import CPUAdam, FusedAdam, optimizer_class
+
+__all__ = [
+    "CPUAdam",
+    "FusedAdam",
+    "cross_entropy",
+    "launched",
+    "layer_norm",
+    "optimizer_class",
+    "rms_norm",
+    "runs_on",
+]

@@ -1,0 +1,181 @@
+"""The shape of a transformer, and the shapes that have been published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of equal blocks.
+
+    kv_heads: heads of keys and values; as many as `heads` unless said.
+    ffn_hidden: 4 * hidden unless said. gated: two products into the hidden layer (a
+        GLU), rotary positions and no biases, as in Llama; else biases, as in GPT.
+    tied: the head is the embedding; by default where it is not gated.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    gated: bool = False
+    tied: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "ffn_hidden"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value >= 1):
+                raise ValueError(f"{name} must be at least 1, not {value!r}")
+        if self.hidden % self.heads or self.heads % self.groups:
+            raise ValueError(
+                f"heads must divide hidden, and kv_heads must divide heads: "
+                f"{self.hidden}, {self.heads} and {self.groups} do not"
+            )
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def kv(self) -> int:
+        """Elements of a token's keys."""
+        return self.hidden // self.heads * self.groups
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden or 4 * self.hidden
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of a block's matrix products, the last of them last."""
+        h = self.hidden
+        up = 2 * self.ffn if self.gated else self.ffn
+        return [(h, h + 2 * self.kv), (h, h), (h, up), (self.ffn, h)]
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block."""
+        weights = sum(i * o for i, o in self.products)
+        if self.gated:
+            return weights + 2 * self.hidden
+        return weights + sum(o for _, o in self.products) + 4 * self.hidden
+
+    @property
+    def root(self) -> int:
+        """Parameters outside of the blocks; learned positions are not counted."""
+        tied = not self.gated if self.tied is None else self.tied
+        tables = self.vocab * self.hidden * (1 if tied else 2)
+        return tables + self.hidden * (1 if self.gated else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block + self.root
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50_368) -> Shape:
+    return Shape(layers, hidden, heads, vocab)
+
+
+_LLAMA = Shape(32, 4096, 32, 32_000, ffn_hidden=11_008, gated=True)
+MODELS = {
+    "gpt2": _gpt(12, 768, 12, 50_257),
+    "gpt2-xl": _gpt(48, 1600, 25, 50_257),
+    "gpt-175b": _gpt(96, 12_288, 96, 51_200),
+    "mpt-125m": _gpt(12, 768, 12),
+    "mpt-350m": _gpt(24, 1024, 16),
+    "mpt-760m": _gpt(24, 1536, 12),
+    "mpt-1b": _gpt(24, 2048, 16),
+    "mpt-3b": _gpt(32, 2560, 20),
+    "mpt-7b": _gpt(32, 4096, 32),
+    "mpt-13b": _gpt(40, 5120, 40),
+    "mpt-30b": _gpt(48, 7168, 56),
+    "mpt-70b": _gpt(80, 8192, 64),
+    "llama-7b": _LLAMA,
+    "llama-13b": replace(_LLAMA, layers=40, hidden=5120, heads=40, ffn_hidden=13_824),
+    "llama-8b": replace(_LLAMA, vocab=128_256, kv_heads=8, ffn_hidden=14_336),
+    "llama-70b": Shape(80, 8192, 64, 128_256, 8, 28_672, True),
+    "llama-405b": Shape(126, 16_384, 128, 128_256, 8, 53_248, True),
+    "mistral-7b": replace(_LLAMA, kv_heads=8, ffn_hidden=14_336),
+}
+"""Published shapes: Radford et al. 2019; Narayanan et al. 2021; MosaicML's
+llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023."""
+
+
+def of_parameters(count: float) -> Shape:
+    """A GPT of about so many parameters, 128 elements a head, as published ones are."""
+    if not count >= 1e6:
+        raise ValueError(f"params must be at least 1e6, not {count!r}")
+
+    def cut(layers: int) -> Shape:
+        heads = max(1, round((count / (12 * layers)) ** 0.5 / 128))
+        return _gpt(layers, 128 * heads, heads)
+
+    # models of all sizes are about a hundred times as wide as they are deep
+    wanted = max(4, round((count / (12 * 100**2)) ** (1 / 3)))
+    near = range(max(1, wanted // 2), 2 * wanted + 1)
+    return min((cut(n) for n in near), key=lambda s: abs(s.parameters - count))
+
+
+# what Hugging Face's configs call what `Shape` needs; the first that is there counts
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn_hidden": ("intermediate_size", "n_inner"),
+    "tied": ("tie_word_embeddings",),
+}
+
+
+def from_config(path: str | Path) -> Shape:
+    """The shape that a Hugging Face `config.json`, or the folder of one, describes."""
+    path = Path(path)
+    if path.is_dir():
+        path /= "config.json"
+    config: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    found: dict[str, Any] = {}
+    for name, keys in _KEYS.items():
+        given = [config[key] for key in keys if config.get(key) is not None]
+        if given:
+            found[name] = given[0]
+    missing = [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]
+    if missing:
+        wanted = ", ".join(" or ".join(_KEYS[name]) for name in missing)
+        raise ValueError(f"{path} does not say {wanted}; is it a decoder's config?")
+    gated = str(config.get("hidden_act", "")) in ("silu", "swiglu")
+    return Shape(gated=gated, **found)
+
+
+def find(model: str) -> Shape:
+    """A published shape by its name, or that of a `config.json`."""
+    if model in MODELS:
+        return MODELS[model]
+    if Path(model).exists():
+        return from_config(model)
+    raise ValueError(
+        f"model must be one of {', '.join(MODELS)}, or the path of a config.json, not "
+        f"{model!r}; or give its parameters"
+    )
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless all are whole numbers of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or value < 1 or value % 1:
+            raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+
+
+def check_choices(**choices: tuple[str, Iterable[str]]) -> None:
+    """Raise ValueError unless each value is among those known."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            words = ", ".join(known)
+            raise ValueError(f"{name} must be one of {words}, not {value!r}")

@@ -1,0 +1,57 @@
+"""Weights that are loaded into a model on the meta device: sharded one by one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from ..ranks.launch import device
+from .absent import is_sharded
+from .interfaces import Home
+from .module_hooks import guard
+from .sharded_buffer import ShardedFlat
+
+# transformers' threads would read the files far ahead, up to the whole model
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+class ShardsLoaded(TorchFunctionMode):
+    """Shards a parameter as it takes the place of one on the meta device.
+
+    That is how `from_pretrained` of transformers loads. Each rank keeps its shard of what
+    it has read itself; nothing is sent, so ranks may load in any order.
+    """
+
+    enabled: bool
+    home: Home
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._loads = register_module_parameter_registration_hook(self._loaded)
+        self._before = os.environ.get(ONE_BY_ONE)
+        if self.enabled:
+            os.environ[ONE_BY_ONE] = "1"
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        os.environ.pop(ONE_BY_ONE, None)
+        if self._before is not None:
+            os.environ[ONE_BY_ONE] = self._before
+        self._loads.remove()
+        super().__exit__(*exc)
+
+    def _loaded(self, module: nn.Module, name: str, p: Any) -> None:
+        before = module._parameters.get(name)
+        if not self.enabled or before is None or not before.is_meta:
+            return
+        if not p.is_meta and not is_sharded(p):
+            p.data = p.data.to(device())
+            if not any(map(is_sharded, module.parameters(recurse=False))):
+                guard(module)
+            flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
+            flat.home = self.home
+            flat.split()

@@ -1,0 +1,107 @@
+"""Which modules a plan with absent parameters watches, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .absent import check_present
+from .flat_buffer import Unit
+from .units import Policy, find_units
+
+
+def users(model: nn.Module, units: Iterable[Unit]) -> Iterable[tuple[nn.Module, Unit]]:
+    """The modules whose call needs a unit, each with that unit.
+
+    They are the unit's own module (the root's: the model), and those between it and
+    the parameters. A module that shares a parameter with the root needs both.
+    """
+    found = {(unit.module, unit): None for unit in units}
+    owner = {s.parameter: u for u in units for f in u.flats for s in f.slots}
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(child, []).append(module)
+    waiting = [
+        (module, owner[p])
+        for module in (model, *parents)
+        for p in module.parameters(recurse=False)
+    ]
+    while waiting:
+        pair = module, unit = waiting.pop()
+        if pair not in found:
+            found[pair] = None
+            waiting += [(parent, unit) for parent in parents.get(module, ())]
+    return found
+
+
+def refuse_compiled(model: nn.Module, policy: Policy | None) -> None:
+    """Raise ValueError if units would be inside a graph: there no hook gathers."""
+    for name, module in find_units(model, policy).items():
+        own = module._compiled_call_impl is not None
+        if own or (not name and hasattr(module, "_orig_mod")):
+            raise ValueError(
+                f"{name or 'the model'} is compiled already, and parameters that are "
+                "gathered and freed cannot be part of a graph; wrap the model first, "
+                "then call engine.compile(), which compiles unit by unit"
+            )
+
+
+def guard(module: nn.Module) -> None:
+    """Let a module refuse to hand out or to load a state dict without values."""
+    saved = Hook(lambda m, *_: check_present(m.parameters(), "saved"))
+    loaded = Hook(lambda m, *_: check_present(m.parameters(), "loaded"))
+    module.register_state_dict_pre_hook(saved)
+    module.register_load_state_dict_pre_hook(loaded)
+
+
+def _nothing() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """What is left of a hook in a copy of its module."""
+
+
+class Hook:
+    """Calls a function; where its module is copied or saved, it stays behind.
+
+    Inside a unit that is compiled it does nothing: the unit's own hooks have run.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+class Placed:
+    """Hooks around the forwards of modules: whatever hooks come later run inside."""
+
+    def __init__(self) -> None:
+        self._ids: list[tuple[nn.Module, int, int]] = []
+
+    def around(
+        self, module: nn.Module, before: Hook, after: Hook
+    ) -> list[RemovableHandle]:
+        """Call `before` with the inputs, and `after` whether the forward fails or not."""
+        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        last = module.register_forward_hook(after, always_call=True)
+        self._ids.append((module, first.id, last.id))
+        return [first, last]
+
+    def outermost(self) -> None:
+        """Put them first and last again: a script may have registered others."""
+        for module, first, last in self._ids:
+            before: Any = module._forward_pre_hooks  # ordered, as torch makes both
+            after: Any = module._forward_hooks
+            before.move_to_end(first, last=False)
+            after.move_to_end(last)

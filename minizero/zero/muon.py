@@ -1,0 +1,176 @@
+"""Muon on shards: each matrix lies whole in the shard of one rank, which owns it.
+
+Muon orthogonalises the momentum of a weight matrix (Jordan et al. 2024), and so needs
+all of it. A flat buffer cut at any element would cut matrices. Here their buffer is laid
+out so that no shard's border runs through one: `reduce` brings a matrix's gradient to
+its owner alone, the owner updates it, and `publish` or `gather` sends it, with no other
+collective than any optimizer's. The price is padding: a shard is as long as the longest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..ranks.launch import world_size
+from .flat_buffer import Layout
+
+Cut = tuple[int, torch.Size]
+"""A matrix in a shard: its first element there, and its shape."""
+
+# by the shard that an optimizer updates; outlives copies of the optimizer
+_cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Owners:
+    """Gives matrices to ranks, so that all orthogonalise about as much.
+
+    The next costly matrix goes to the rank with the least work in its unit so far, and
+    of several to the one with the least in all units.
+    """
+
+    def __init__(self) -> None:
+        self.work = [0] * world_size()
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> tuple[list[int], int]:
+        """Where each matrix begins in the buffer, and the size of a shard: a `Place`."""
+        work, taken = [0] * len(self.work), [0] * len(self.work)
+        found: dict[int, tuple[int, int]] = {}  # parameter: (owner, place in its shard)
+        order = sorted(range(len(params)), key=lambda i: -cost(params[i].shape))
+        for i in order:
+            r = min(range(len(work)), key=lambda r: (work[r], self.work[r], r))
+            found[i] = r, taken[r]
+            taken[r] += params[i].numel()
+            for total in (work, self.work):
+                total[r] += cost(params[i].shape)
+        size = max(taken)
+        return [r * size + a for _, (r, a) in sorted(found.items())], size
+
+
+def cost(shape: torch.Size) -> int:
+    """Multiplications of one Newton-Schulz iteration: X Xᵀ, its square, and their X."""
+    m, n = sorted(shape)
+    return 2 * m * m * n + m**3
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` for matrices, `torch.optim.AdamW` for all else, under any plan.
+
+    params: groups, each with "use_muon", and with the options of the one or the other.
+        The usual division: Muon for the weight matrices of the blocks; AdamW for
+        embeddings, the output layer, biases and norms.
+
+    Raises ValueError for a Muon group with a parameter that is no matrix.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]]) -> None:
+        groups = [dict(group) for group in params]
+        for group in groups:
+            group.setdefault("use_muon", False)
+            group["params"] = list(group["params"])
+            bad = [p for p in group["params"] if group["use_muon"] and p.ndim != 2]
+            if bad:
+                raise ValueError(
+                    f"a group with use_muon has a parameter of shape "
+                    f"{tuple(bad[0].shape)}, and Muon updates matrices; put it into a "
+                    "group without, which AdamW updates"
+                )
+        super().__init__([_complete(group) for group in groups], {})
+
+    def owns_whole(self, group: int) -> bool:
+        """Whether the parameters of a group must lie whole in a shard."""
+        return bool(self.param_groups[group]["use_muon"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter, or every matrix of a shard, that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._update(p, p.grad, group)
+            elif group["params"]:
+                adam = torch.optim.AdamW(group["params"])
+                adam.param_groups, adam.state = [group], self.state
+                adam.step()
+        return loss
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Let torch's Muon update the matrices that lie in `p`."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        # one of no net: a plain matrix, or what states are tried on
+        whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
+        muon = torch.optim.Muon([torch.empty(0, 0)])
+        options = {key: group[key] for key in _OPTIONS[True]}
+        matrices = muon.param_groups[0] = {**options, "params": []}
+        for start, shape in _cuts.get(p, [(0, whole)]):
+            value, value.grad, momentum = (
+                t.detach().view(-1)[start : start + shape.numel()].view(shape)
+                for t in (p, grad, state["momentum_buffer"])
+            )
+            matrices["params"].append(value)
+            muon.state[value] = {"momentum_buffer": momentum}
+        muon.step()
+
+
+def _options(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What a group of an optimizer may say, with the default."""
+    signature = inspect.signature(kind).parameters.values()
+    return {p.name: p.default for p in signature if p.name != "params"}
+
+
+_OPTIONS = {True: _options(torch.optim.Muon), False: _options(torch.optim.AdamW)}
+
+
+def _complete(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with the options of its optimizer, which checks them."""
+    kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
+    given = {k: v for k, v in group.items() if k not in ("params", "use_muon")}
+    unknown = given.keys() - _OPTIONS[group["use_muon"]]
+    if unknown:
+        raise ValueError(
+            f"a group has {', '.join(sorted(unknown))}, which torch.optim."
+            f"{kind.__name__} does not know; its options are "
+            f"{', '.join(_OPTIONS[group['use_muon']])}"
+        )
+    probe = kind([nn.Parameter(torch.empty(1, 1))], **given).param_groups[0]
+    return {**probe, "params": group["params"], "use_muon": group["use_muon"]}
+
+
+def cuts(layout: Layout, shard: int) -> list[Cut]:
+    """The matrices that lie in one rank's shard."""
+    low, high = shard * layout.size, (shard + 1) * layout.size
+    return [(s.offset - low, s.shape) for s in layout.slots if low <= s.offset < high]
+
+
+def adopt(layout: Layout, masters: Sequence[Tensor], shards: Sequence[int]) -> None:
+    """Let Muon take what it is given, the masters of these shards, as matrices."""
+    for shard, master in zip(shards, masters, strict=True):
+        _cuts[master] = cuts(layout, shard)
+
+
+def packed(places: Iterable[tuple[int, int]], size: int) -> bool:
+    """Whether parameters, as (first element, elements), lie as `Owners` lays them.
+
+    In each shard one after the other from its first element on, and the fullest is full:
+    then none crosses a border.
+    """
+    filled: Counter[int] = Counter()
+    for first, numel in sorted(places):
+        shard, start = divmod(first, max(size, 1))
+        if start != filled[shard]:
+            return False
+        filled[shard] += numel
+    return max(filled.values(), default=0) == size

@@ -1,0 +1,357 @@
+"""A step of every configuration of the engine on a GPU that is not there.
+
+Nothing races, every tensor is where the plan says, the host waits for nothing that it
+need not, and no reduction waits for a copy from the host. The steps are made by
+processes of their own, since `fakegpu` changes torch for good: this file, run as a
+program.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Case = tuple[tuple[int, str, str], str, bool]
+Found = dict[str, list[str]]
+
+STATES, PARAMETERS = ("none", "cpu", "nvme", "late"), ("none", "cpu", "nvme")
+PLACES = [
+    (0, "none", "none"),
+    *product((1, 2), STATES, ("none",)),
+    *(p for p in product((3,), STATES, PARAMETERS) if p[1:] != ("late", "nvme")),
+]
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "bf16, reduced in fp32": {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "fp16": {"fp16": {"enabled": True}},
+}
+CASES: list[Case] = list(product(PLACES, PRECISIONS, (False, True)))
+# Faults that there were, put back: a case in which each shows, and as what.
+MUTANTS: dict[str, tuple[Case, str]] = {
+    "a flush follows nothing": (((1, "late", "none"), "fp32", False), "faults"),
+    "an update follows no flush": (((2, "late", "none"), "fp32", False), "faults"),
+    "record_stream": (((3, "none", "cpu"), "fp32", False), "faults"),
+    "a gather follows nothing": (((3, "none", "cpu"), "fp32", True), "faults"),
+    "one queue for all": (((3, "none", "cpu"), "fp32", True), "held"),
+    "reads are waited for": (((3, "none", "nvme"), "fp32", False), "waits"),
+    "clipping asks the device": (((1, "none", "none"), "fp32", False), "waits"),
+}
+JOBS = 2  # processes, each with a part of it
+
+
+def config(
+    place: tuple[int, str, str], precision: str, overlap: bool
+) -> dict[str, Any]:
+    stage, optimizer, param = place
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlap}
+    zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 64}
+    if optimizer != "none":
+        device = "cpu" if optimizer == "late" else optimizer
+        options = {"device": device, "delayed_update": optimizer == "late"}
+        zero["offload_optimizer"] = options | {"nvme_path": "/nowhere"}
+    if param != "none":
+        options = {"device": param, "nvme_path": "/nowhere", "buffer_size": 64}
+        zero["offload_param"] = options
+    return PRECISIONS[precision] | {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1 + overlap,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+
+
+# In a process with the GPU.
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """One of `MUTANTS`."""
+    import fakegpu
+
+    from minizero import comm
+    from minizero.offload import Delayed
+    from minizero.offload.copy_streams import CopyStream
+    from minizero.zero.update import Clipping
+
+    copy, flush, submit = CopyStream.copy, Delayed.flush, fakegpu.Inline.submit
+    clip = Clipping.clip_grad_norm
+    nothing = mock.patch.object(CopyStream, "follow", lambda *streams: None)
+
+    def flushed(home: Delayed) -> Any:
+        with nothing:
+            return flush(home)
+
+    def submitted(thread: Any, fn: Callable[..., Any], *args: Any) -> Any:
+        return submit(thread, list if fn.__name__ == "wait" else fn, *args[:0] or args)
+
+    def recorded(stream: CopyStream, out: Any, source: Any) -> None:
+        copy(stream, out, source)
+        out.record_stream(stream.stream)
+
+    patches: dict[str, Any] = {
+        "a flush follows nothing": mock.patch.object(Delayed, "flush", flushed),
+        "an update follows no flush": mock.patch.object(
+            fakegpu.Inline, "submit", submitted
+        ),
+        "record_stream": mock.patch.object(CopyStream, "copy", recorded),
+        "a gather follows nothing": nothing,
+        "one queue for all": mock.patch.object(comm, "beside", nullcontext),
+        "reads are waited for": mock.patch.object(
+            CopyStream, "copy", lambda stream, out, source: out.copy_(source)
+        ),
+        "clipping asks the device": mock.patch.object(
+            Clipping, "clip_grad_norm", lambda net, most: clip(net, most).cpu()
+        ),
+    }
+    with patches[name]:
+        yield
+
+
+def steps(case: Case) -> Found:
+    """What two steps of the engine were found to do wrong."""
+    import fakegpu
+    import torch
+    from torch import nn
+
+    import minizero
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.relu(self.up(x))
+
+    waits = []
+    settings = config(*case)
+    with fakegpu.recording() as gpu, ExitStack() as stack:
+        stack.enter_context(torch.device(fakegpu.NAME))
+        if case[0][2] != "none":
+            # takes away the default device, and gives its own
+            stack.enter_context(torch.device("cpu"))
+            with minizero.zero.Init(config=settings):
+                net = nn.Sequential(nn.Embedding(8, 8), Block(), Block())
+        else:
+            net = nn.Sequential(nn.Embedding(8, 8), Block(), Block())
+        engine, *_ = minizero.initialize(model=net, config=settings)
+        batch = torch.zeros(2, 4, dtype=torch.long, device=fakegpu.NAME)
+        for _ in range(2):
+            waits.clear()  # the first step looks for parameters that were misused
+            for _ in range(engine.gradient_accumulation_steps()):
+                gpu.syncs.clear()
+                loss = engine(batch).float().sum()
+                engine.backward(loss)
+                waits += [f"pass: {what}" for what in gpu.syncs]
+                gpu.syncs.clear()
+                engine.step()
+            waits += [f"step: {what}" for what in gpu.syncs]
+        engine.net.synchronize()
+        misplaced = list(wrong_places(engine.net, gpu))
+        del engine, net, loss
+    return {"faults": gpu.faults, "held": gpu.held, "waits": waits} | {
+        "misplaced": misplaced
+    }
+
+
+def activations() -> Found:
+    """Saved tensors that wait in host memory; copies each way on a stream."""
+    import fakegpu
+    import torch
+    from torch import nn
+
+    from minizero import Plan, parallelize
+    from minizero.activations import Offloaded, Recompute, recompute_units
+
+    with fakegpu.recording() as gpu, torch.device(fakegpu.NAME):
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+        model = nn.Sequential(*blocks)
+        recompute_units(model, Recompute("none", Offloaded()))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        net = parallelize(model, optimizer, Plan.stage(2))
+        for _ in range(2):
+            gpu.syncs.clear()
+            net.backward(net(torch.zeros(2, 8)).sum())
+            net.step()
+        del net, model, blocks
+    both = gpu.ways["up"] & gpu.ways["down"]
+    return {"faults": gpu.faults, "waits": gpu.syncs, "both ways": sorted(both)}
+
+
+def collectives() -> Found:
+    """A ledger has the device's times; a barrier holds the host."""
+    import fakegpu
+    import torch
+
+    from minizero import comm
+
+    with fakegpu.recording() as gpu:
+        t = torch.zeros(4, device=fakegpu.NAME)
+        with comm.ledger() as calls:
+            work = comm.all_reduce(t, async_op=True)
+            work.wait()
+        [call] = calls
+        times = {call.launched, call.returned, call.waited, call.finished}
+        gpu.syncs.clear()
+        comm.barrier()
+        on_host = list(gpu.syncs)
+        # a group that a script has made: it moves the device's memory only
+        with mock.patch.object(
+            sys.modules[comm.point_to_point.__name__],
+            "_backends",
+            lambda config: {fakegpu.NAME: "nccl"},
+        ):
+            comm.barrier()
+        # the stand-ins for events are all at one time
+        return {"times": [str(time) for time in times], "on host": on_host} | {
+            "on device": gpu.syncs
+        }
+
+
+def wrong_places(net: Any, gpu: Any) -> Iterator[str]:
+    """Tensors that rest elsewhere than the plan says."""
+    import fakegpu
+
+    def where(t: Any) -> str:
+        if t in getattr(net.home, "_swapped", ()):
+            return "nvme"
+        if t.device.type == fakegpu.NAME:
+            return "device"
+        return "cpu" if gpu.memory(t).pinned else "cpu, pageable"
+
+    plan = net.plan if type(net.home).__name__ == "Home" else net.home.plan
+    for unit in net.units:
+        for flat in unit.flats:
+            expected = [("buffer", flat.full, "device")]
+            expected += [("view", s.parameter, "device") for s in flat.slots]
+            expected += [
+                ("gradient", grad, plan.gradients.on) for grad in net.owned_grads(flat)
+            ]
+            for owned in net.owned_states(flat):
+                expected.append(("shard", owned.shard, plan.parameters.on))
+                if owned.master is not owned.shard:
+                    expected.append(("master", owned.master, plan.optimizer.on))
+                expected += [
+                    (key, state, plan.optimizer.on)
+                    for key, state in owned.state.items()
+                    if state.ndim
+                ]
+            for what, t, on in expected:
+                # an optimizer's states cross no bus
+                at = where(t).partition(",")[0] if "exp_avg" in what else where(t)
+                if t.numel() and at != on:
+                    yield f"{unit.name} {what}: {at}, not {on}"
+
+
+def main(job: int) -> None:
+    import fakegpu
+
+    fakegpu.install(0, 2)
+    found: dict[str, Found] = {}
+    work = [(str(case), case, "") for case in CASES]
+    work += [(name, case, name) for name, (case, _) in MUTANTS.items()]
+    for name, case, mutant in work[job::JOBS]:
+        try:
+            with mutated(mutant) if mutant else nullcontext():
+                found[name] = steps(case)
+        except Exception:
+            found[name] = {"raised": [traceback.format_exc()]}
+    if job == 0:
+        found |= {"activations": activations(), "collectives": collectives()}
+    print(json.dumps(found), flush=True)
+
+
+# In the tests.
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Found]:
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(job)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        for job in range(JOBS)
+    ]
+    results: dict[str, Found] = {}
+    for text, _ in [job.communicate(timeout=500) for job in jobs]:
+        results |= json.loads(text or "{}")
+    return results
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_step_is_right(found: dict[str, Found], place: tuple[int, str, str]) -> None:
+    for case in (case for case in CASES if case[0] == place):
+        this = found[str(case)]
+        assert not this.get("raised"), this["raised"][0]
+        for fault in ("faults", "held", "misplaced"):
+            assert not this[fault], f"{case}: {this[fault][:5]}"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_nothing_waits_that_need_not(
+    found: dict[str, Found], place: tuple[int, str, str]
+) -> None:
+    """A forward and a backward wait for no copy and no element. A step on the device
+    reads the flag of overflow where there is one; a step on the host waits for
+    gradients, and brings clipping's factor there, once."""
+    for case in (case for case in CASES if case[0] == place):
+        waits = found[str(case)]["waits"]
+        allowed = set()
+        flag = case[1] not in ("fp32", "bf16")
+        if flag:
+            allowed.add("step: _local_scalar_dense")
+        if place[1] in ("cpu", "late") or "nvme" in place:
+            # of copy streams only
+            allowed |= {"pass: synchronize event", "step: synchronize event"}
+        if "nvme" in place:
+            allowed |= {wait for wait in waits if wait.startswith("step: copy")}
+        if place[0] == 1 and place[1] in ("cpu", "late") and case[1] != "fp32":
+            allowed.add("step: copy of 1 elements")
+            assert waits.count("step: copy of 1 elements") <= 1, case
+        assert set(waits) <= allowed, case
+        assert waits.count("step: _local_scalar_dense") <= flag, case
+
+
+def test_offloaded_activations_have_a_stream_each_way(found: dict[str, Found]) -> None:
+    this = found["activations"]
+    assert this == {"faults": [], "waits": [], "both ways": []}
+
+
+def test_a_ledger_has_the_times_of_the_device(found: dict[str, Found]) -> None:
+    assert len(found["collectives"]["times"]) == 1
+
+
+def test_a_barrier_holds_the_host(found: dict[str, Found]) -> None:
+    """Through gloo, which does; else by copies to the device and back."""
+    assert found["collectives"]["on host"] == []
+    assert found["collectives"]["on device"] == 2 * ["copy of 2 elements"]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_that_is_put_back_is_found(found: dict[str, Found], name: str) -> None:
+    case, shows = MUTANTS[name]
+    assert not found[name].get("raised"), found[name]["raised"][0]
+    assert set(found[name][shows]) - set(found[str(case)][shows])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

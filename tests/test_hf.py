@@ -1,0 +1,773 @@
+"""Hugging Face's Trainer and accelerate's loop, on the engine; without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minizero import launch, zero
+from minizero.ranks.launch import Pool, rank
+from minizero.zero.absent import is_sharded
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+from minizero import hf  # noqa: E402
+
+STAGES = (0, 1, 2, 3)
+OFF = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def gpt2(**more: Any) -> Any:
+    """Tied weights."""
+    torch.manual_seed(0)
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {
+        "vocab_size": 64,
+        "n_positions": 24,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    config = transformers.GPT2Config(**sizes, **drop, **OFF, **more)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**more: Any) -> Any:
+    """Grouped-query attention: two heads of queries share one of keys."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    layers = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(**sizes, **layers, **OFF, **more)
+    return transformers.LlamaForCausalLM(config)
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences in which a token says the next one, mostly."""
+
+    def __init__(self, count: int = 64, seed: int = 0) -> None:
+        random = torch.Generator().manual_seed(seed)
+        first = torch.randint(3, 64, (count, 1), generator=random)
+        self.rows = (first + 5 * torch.arange(8)) % 61 + 3
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+USUAL: dict[str, Any] = {
+    "output_dir": "unused",
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "learning_rate": 1e-2,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def trainer(stage: int, model: Any = None, config: Any = None, **more: Any) -> Any:
+    """One of `minizero.hf`; `more`: training arguments, and `callbacks`."""
+    # small units are absent too while they are not used
+    absent = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    config = {"zero_optimization": {"stage": stage} | absent} | (config or {})
+    given = {k: more.pop(k) for k in ("callbacks", "optimizers") if k in more}
+    made = hf.Trainer(
+        model=gpt2() if model is None else model,
+        args=hf.TrainingArguments(deepspeed=config, **USUAL | more),
+        train_dataset=Words(),
+        eval_dataset=Words(6, seed=1),
+        **given,
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def losses(of: Any) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def trained(stage: int, *args: Any, **more: Any) -> list[float]:
+    made = trainer(stage, *args, **more)
+    made.train()
+    return losses(made)
+
+
+def plain(model: Any, **more: Any) -> Any:
+    """transformers' own Trainer, with DDP."""
+    args = transformers.TrainingArguments(use_cpu=True, **USUAL | more)
+    made = transformers.Trainer(model, args, train_dataset=Words())
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def weights(of: Any) -> dict[str, Tensor]:
+    """Whole, on rank 0."""
+    found = of.accelerator.get_state_dict(of.model)
+    return {k: v.detach().clone() for k, v in found.items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# plans, dtypes, homes
+
+
+def test_losses_are_equal_over_the_plans_and_near_those_of_ddp(two: Pool) -> None:
+    def run() -> Any:
+        runs = [trained(stage, max_steps=20) for stage in STAGES]
+        grouped = [trained(stage, llama(), max_steps=4) for stage in (0, 3)]
+        ddp = plain(gpt2(), max_steps=20)
+        ddp.train()
+        return runs, grouped, losses(ddp)
+
+    runs, grouped, ddp = two.run(run)[0]
+    assert len(ddp) == 20 and ddp[-1] < ddp[0] - 0.5
+    assert runs == [runs[0]] * 4 and grouped[0] == grouped[1]
+    torch.testing.assert_close(runs[0], ddp)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
+    """On a CPU the plain Trainer takes fp16=True and trains in fp32."""
+
+    def run() -> Any:
+        found = []
+        for stage in STAGES:
+            made = trainer(stage, **{name: True})
+            made.train()
+            made.evaluate()
+            engine = made.model_wrapped
+            found.append((losses(made), {p.dtype for p in engine.module.parameters()}))
+            assert made.accelerator.mixed_precision == "no"
+            assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
+        return found
+
+    found = two.run(run)[0]
+    assert found == [found[0]] * 4
+    assert found[0][1] == {torch.float16 if name == "fp16" else torch.bfloat16}
+
+
+def test_offload_changes_no_bit(two: Pool, tmp_path: Path) -> None:
+    def run() -> Any:
+        found = [trained(3, max_steps=2)]
+        for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": tmp_path}):
+            home = {k: str(v) for k, v in place.items()}
+            zero = {"stage": 3, "offload_optimizer": home, "offload_param": home}
+            config = {"zero_optimization": zero}
+            found.append(trained(3, config=config, max_steps=2))
+        return found
+
+    found = two.run(run)[0]
+    assert found == [found[0]] * 3
+
+
+# the config
+
+
+def test_auto_values_are_filled_in(two: Pool) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": float("inf"),
+        "optimizer": AUTO,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+    }
+
+    def run() -> Any:
+        more = {
+            "warmup_steps": 2,
+            "weight_decay": 0.5,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 6,
+        }
+        made = trainer(3, llama(), config, **more)
+        # evaluation knows no number of steps, and leaves "auto" to training
+        made.evaluate()
+        made.train()
+        engine, zero = made.model_wrapped, made.model_wrapped.config.zero_optimization
+        rates = [
+            h["learning_rate"] for h in made.state.log_history if "learning_rate" in h
+        ]
+        decays = [
+            (len(g["params"]) > 0, g["weight_decay"])
+            for g in made.optimizer.param_groups
+        ]
+        assert made.args.deepspeed == config, "what was given is left as it was"
+        return engine.get_batch_info(), zero.reduce_bucket_size, rates, decays
+
+    sizes, bucket, rates, decays = two.run(run)[0]
+    assert sizes == (8, 2, 2) and bucket == 32 * 32
+    # norms decay as little as under the Trainer's own optimizer
+    assert decays == [(True, 0.5), (True, 0.0)]
+    assert rates[0] == 0 and rates[-1] < max(rates) == 0.01
+
+
+def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
+    def run() -> list[str]:
+        from minizero.hf import TrainingArguments
+
+        said = []
+
+        def refused(attempt: Callable[[], Any]) -> None:
+            with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+                attempt()
+            said.append(str(error.value))
+
+        refused(trainer(2, config={"gradient_clipping": 7.0}).train)
+        refused(trainer(2, config={"fp16": {"enabled": True}}).train)
+        refused(lambda: trainer(2, bf16_full_eval=True))
+        refused(lambda: trainer(2, auto_find_batch_size=True))
+        refused(trainer(2, optim="adafactor").train)
+        own = transformers.TrainingArguments(use_cpu=True, **USUAL)
+        refused(lambda: hf.Trainer(gpt2(), own, train_dataset=Words()))
+        TrainingArguments(**USUAL)  # the accelerators below need its state
+        config = {"train_micro_batch_size_per_gpu": 1}
+        bare = hf.Accelerator(config)
+        refused(lambda: bare.backward(torch.ones(())))
+        refused(lambda: bare.prepare(gpt2()))
+        refused(lambda: bare.clip_grad_value_([], 1.0))
+        refused(lambda: hf.Accelerator(config, mixed_precision="bf16"))
+        return said
+
+    words = (
+        "gradient_clipping=7.0 vs hf",
+        "fp16.enabled=True vs hf",
+        "give bf16=True as well",
+        "auto_find_batch_size",
+        "Adafactor",
+        "TrainingArguments of minizero.hf",
+        "no engine yet",
+        "1 models and 0 optimizers",
+        "clip_grad_norm_",
+        '"bf16" in the config',
+    )
+    said = two.run(run)[0]
+    assert len(said) == len(words)
+    for word, sentence in zip(words, said, strict=True):
+        assert word in sentence, sentence
+
+
+# evaluate, train, look
+
+
+def test_evaluation_before_training_and_training_twice(two: Pool) -> None:
+    def run(stage: int, name: str) -> Any:
+        found = []
+        for first in (False, True):
+            made = trainer(stage, **({name: True} if name else {}))
+            before = made.evaluate()["eval_loss"] if first else None
+            made.train()
+            after = made.evaluate()["eval_loss"]
+            once = losses(made)
+            made.train()
+            found.append((once, losses(made), after))
+        assert before is not None and before > after
+        return found
+
+    for stage, name in ((0, ""), (2, "fp16"), (3, ""), (3, "bf16")):
+        without, after = two.run(run, stage, name)[0]
+        assert without == after
+
+
+class Looks(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Keeps the gradients of the last step."""
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        model = getattr(model, "module", model)
+        self.grads = {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+
+
+def test_callbacks_see_whole_gradients(two: Pool) -> None:
+    """Also where one rank alone looks, as one that logs would."""
+
+    def run() -> Any:
+        found = []
+        for stage in STAGES:
+            looks = Looks()
+            made = trainer(stage, callbacks=[looks] if rank() == 0 else [])
+            made.train()
+            found.append(getattr(looks, "grads", {}))
+            assert losses(made) == trained(stage), "it has only looked"
+        theirs = Looks()
+        ddp = plain(gpt2())
+        ddp.add_callback(theirs)
+        ddp.train()
+        return found, theirs.grads
+
+    found, theirs = two.run(run)[0]
+    assert all(equal(found[0], grads) for grads in found[1:])
+    torch.testing.assert_close(found[0], theirs)
+
+
+def test_gradient_checkpointing_label_smoothing_and_compilation(two: Pool) -> None:
+    def run(stage: int) -> Any:
+        usual = trained(stage)
+        saves = trained(stage, gradient_checkpointing=True)
+        smooth = trained(stage, label_smoothing_factor=0.1)
+        compiled = trained(stage, torch_compile=True, torch_compile_backend="eager")
+        return usual, saves, compiled, smooth
+
+    runs = [two.run(run, stage)[0] for stage in (0, 3)]
+    assert runs[0] == runs[1]
+    usual, saves, compiled, smooth = runs[0]
+    assert usual == saves
+    torch.testing.assert_close(usual, compiled)
+    assert smooth[0] != usual[0] and smooth[-1] < smooth[0]
+
+
+def test_order_of_accumulation(two: Pool) -> None:
+    """Stages 2 and 3 reduce each micro-batch; a switch lets 0 and 1 do so too."""
+
+    def run() -> Any:
+        more = {"gradient_accumulation_steps": 3, "max_steps": 6}
+        usual = [trained(stage, **more) for stage in STAGES]
+        switched = []
+        for stage in STAGES:
+            each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+            switched.append(trained(stage, accelerator_config=each, **more))
+        return usual, switched
+
+    usual, switched = two.run(run)[0]
+    assert usual[0] == usual[1] and usual[2] == usual[3]
+    assert usual[0] != usual[2]
+    torch.testing.assert_close(usual[0], usual[2])
+    assert switched == [usual[2]] * 4
+
+
+# save, resume, hand over
+
+
+def test_a_run_goes_on_under_another_stage(two: Pool, tmp_path: Path) -> None:
+    saves = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+
+    def run(stage: int, folder: Path, resume: Any, name: str) -> Any:
+        more = {name: True} if name else {}
+        made = trainer(stage, output_dir=str(folder), **saves, **more)
+        made.train(resume_from_checkpoint=resume)
+        return losses(made)
+
+    for before, after, name in ((0, 3, ""), (3, 2, "fp16"), (1, 3, "bf16")):
+        folder = tmp_path / f"{before}{after}"
+        unbroken = two.run(run, before, folder, None, name)[0]
+        resume = str(folder / "checkpoint-3")
+        again = two.run(run, after, tmp_path / "other", resume, name)[0]
+        assert again == unbroken
+
+    def alone() -> Any:
+        """What has been saved is what another number of ranks starts from."""
+        more = dict(saves, per_device_train_batch_size=4)
+        made = trainer(2, output_dir=str(tmp_path / "alone"), **more)
+        made.train(resume_from_checkpoint=str(tmp_path / "03" / "checkpoint-3"))
+        made.model_wrapped.load_checkpoint(str(tmp_path / "03" / "checkpoint-3"))
+        return losses(made), weights(made)
+
+    def here() -> Any:
+        made = trainer(3)
+        made.evaluate()
+        made.model_wrapped.load_checkpoint(str(tmp_path / "03" / "checkpoint-3"))
+        return weights(made)
+
+    [[on_one, ours]] = launch(alone, 1)
+    first = two.run(run, 0, tmp_path / "first", None, "")[0]
+    torch.testing.assert_close(on_one, first)
+    assert on_one[:3] == first[:3] and equal(ours, two.run(here)[0])
+
+
+def test_the_best_model_is_loaded_at_the_end(two: Pool, tmp_path: Path) -> None:
+    def run(only: bool) -> Any:
+        made = trainer(
+            3,
+            output_dir=str(tmp_path / str(only)),
+            learning_rate=0.3,  # so that it gets worse
+            lr_scheduler_type="constant",
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            save_only_model=only,
+            load_best_model_at_end=True,
+        )
+        made.train()
+        every = [h["eval_loss"] for h in made.state.log_history if "eval_loss" in h]
+        return every, made.evaluate()["eval_loss"]
+
+    for only in (False, True):
+        every, best = two.run(run, only)[0]
+        assert len(every) == 4 and best == min(every)
+
+
+AFRESH = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+rows, *folders = sys.argv[1:]
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.save(model(torch.load(rows)).logits, folder + "/logits.pt")
+assert "minizero" not in sys.modules
+"""
+
+
+def test_a_consolidated_model_is_loaded_without_minizero(
+    two: Pool, tmp_path: Path
+) -> None:
+    def run(name: str, small: str) -> Tensor:
+        made = trainer(3, llama() if name else gpt2(), **({name: True} if name else {}))
+        made.train()
+        made.save_model(str(tmp_path / f"model{name}"))
+        state = made.accelerator.get_state_dict(made.model_wrapped)
+        inner = made.accelerator.unwrap_model(made.model_wrapped)
+        assert inner is made.model
+        main = made.accelerator.is_main_process
+        more = {"state_dict": state, "is_main_process": main, "max_shard_size": small}
+        inner.save_pretrained(tmp_path / f"shards{name}", **more)
+        with pytest.raises(RuntimeError, match="sharded"):
+            inner.save_pretrained(tmp_path / "wrong")
+        inner.eval()
+        with torch.no_grad():
+            return made.model_wrapped(Words(2).rows).logits
+
+    expected: dict[Path, Tensor] = {}
+    for name in ("", "bf16"):
+        logits = two.run(run, name, "20KB")[0]
+        whole, parts = tmp_path / f"model{name}", tmp_path / f"shards{name}"
+        theirs = tmp_path / f"theirs{name}"
+        (llama() if name else gpt2()).save_pretrained(theirs, max_shard_size="20KB")
+        indexes = [
+            json.loads((f / "model.safetensors.index.json").read_text())
+            for f in (parts, theirs)
+        ]
+        assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
+        assert len(set(indexes[0]["weight_map"].values())) > 1
+        expected |= {whole: logits, parts: logits}
+    rows = tmp_path / "rows.pt"
+    torch.save(Words(2).rows, rows)
+    done = [sys.executable, "-c", AFRESH, rows, *expected]
+    subprocess.run([*map(str, done)], check=True, timeout=120, cwd=tmp_path)
+    for folder, logits in expected.items():
+        assert torch.equal(torch.load(folder / "logits.pt"), logits)
+
+
+# the model
+
+
+def test_generation_keeps_ranks_in_step(two: Pool) -> None:
+    """A rank whose answer ends early gathers on until the others are done."""
+
+    def run() -> Any:
+        made = trainer(3)
+        alone = gpt2()
+        made.evaluate()
+        prompt = Words(4).rows[rank() : rank() + 1, :3]
+        with torch.no_grad():
+            length = 3 + 6 * rank()
+            more = {
+                "max_new_tokens": length,
+                "min_new_tokens": length,
+                "do_sample": False,
+            }
+            return [m.generate(prompt, **more).tolist() for m in (made.model, alone)]
+
+    found = two.run(run)
+    assert all(ours == theirs for ours, theirs in found)
+    assert len(found[0][0][0]) < len(found[1][0][0])
+
+
+def test_a_seq2seq_trainer(two: Pool) -> None:
+    def run(stage: int) -> Any:
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 64,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 1,
+        }
+        more = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+        t5 = transformers.T5Config(num_heads=2, **sizes, **more)
+        config = {"zero_optimization": {"stage": stage}}
+        more = {"predict_with_generate": True, "generation_max_length": 6}
+        args = hf.Seq2SeqTrainingArguments(deepspeed=config, **USUAL | more)
+        model = transformers.T5ForConditionalGeneration(t5)
+        data = {"train_dataset": Words(), "eval_dataset": Words(6)}
+        made = hf.Seq2SeqTrainer(model=model, args=args, **data)
+        made.train()
+        return losses(made), made.predict(Words(3)).predictions.tolist()
+
+    assert two.run(run, 0)[0] == two.run(run, 3)[0]
+
+
+def test_a_pretrained_model_is_never_whole(two: Pool, tmp_path: Path) -> None:
+    from minizero.zero.sharded_buffer import ShardedFlat
+
+    saved = llama()
+    saved.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 2
+
+    def run() -> Any:
+        whole: list[int] = []
+        split = ShardedFlat.split
+
+        def counts(self: ShardedFlat) -> None:
+            made.append(self)
+            whole.append(sum(f.full.untyped_storage().nbytes() > 0 for f in made))
+            split(self)
+
+        made: list[ShardedFlat] = []
+        ShardedFlat.split = counts  # type: ignore[method-assign]
+        try:
+            with zero.Init():
+                auto = transformers.AutoModelForCausalLM
+                model = auto.from_pretrained(tmp_path)
+        finally:
+            ShardedFlat.split = split  # type: ignore[method-assign]
+        assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+        count = len([*model.parameters()])
+        assert all(is_sharded(p) for p in model.parameters()) and len(made) == count
+        ours = trained(3, model)
+        with zero.Init():  # a head that is not in the files, made anew
+            auto = transformers.AutoModelForSequenceClassification
+            head = auto.from_pretrained(tmp_path, num_labels=3)
+        assert all(is_sharded(p) for p in head.parameters())
+        with zero.GatheredParameters(head.parameters()):
+            assert head.score.weight.std() > 0
+        return max(whole), ours, trained(3, llama())
+
+    most, ours, theirs = two.run(run)[0]
+    assert most == 1 and ours == theirs
+
+
+def lora(**more: Any) -> Any:
+    names = ["q_proj", "v_proj"]
+    return peft.LoraConfig(target_modules=names, task_type="CAUSAL_LM", **more)
+
+
+def test_lora_on_a_frozen_base(two: Pool, tmp_path: Path) -> None:
+    def run(stage: int) -> Any:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(llama(), lora(r=4))
+        folder = tmp_path / str(stage)
+        more = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2}
+        made = trainer(stage, model, **more)
+        made.train()
+        made.save_model(str(folder / "adapter"))
+        again = trainer(stage, peft.get_peft_model(llama(), lora(r=4)), **more)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert losses(again) == losses(made)
+        return losses(made), weights(made)
+
+    (runs, whole), (sharded, _) = two.run(run, 0)[0], two.run(run, 3)[0]
+    assert runs == sharded
+    assert any(v.any() for k, v in whole.items() if "lora_B" in k)
+    base = llama().state_dict()
+    frozen = {k.removeprefix("base_model.model."): v for k, v in whole.items()}
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        assert torch.equal(frozen[name], base[name])
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "3" / "adapter")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_adapters_that_read_a_sharded_base_are_refused(two: Pool) -> None:
+    """DoRA takes norms of the base, which would be NaN; PiSSA decomposes it."""
+
+    def run() -> list[str]:
+        said = []
+        for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+            with zero.Init():
+                base = llama()
+            with pytest.raises(ValueError) as error:
+                hf.get_peft_model(base, lora(r=4, **options))
+            said.append(str(error.value))
+            assert hf.get_peft_model(llama(), lora(r=4, **options)) is not None
+        model = hf.get_peft_model(base, lora(r=4))
+        for name, p in model.named_parameters():
+            if "lora_A" in name:
+                p.data.fill_(torch.nan)  # as peft's own leaves DoRA's magnitudes
+        with pytest.raises(ValueError) as error:
+            trainer(3, model).train()
+        return [*said, str(error.value)]
+
+    dora, pissa, wrong = two.run(run)[0]
+    assert dora == pissa and "outside of zero.Init" in dora
+    assert "minizero.hf.get_peft_model" in wrong
+
+
+def test_modules_of_an_engine_stay_where_they_are(two: Pool) -> None:
+    """`.to("cpu:0")` copies: parameters would leave their buffers, and freeze."""
+
+    def run(stage: int) -> None:
+        made = trainer(stage)
+        made.train()
+        model = made.model
+        kept = [p.data_ptr() for p in model.parameters()]
+        model.to("cpu:0")
+        model.transformer.h[0].to(made.args.device)
+        assert [p.data_ptr() for p in model.parameters()] == kept
+        for move in (nn.Module.half, nn.Module.double):
+            with pytest.raises(RuntimeError, match="views of flat buffers"):
+                move(model.transformer.h[0])
+        before = weights(made)
+        made.train()
+        after = weights(made)  # every rank gathers; rank 0 has them
+        assert rank() or not equal(before, after)
+
+    for stage in (0, 3):
+        two.run(run, stage)
+
+
+# accelerate's own loop
+
+
+def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
+    def loop(stage: int, resume: bool) -> Any:
+        config = {"zero_optimization": {"stage": stage}}
+        accelerator = hf.Accelerator(config, gradient_accumulation_steps=2)
+        model, loader = gpt2(), torch.utils.data.DataLoader(Words(32), 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, loader, decay = accelerator.prepare(
+            model, optimizer, loader, decay
+        )
+        if resume:
+            accelerator.load_state(str(tmp_path / "state"))
+        found = []
+        for step, batch in enumerate(loader):
+            if resume and step < 4:
+                continue
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                decay.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+            if step == 3 and stage == 0:
+                accelerator.save_state(str(tmp_path / "state"))
+        assert model.global_steps == 4 and len(found) == (4 if resume else 8)
+        return found, optimizer.param_groups[0]["lr"]
+
+    def run() -> Any:
+        return [loop(stage, False) for stage in (0, 1, 2)], loop(3, True)
+
+    (whole, one, two_), (resumed, rate) = two.run(run)[0]
+    assert whole == one and one[1] == two_[1] == rate < 1e-2
+    assert resumed == pytest.approx(whole[0][4:]) and whole[0][-1] < whole[0][0]
+
+
+# a tutorial's script
+
+SNIPPET = """
+from transformers import Trainer, TrainingArguments
+
+training_args = TrainingArguments(
+    output_dir="./output",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=16,
+    fp16=True,
+    deepspeed="ds_config.json",  # DeepSpeed config file
+)
+
+trainer = Trainer(
+    model=model,
+    args=training_args,
+    train_dataset=train_dataset,
+)
+
+trainer.train()
+"""
+CONFIG = {
+    "train_batch_size": 256,
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 500000000,
+        "stage3_prefetch_bucket_size": 500000000,
+        "stage3_param_persistence_threshold": 1000000,
+    },
+}
+
+
+def test_a_script_runs_with_its_imports_changed(tmp_path: Path) -> None:
+    def run() -> Any:
+        found = {}
+        for name in ("fp16", "bf16"):
+            os.chdir(tmp_path / name)
+            script = SNIPPET.replace("from transformers", "from minizero.hf")
+            given = {"model": gpt2(), "train_dataset": Words(256)}
+            exec(script.replace("fp16=True,", f"{name}=True,"), given)
+            made = given["trainer"]
+            dtype = next(made.model.parameters()).dtype
+            found[name] = made.state.log_history[-1]["train_loss"], dtype
+            assert made.state.global_step == 3
+            assert made.model_wrapped.get_batch_info() == (256, 4, 16)
+        return found
+
+    for name in ("fp16", "bf16"):
+        config: dict[str, Any] = dict(CONFIG)
+        if name != "fp16":
+            del config["fp16"]  # in which the arguments put what they say
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ds_config.json").write_text(json.dumps(config))
+    found = launch(run, 4)[0]
+    assert [dtype for _, dtype in found.values()] == [
+        torch.float16,
+        torch.bfloat16,
+    ]
+    assert all(0 < loss < 4.2 for loss, _ in found.values())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp16" / "output" / "checkpoint-3"
+    )
+    assert saved.dtype == torch.float16

@@ -1,0 +1,521 @@
+"""Kernels against torch and against plain arithmetic, and what they move and refuse.
+
+Without a GPU Triton interprets them. Tolerances: an element is computed in fp32 from
+what was stored, and rounded once. A sum over n elements is off by about sqrt(n)
+roundings of fp32, so 2e-5 of the largest term serves for a few thousand. Storing in
+fp16 adds half a spacing, 2**-11 of the value; in bf16 a whole one, 2**-7, because the
+interpreter cuts off what a GPU rounds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nasty
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import minizero
+from minizero import Offload, Plan, kernels
+from minizero.kernels import CPUAdam, FusedAdam, cpp_adam, launched
+from minizero.kernels.launching import DTYPES
+from minizero.kernels.optimizers import Coefficients
+from minizero.lab.ptx import Compiled, ptx
+from minizero.lab.traffic import Traffic
+from minizero.ranks.launch import Pool, rank
+from minizero.zero.elementwise import check_elementwise
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STORED = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SUMMED = 2e-5
+
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 10**6)
+few = partial(settings, deadline=None, derandomize=True)
+
+compiled = pytest.mark.skipif(bool(cpp_adam.missing()), reason=cpp_adam.missing())
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(found: Tensor, exact: Tensor, terms: float = 1.0) -> bool:
+    """Equal within the rounding of what is stored, and of fp32 in sums of `terms`."""
+    bound = STORED[found.dtype] * exact.abs() + SUMMED * terms
+    return bool(((found.double() - exact).abs() <= bound).all())
+
+
+def by_hand(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, c: Coefficients) -> None:
+    """The update in torch's operators, fp32, rounded as often as in the kernels."""
+    with torch.no_grad():
+        x, g, m32, v32 = (t.float() for t in (p, grad, m, v))
+        if c.decoupled:
+            x = x * c.decay
+        else:
+            g = g + c.decay * x
+        m32 = c.beta1 * m32 + c.rest1 * g
+        v32 = c.beta2 * v32 + c.rest2 * (g * g)
+        # torch's root of floats is not always the nearest one
+        root = v32.double().sqrt().float()
+        x = x - c.rate * m32 / (root * c.root + c.eps)
+        for stored, value in ((p, x), (m, m32), (v, v32)):
+            stored.copy_(value)
+
+
+def three_steps(
+    make: Any, n: int, dtype: torch.dtype, seed: int, **options: Any
+) -> list[Tensor]:
+    """A parameter and its moments after each of three steps."""
+    p = nn.Parameter(drawn(seed, n, dtype=dtype))
+    optimizer, seen = make([p], lr=0.1, **options), []
+    for step in range(3):
+        p.grad = drawn(seed + step + 1, n, dtype=dtype)
+        optimizer.step()
+        state = optimizer.state[p]
+        seen += [t.clone() for t in (p.detach(), state["exp_avg"], state["exp_avg_sq"])]
+    return seen
+
+
+class ByHand(FusedAdam):
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["step"] += 1
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        by_hand(p, grad, *moments, Coefficients.of(int(state["step"]), group))
+
+
+adams = given(st.integers(0, 5000), dtypes, seeds, st.booleans(), st.floats(0, 1))
+
+
+@adams
+@few(max_examples=25)
+def test_adam_is_what_it_says(
+    n: int, dtype: torch.dtype, seed: int, decoupled: bool, decay: float
+) -> None:
+    """Bit for bit, but for bf16, that the interpreter cuts off."""
+    run = partial(three_steps, n=n, dtype=dtype, seed=seed)
+    run = partial(run, weight_decay=decay, adam_w_mode=decoupled)
+    found, wanted = run(FusedAdam), run(ByHand)
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        found, wanted = found[:3], wanted[:3]  # of one step: later ones start apart
+        assert all(map(close, found, (t.double() for t in wanted)))
+    else:
+        assert all(map(torch.equal, found, wanted))
+
+
+@compiled
+@adams
+@few(max_examples=25)
+def test_adam_in_cpp_is_what_it_says(
+    n: int, dtype: torch.dtype, seed: int, decoupled: bool, decay: float
+) -> None:
+    """Bit for bit, in every dtype, wherever an element lies."""
+    run = partial(three_steps, n=n, dtype=dtype, seed=seed)
+    run = partial(run, weight_decay=decay, adam_w_mode=decoupled)
+    assert all(map(torch.equal, run(CPUAdam), run(ByHand)))
+
+
+@given(st.integers(1, 5000), seeds, st.booleans(), st.floats(0, 1))
+@few(max_examples=25)
+def test_adam_is_torchs(n: int, seed: int, decoupled: bool, decay: float) -> None:
+    """The other orders of torch's arithmetic move an element by a few roundings.
+
+    Where the second moment is all but zero, a rounding of the first is a large part
+    of the update; so the bound is relative to the learning rate, 0.1.
+    """
+    run = partial(three_steps, n=n, dtype=torch.float32, seed=seed)
+    torchs = torch.optim.AdamW if decoupled else torch.optim.Adam
+    wanted = run(torchs, weight_decay=decay)
+    for found in (
+        run(FusedAdam, weight_decay=decay, adam_w_mode=decoupled),
+        run(partial(torchs, fused=True), weight_decay=decay),
+    ):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+sizes = given(st.integers(0, 5), st.integers(1, 3000), dtypes, seeds)
+
+
+@sizes
+@few(max_examples=20)
+def test_norms(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    """Forward and backward, against torch's in double precision."""
+    x, dy = (drawn(seed + i, rows, width, dtype=dtype) for i in range(2))
+    weight, bias = (drawn(seed + i, width, dtype=dtype) for i in range(2, 4))
+    for name, inputs in (
+        ("layer_norm", (x, weight, bias)),
+        ("layer_norm", (x, weight)),
+        ("rms_norm", (x, weight)),
+    ):
+        ours = [t.clone().requires_grad_() for t in inputs]
+        exact = [t.double().requires_grad_() for t in inputs]
+        y = getattr(kernels, name)(*ours, eps=1e-3)
+        z = getattr(F, name)(exact[0], (width,), *exact[1:], eps=1e-3)
+        assert y.dtype == dtype and y.shape == x.shape
+        grads = torch.autograd.grad(y, ours, dy)
+        wanted = torch.autograd.grad(z, exact, dy.double())
+        for found, right in zip((y, *grads), (z, *wanted), strict=True):
+            largest = float(right.detach().abs().max()) if right.numel() else 0
+            assert close(found, right, 1 + largest)
+
+
+def test_a_norm_of_many_rows() -> None:
+    """More rows than programs of the backward: each sums several."""
+    x, weight, dy = drawn(0, 3, 100, 9), drawn(1, 9), drawn(2, 3, 100, 9)
+    found, exact = [], []
+    for sums, f, to in ((found, kernels, Tensor.float), (exact, F, Tensor.double)):
+        inputs = [to(t).requires_grad_() for t in (x, weight)]
+        shape = () if f is kernels else ((9,),)
+        y = f.rms_norm(inputs[0], *shape, inputs[1], eps=1e-6)
+        sums += torch.autograd.grad(y, inputs, to(dy))
+    assert all(close(a, b, 300) for a, b in zip(found, exact, strict=True))
+
+
+@given(st.integers(0, 4), st.integers(1, 9000), dtypes, seeds)
+@few(max_examples=20)
+def test_cross_entropy(
+    rows: int, vocabulary: int, dtype: torch.dtype, seed: int
+) -> None:
+    logits = (5 * drawn(seed, rows, vocabulary)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(-1, vocabulary, (rows,), generator=generator).to(DEVICE)
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss = kernels.cross_entropy(ours, target, ignore_index=-1)
+    wanted = F.cross_entropy(exact, target, ignore_index=-1)
+    if (target >= 0).any():
+        assert close(loss, wanted, 30)
+    else:
+        assert loss.isnan() and wanted.isnan()
+        return
+    (grad,), (right,) = (
+        torch.autograd.grad(x, y) for x, y in ((loss, ours), (wanted, exact))
+    )
+    assert grad.dtype == dtype and close(grad, right)
+
+
+def test_cross_entropy_of_infinities() -> None:
+    """Masked words, as a model without them would have; and a target outside."""
+    x = drawn(0, 3, 9000)
+    x[0, :5000] = -torch.inf
+    x[1, 4999:] = -torch.inf
+    target = torch.tensor([6000, 2, 8999], device=DEVICE)
+    loss = kernels.cross_entropy(x, target)
+    assert close(loss, F.cross_entropy(x.double(), target), 30)
+    target[0] = 9000
+    assert kernels.cross_entropy(x, target).isnan()
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def updated(p: Tensor, grad: Tensor) -> None:
+    p.grad = grad
+    FusedAdam([p]).step()
+
+
+IDS = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+DOUBLE = zeros(2, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: kernels.layer_norm(DOUBLE, zeros(3)),
+            "layer_norm takes float32, bfloat16 or float16, but x is float64; use "
+            "torch.nn.functional.layer_norm",
+        ),
+        (
+            lambda: kernels.rms_norm(zeros(2, 3), IDS),
+            "rms_norm takes float32, bfloat16 or float16, but weight is int64",
+        ),
+        (
+            lambda: kernels.layer_norm(zeros(2, 3), zeros(3), zeros(2)),
+            r"the last dimension of x, \(2, 3\), so bias has its size, not \(2,\)",
+        ),
+        (
+            lambda: kernels.rms_norm(zeros(1, 20_000), zeros(20_000)),
+            "a row in registers, at most 65536 bytes, and a row of x has 80000",
+        ),
+        (
+            lambda: kernels.rms_norm(zeros(2, 3), torch.zeros(3, device="meta")),
+            "rms_norm works on one device, not x on .*, weight on meta",
+        ),
+        (
+            lambda: kernels.cross_entropy(DOUBLE, IDS),
+            "cross_entropy takes .* but logits is float64",
+        ),
+        (
+            lambda: kernels.cross_entropy(zeros(2, 3), IDS[:1]),
+            r"target for each row of logits \(2, 3\), not \(1,\) of torch.int64",
+        ),
+        (
+            lambda: updated(nn.Parameter(DOUBLE.clone()), DOUBLE),
+            "FusedAdam takes .* but parameter is float64; use torch.optim.AdamW",
+        ),
+        (
+            lambda: updated(nn.Parameter(zeros(3, 2).t()), zeros(2, 3)),
+            "FusedAdam updates contiguous parameters",
+        ),
+        (
+            lambda: updated(nn.Parameter(zeros(2, 3)), zeros(2, 3).to_sparse()),
+            r"one of shape \(2, 3\) has sparse gradients",
+        ),
+        (lambda: FusedAdam([zeros(2)], lr=-1.0), "lr must be at least 0, not -1.0"),
+        (lambda: FusedAdam([zeros(2)], betas=(0.9, 1.0)), "betas must be at least 0"),
+    ],
+)
+def test_refused_in_a_sentence(call: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+@compiled
+def test_cpu_adam_is_for_the_host() -> None:
+    p = nn.Parameter(torch.zeros(2, device="meta"))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="not on meta; offload the optimizer"):
+        CPUAdam([p]).step()
+    # offloaded, it will get host memory: that is where it is tried
+    elsewhere = CPUAdam([torch.zeros(2)])
+    check_elementwise(elsewhere, "cpu")
+    with pytest.raises(ValueError, match="offload the optimizer"):
+        check_elementwise(elsewhere, "meta")
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpp_adam, "adam_step", cpp_adam.adam_step.__wrapped__)
+    with pytest.raises(RuntimeError, match="there is no no-such-compiler; install"):
+        CPUAdam([torch.zeros(2)])
+
+
+def test_torch_goes_on_from_its_states() -> None:
+    """A fused step, torch's next one from the state dict, and the other way round."""
+    pair = [nn.Parameter(drawn(0, 50)) for _ in range(2)]
+    first, second = FusedAdam(pair[:1]), torch.optim.AdamW(pair[1:], weight_decay=0.0)
+    for p, optimizer in zip(pair, (first, second), strict=True):
+        p.grad = drawn(1, 50)
+        optimizer.step()
+    groups = [optimizer.state_dict()["param_groups"] for optimizer in (first, second)]
+    states = [optimizer.state_dict()["state"] for optimizer in (first, second)]
+    first.load_state_dict({"state": states[1], "param_groups": groups[0]})
+    second.load_state_dict({"state": states[0], "param_groups": groups[1]})
+    first.step()
+    second.step()
+    torch.testing.assert_close(*pair)
+
+
+def program(text: str, interpret: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout + done.stderr
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    """And without the interpreter, tensors on the host are torch's."""
+    told = program(
+        "import sys, torch, minizero, minizero.kernels as k; minizero.initialize\n"
+        "print({'triton', 'torch.utils.cpp_extension'} & {*sys.modules})\n"
+        "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2)\n"
+        "k.FusedAdam([p]).step(); k.rms_norm(p, p); k.layer_norm(p, p)\n"
+        "k.cross_entropy(p[None], torch.tensor([1])).backward()\n"
+        "print(*(m for m in sys.modules if 'kernels.' in m and '_kernel' in m))",
+        "0",
+    )
+    # torch itself imports Triton when an optimizer is made
+    assert told == "set()\n\n"
+
+
+def test_an_interpreter_that_was_asked_for_too_late() -> None:
+    told = program(
+        "import os, torch, triton, minizero.kernels as k\n"
+        "os.environ['TRITON_INTERPRET'] = '1'; one = torch.ones(2)\n"
+        "k.rms_norm(one, one)",
+        "0",
+    )
+    assert "TRITON_INTERPRET=1 came after the import of triton" in told
+
+
+def pointers(kind: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, f"*{kind}")
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_kernels_compile_for_a_gpu(kind: str) -> None:
+    """16 bytes an access, and no product fused into a sum in Adam."""
+    rows = {**pointers("fp32", "mean_at", "rstd_at"), "width": "i32"}
+    losses = {"target_at": "*i64", "vocabulary": "i32", "ignored": "i32"}
+    losses |= pointers("fp32", "total_at")
+    folder = "minizero.kernels"
+    norms = [
+        kernel
+        for centre in (True, False)
+        for bias in ({"bias_at": None, "dbias_at": None},)
+        for kernel in (
+            Compiled(
+                f"{folder}.norm_kernels",
+                "norm_forward",
+                rows | pointers(kind, "x_at", "weight_at", "y_at") | {"eps": "fp32"},
+                {"CENTRE": centre, "BLOCK": 1024, "bias_at": bias["bias_at"]},
+            ),
+            Compiled(
+                f"{folder}.norm_kernels",
+                "norm_backward",
+                rows
+                | pointers(kind, "x_at", "weight_at", "dy_at", "dx_at")
+                | pointers("fp32", "dweight_at")
+                | {"rows": "i32"},
+                {"CENTRE": centre, "BLOCK": 1024, "dbias_at": bias["dbias_at"]},
+            ),
+        )
+    ]
+    numbers = Coefficients._fields[:-1]
+    adam, *others = ptx(
+        Compiled(
+            f"{folder}.adam_kernel",
+            "adam_step",
+            pointers(kind, "p_at", "grad_at", "m_at", "v_at")
+            | {"n": "i32"}
+            | dict.fromkeys(numbers, "fp32"),
+            {"DECOUPLED": True, "BLOCK": 1024},
+            {"enable_fp_fusion": False},
+        ),
+        *norms,
+        Compiled(
+            f"{folder}.loss_kernels",
+            "loss_forward",
+            losses | pointers(kind, "logits_at") | pointers("fp32", "loss_at"),
+            {"BLOCK": 4096},
+        ),
+        Compiled(
+            f"{folder}.loss_kernels",
+            "loss_backward",
+            losses
+            | pointers(kind, "logits_at", "dlogits_at")
+            | pointers("fp32", "dloss_at"),
+            {"BLOCK": 4096},
+        ),
+    )
+    each = 1024 * (4 if kind == "fp32" else 2) // (128 * 16)  # by 128 threads
+    assert adam.count("ld.global.v4.b32") == 4 * each
+    assert adam.count("st.global.v4.b32") == 3 * each
+    assert "fma" not in adam
+    assert all("global.v4.b32" in kernel for kernel in others)
+
+
+def moved(work: Any) -> Traffic:
+    with Traffic() as traffic:
+        work()
+    return traffic
+
+
+def test_bytes_moved() -> None:
+    """Each kernel at its floor; a loop over parameters at almost three times that."""
+    n = 100_000
+    p = nn.Parameter(zeros(n))
+    p.grad = zeros(n)
+    found = {}
+    for name, optimizer in {
+        "triton": FusedAdam([p], weight_decay=0.1),
+        "torch": torch.optim.AdamW([p], fused=True),
+        "for loop": torch.optim.AdamW([p], foreach=False),
+    }.items():
+        optimizer.step()
+        found[name] = moved(optimizer.step).moved // n
+    assert found == {"triton": 28, "torch": 28, "for loop": 80}
+    x, dy = zeros(512, 128).requires_grad_(), zeros(512, 128)
+    weight = zeros(128).requires_grad_()
+    y = kernels.rms_norm(x, weight)
+    forward = moved(lambda: kernels.rms_norm(x, weight))
+    backward = moved(lambda: torch.autograd.grad(y, (x, weight), dy))
+    parts = 256 * weight.nbytes  # written by the programs, then read
+    rows, sums = 4 * 512, 2 * parts
+    assert forward.moved == 2 * x.nbytes + weight.nbytes + rows
+    kernel = 3 * x.nbytes + weight.nbytes + rows
+    assert kernel + sums <= backward.moved <= kernel + sums + 3 * weight.nbytes
+    assert forward.launches == {"norm_forward": 1}
+
+
+if DEVICE == "cuda":
+    del test_bytes_moved  # it counts in the interpreter
+
+RANKS = (2,)
+
+
+def fused(params: Any, make: Any = FusedAdam) -> torch.optim.Optimizer:
+    return make(params, lr=1e-2)
+
+
+def test_all_plans_and_homes(pool: Pool) -> None:
+    """Bit for bit, as with torch's."""
+    run = partial(nasty.train, steps=6, make_optimizer=fused)
+    reference = pool.run(run, 0)
+    for stage in (1, 2, 3):
+        assert nasty.same(pool.run(run, stage), reference), f"stage {stage}"
+    plan = Plan.stage(3, "cpu", "cpu")
+    assert nasty.same(pool.run(run, plan, home=Offload(plan)), reference)
+    if DEVICE == "cpu" and not cpp_adam.missing():
+        cpp = partial(run, make_optimizer=partial(fused, make=CPUAdam))
+        assert nasty.same(pool.run(cpp, 2), reference)
+
+
+def engine_run(folder: Path, kind: str) -> tuple[list[float], list[float], int, int]:
+    """Four steps; the last two again, loaded under another plan; launches a step."""
+
+    def build(stage: int, **zero: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        config = {
+            "train_batch_size": 4,
+            "optimizer": {"type": kind, "params": {"lr": 0.05, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": stage, **zero},
+        }
+        return minizero.initialize(model=model, config=config)[0]
+
+    def step(engine: Any, seed: int) -> float:
+        x = drawn(seed + rank(), 2, 8).to(engine.device)
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    engine = build(3)
+    losses = [step(engine, seed) for seed in (0, 10)]
+    engine.save_checkpoint(folder)
+    before = Counter(launched)
+    losses.append(step(engine, 20))
+    launches = sum((launched - before).values())
+    losses.append(step(engine, 30))
+    other = build(1, offload_optimizer={"device": "cpu"})
+    other.load_checkpoint(folder)
+    shards = sum(len(unit.flats) for unit in engine.net.units)
+    return losses[2:], [step(other, seed) for seed in (20, 30)], launches, shards
+
+
+def test_in_the_engine(pool: Pool, tmp_path: Path) -> None:
+    """By its name, resumed under another plan; one launch a flat shard."""
+    for went_on, resumed, launches, shards in pool.run(
+        engine_run, tmp_path, "FusedAdam"
+    ):
+        assert went_on == resumed
+        assert launches == shards

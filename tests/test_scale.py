@@ -1,0 +1,168 @@
+"""Steps predicted, against rows that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from minizero.scale import MACHINES, MODELS, predict
+from minizero.scale.published import OTHERS, Row, calibrate, mean_error, rows
+from minizero.scale.shapes import find, of_parameters
+from minizero.zero import Schedule
+
+SHAPE = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 50_368}
+JOB = SHAPE | {"sequence": 2048, "micro_batch": 8, "world_size": 8, "stage": 3}
+
+
+@pytest.fixture(scope="module")
+def table() -> list[tuple[Row, float]]:
+    return [(row, row.error()) for row in rows()]
+
+
+def test_errors_of_the_published_rows_are_as_small_as_the_chapter_says(
+    table: Sequence[tuple[Row, float]],
+) -> None:
+    assert len(table) == 216
+    one = [error for row, error in table if row.gpus == 8]
+    many = [error for row, error in table if row.gpus > 8]
+    assert mean_error(one) < 0.045 and mean_error(many) < 0.045
+    for name in ("h100-80gb", "a100-80gb", "a100-40gb"):
+        mine = [(r.gpus > 8, e) for r, e in table if r.machine == name]
+        assert mean_error(e for far, e in mine if not far) < 0.08
+        assert mean_error(e for far, e in mine if far) < 0.12
+    assert sum(abs(error) > 0.1 for _, error in table) <= 20
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "a100-80gb", "a100-40gb"])
+def test_the_two_constants_of_a_machine_fit_its_rows_of_eight_gpus(
+    name: str, table: Sequence[tuple[Row, float]]
+) -> None:
+    machine = MACHINES[name]
+    mine = [
+        (row, error)
+        for row, error in table
+        if (row.machine, row.gpus, row.precision) == (name, 8, "bf16")
+    ]
+    mine = mine[::3]  # a third of them: the whole takes a minute
+    least = mean_error(error for _, error in mine)
+    for constant in ("matmul", "attention"):
+        for factor in (1.1, 1 / 1.1):
+            value = getattr(machine, constant) * factor
+            other = replace(machine, **{constant: value})
+            assert mean_error(row.error(other) for row, _ in mine) > least
+
+
+def test_calibration_finds_the_constants_that_made_the_rows() -> None:
+    true = MACHINES["a100-80gb"]
+    chosen = [r for r in rows() if r.model == "mpt-125m" and r.machine == "a100-80gb"]
+    made = [
+        replace(r, tokens=r.predict(true).tokens_per_second_per_gpu) for r in chosen
+    ]
+    found = calibrate(replace(true, matmul=0.6, attention=0.5), made)
+    assert found.matmul == pytest.approx(true.matmul, rel=0.02)
+    assert found.attention == pytest.approx(true.attention, rel=0.02)
+
+
+def test_zero3_elsewhere_comes_out_in_its_order_and_size() -> None:
+    found = {other.name: other.predict() for other in OTHERS}
+    ratio = {o.name: found[o.name].step_seconds / o.seconds for o in OTHERS}
+    assert all(0.5 < r < 1.3 for r in ratio.values()), ratio
+    rate = {o.name: o.micro_batch / found[o.name].step_seconds for o in OTHERS}
+    # throughput collapses with the micro-batch: 144, 88, 44 TFLOP/s
+    four, two, one = (rate[f"175B, {n} A100"] for n in (384, 768, 1536))
+    assert four > 1.4 * two > 1.4 * 1.6 * one
+    # published: 1.40 and 1.39
+    for size in ("18B", "138B"):
+        gain = rate[f"{size}, ZeRO++"] / rate[f"{size}, 384 V100"]
+        assert 1.25 < gain < 1.5
+    device, adam, both = (
+        found[name].step_seconds
+        for name in (
+            "52B, 64 V100, batch 8",
+            "52B, batch 12, Adam on the CPU",
+            "52B, batch 12, all on the CPU",
+        )
+    )
+    assert device < adam < both < 1.05 * adam
+
+
+def test_stages_cost_what_their_schedule_makes_of_their_bytes() -> None:
+    times = [predict(**{**JOB, "stage": stage}) for stage in range(4)]
+    calls = [t.timeline.calls for t in times]
+    assert calls == [25, 50, 50, 75]  # 25 units: reduce; and publish; gather twice
+    assert times[3].exposed_seconds > 0
+    alone = predict(**{**JOB, "world_size": 1})
+    assert alone.exposed_seconds == 0 < alone.step_seconds
+    eager = predict(**JOB, schedule=lambda largest: Schedule())
+    assert eager.step_seconds > times[3].step_seconds
+
+
+def test_accumulation_reduces_at_each_micro_batch_where_gradients_are_sharded() -> None:
+    def extra(stage: int) -> float:
+        one = predict(**{**JOB, "stage": stage})
+        return predict(**{**JOB, "stage": stage}, accumulation=4).exposed_seconds - (
+            one.exposed_seconds
+        )
+
+    assert extra(1) == 0 < extra(2) < extra(3)
+
+
+def test_memory_agrees_with_the_estimate_and_with_a_published_run() -> None:
+    shape = MODELS["llama-8b"]
+    assert shape.parameters == 8_030_261_248
+    job = dict(vars(shape), sequence=8192, micro_batch=2, world_size=8, stage=3)
+    memory = predict(**job, checkpointing="selective", reduce="fp32").memory
+    assert memory.optimizer == 12 * shape.parameters / 8
+    # torchtitan reports 82.4 GiB
+    assert memory.total / 2**30 == pytest.approx(82.4, rel=0.2)
+    less = predict(**job, checkpointing="full").memory
+    assert less.total < memory.total < predict(**job).memory.total
+    off = predict(**job, offload_optimizer="cpu").memory
+    assert off.optimizer == 0 < off.host and off.gradients < memory.gradients
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"machine": "b200"}, "machine must be one of h100-80gb, .* not 'b200'"),
+        ({"micro_batch": 0}, "micro_batch must be a whole number >= 1, not 0"),
+        ({"precision": "int8"}, "precision must be one of bf16, .* not 'int8'"),
+        ({"heads": 7}, "heads must divide hidden"),
+        ({"checkpointing": "some"}, "checkpointing must be one of none, full"),
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
+    ],
+)
+def test_predict_refuses_in_a_sentence(change: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        predict(**(JOB | change))
+
+
+def test_shapes_have_their_published_parameters(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    published_sizes = {
+        "gpt2-xl": 1.556e9,
+        "mpt-7b": 6.65e9,
+        "llama-7b": 6.738e9,
+        "llama-13b": 13.016e9,
+        "llama-70b": 70.554e9,
+        "llama-405b": 405.85e9,
+        "mistral-7b": 7.242e9,
+        "gpt-175b": 174.6e9,
+    }
+    for name, size in published_sizes.items():
+        assert MODELS[name].parameters == pytest.approx(size, rel=2e-3), name
+    for size in (1e8, 1.3e9, 7e9, 70e9, 1e12):
+        assert of_parameters(size).parameters == pytest.approx(size, rel=0.17)
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,'
+        '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,'
+        '"hidden_act": "silu", "tie_word_embeddings": false}'
+    )
+    assert find(str(tmp_path)).parameters == MODELS["llama-8b"].parameters
+    path.write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match="does not say num_hidden_layers or"):
+        find(str(path))
+    with pytest.raises(ValueError, match="model must be one of gpt2, .* not 'bert'"):
+        find("bert")
