@@ -477,7 +477,9 @@ def test_stored_explorables_are_those_of_today(path: Any) -> None:
     for cell in nbformat.read(path, as_version=4).cells:
         for output in cell.get("outputs", []):
             page = output.get("data", {}).get("text/html", "")
-            for tag, state in re.findall(r'<explorable-(\w+) .*?data-state="(.*?)"', page):
+            for tag, state in re.findall(
+                r'<explorable-(\w+) .*?data-state="(.*?)"', page
+            ):
                 (kind,) = (kind for kind in ALL if kind.kind == tag)
                 assert page == kind(**json.loads(html.unescape(state))).element()
 
