@@ -75,7 +75,7 @@ def table(caption: str, head: tuple[str, str], rows: Mapping[str, str]) -> str:
     )
 
 
-class Amount(traitlets.Float):
+class Amount(traitlets.Float[float, float | int]):
     """A number from `least` to `most`."""
 
     def __init__(self, default: float, least: float, most: float) -> None:
@@ -136,7 +136,7 @@ class Explorable(anywidget.AnyWidget):
 
     def limits(self) -> dict[str, dict[str, Any]]:
         """What a control may be, by its name: its choices, or its least and most."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for name in self.state():
             trait = self.traits()[name]
             if isinstance(trait, traitlets.Enum):
