@@ -34,8 +34,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# Several test files run at a time. With a thread a core for each, threads that spin would
-# keep the cores from those that compute: on two cores some files take nine times as long.
+# Several test files run at a time. With a thread a core for each, threads that spin
+# would keep the cores from those that compute, and some tests take nine times as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
