@@ -1,8 +1,8 @@
 """A toy machine: a data sheet that ranks on this computer are made to feel.
 
-A `ToyGPU` has them feel its memory, `slow_link` its link and its slot to the host, so a
-plan's bytes cost seconds here too. `measured` writes a data sheet of this computer's own
-arithmetic; the planner takes either.
+A `ToyGPU` has them feel its memory, `slow_link` its link and its slot to the host: a
+plan's bytes cost seconds here too. `measured` writes a data sheet with this computer's
+own arithmetic; the planner takes either.
 """
 
 from __future__ import annotations
