@@ -28,7 +28,7 @@ import minizero
 from minizero import comm
 from minizero.lab.bench.runner import Comparison
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.ranks.launch import Pool, rank, world_size
+from minizero.ranks.launch import Pool, launch, rank, world_size
 
 Step = Callable[[], None]
 Measured = dict[str, float]
@@ -74,10 +74,6 @@ class Job:
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": LR, "weight_decay": 0.0, "torch_adam": True},
-            },
             "bf16": {"enabled": self.precision == "bf16"},
         }
 
@@ -98,7 +94,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, LR)
+    return torch.optim.Adam(parameters, LR, fused=True)
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -167,7 +163,7 @@ def _engine(library: Any, job: Job, stage: int) -> Step:
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, **LEAST[stage]}
     engine, *_ = library.initialize(
         model=model,
-        model_parameters=model.parameters(),
+        optimizer=_adam(model.parameters()),
         config=job.config | {"zero_optimization": zero},
     )
     x, y = _batch()
@@ -190,15 +186,17 @@ def deepspeed(stage: int, job: Job) -> Step:
     return _engine(library, job, stage)
 
 
-HERE: dict[str, Callable[[Job], Step]] = {
-    "alone": alone,
-    "DDP": ddp,
-    "FSDP2": fsdp2,
-    **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
-}
-THERE: dict[str, Callable[[Job], Step]] = {
-    "alone": alone,
-    **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
+    "here": {
+        "alone": alone,
+        "DDP": ddp,
+        "FSDP2": fsdp2,
+        **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
+    },
+    "there": {
+        "alone": alone,
+        **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+    },
 }
 
 
@@ -219,30 +217,15 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _live(build: Callable[[], Step]) -> int:
-    """Most bytes of tensors at a time in the second step, by torch's own allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step = build()
-        step()
-        with torch.profiler.record_function("second"):
-            step()
-    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    start = next(e.start_ns() for e in events if e.name() == "second")
-    live = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live) if event.start_ns() >= start else most
-    return most
+def speed(cases: str, job: Job) -> dict[str, Measured]:
+    """Of every case of "here" or "there", in its turn: seconds, and bytes sent."""
+    torch.set_num_threads(1)
+    return {name: _timed(build(job)) for name, build in CASES[cases].items()}
 
 
-def _turn(name: str, cases: dict[str, Callable[[Job], Step]], job: Job) -> Measured:
-    """Seconds and bytes of one case, on this rank."""
-    gc.collect()
-    before = _resident("VmRSS")
-    step = cases[name](job)
+def _timed(step: Step) -> Measured:
     step()
-    _forget_peak()
+    gc.collect()
     seconds = []
     comm.barrier()
     sent = _on_the_wire()
@@ -253,25 +236,32 @@ def _turn(name: str, cases: dict[str, Callable[[Job], Step]], job: Job) -> Measu
         seconds.append(perf_counter() - start)
     comm.barrier()
     sent = _on_the_wire() - sent
-    return {
-        "seconds": fmean(seconds),
-        "sent": sent / STEPS / world_size(),
-        "resident": _resident("VmHWM") - before,
-    }
+    return {"seconds": fmean(seconds), "sent": sent / STEPS / world_size()}
 
 
-def turn(cases: str, job: Job, memory: bool) -> dict[str, Measured]:
-    """Every case of `cases`, "here" or "there", on this rank, one after the other."""
+def memory(cases: str, name: str, job: Job) -> Measured:
+    """Most bytes in the second step, in a process that has done nothing before.
+
+    live: of tensors, by torch's own allocator. resident: of the process, beyond what it
+    had before the model was built.
+    """
     torch.set_num_threads(1)
-    chosen = HERE if cases == "here" else THERE
-    found = {}
-    for name, build in chosen.items():
-        found[name] = _turn(name, chosen, job)
-        gc.collect()
-        if memory and name != "alone":
-            found[name]["live"] = _live(partial(build, job))
-            gc.collect()
-    return found
+    before = _resident("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = CASES[cases][name](job)
+        step()
+        _forget_peak()
+        with torch.profiler.record_function("second"):
+            step()
+        resident = _resident("VmHWM") - before
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    start = next(e.start_ns() for e in events if e.name() == "second")
+    live = most = 0
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live) if event.start_ns() >= start else most
+    return {"live": most, "resident": resident}
 
 
 # seconds beyond the model alone, as a part of the other's: the goal at the first job
@@ -297,23 +287,30 @@ def compare(repeats: int) -> list[Comparison]:
 
 
 def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
-    """Of each library, rank by rank the worst; here, then on DeepSpeed's ranks."""
-    cases = ["here", *(["there"] if importlib.util.find_spec("deepspeed") else [])]
+    """Of each library the worst of its ranks; the first turn tells the memory too."""
+    there = importlib.util.find_spec("deepspeed") is not None
+    groups = ["here", *(["there"] if there else [])]
+    most = {
+        name: _worst(launch(memory, job.ranks, group, name, job))
+        for group in groups
+        for name in CASES[group]
+    }
     with ExitStack() as stack:
-        pools = [stack.enter_context(Pool(job.ranks)) for _ in cases]
-        for n in range(repeats):
+        pools = {group: stack.enter_context(Pool(job.ranks)) for group in groups}
+        for _ in range(repeats):
             found: dict[str, Measured] = {}
-            for pool, name in zip(pools, cases, strict=True):
-                ranks = pool.run(turn, name, job, memory=n == 0)
-                worst = {
-                    case: {what: max(of[case][what] for of in ranks) for what in values}
-                    for case, values in ranks[0].items()
-                }
+            for group, pool in pools.items():
+                ranks = pool.run(speed, group, job)
+                worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
                 least = worst.pop("alone")["seconds"]
-                for values in worst.values():
-                    values["beyond"] = values["seconds"] - least
-                found |= worst
+                for name, values in worst.items():
+                    beyond = {"beyond": values["seconds"] - least}
+                    found[name] = values | beyond | most.pop(name, {})
             yield found
+
+
+def _worst(ranks: list[Measured]) -> Measured:
+    return {what: max(of[what] for of in ranks) for what in ranks[0]}
 
 
 def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:
