@@ -59,7 +59,7 @@ class Predict(Explorable):
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     def __init__(self, *questions: Question, **controls: Any) -> None:
-        super().__init__(questions=list(questions), **controls)
+        super().__init__(**{"questions": list(questions)} | controls)
 
     def fallback(self) -> str:
         return "".join(
