@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import minizero
 from minizero import comm
-from minizero.lab.bench.runner import Comparison
+from minizero.lab.bench.runner import Comparison, interleaved
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
 from minizero.ranks.launch import Pool, launch, rank, world_size
 
@@ -45,6 +47,7 @@ LR = 1e-4
 # model is gathered once, and kept whole until its backward
 LIMITS = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
 LEAST = [{}, {}, {}, {f"stage3_{name}": 0 for name in LIMITS}]
+THEIRS = {"zero_force_ds_cpu_optimizer": False}  # all have torch's own Adam
 BUCKET = 25 * 2**20 // 4  # elements: DDP's default
 
 
@@ -158,13 +161,19 @@ def fsdp2(job: Job) -> Step:
     return _loop(model, _adam(model.parameters()))
 
 
-def _engine(library: Any, job: Job, stage: int) -> Step:
+def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
     model = job.build()
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET, **LEAST[stage]}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        **LEAST[stage],
+    }
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     engine, *_ = library.initialize(
         model=model,
         optimizer=_adam(model.parameters()),
-        config=job.config | {"zero_optimization": zero},
+        config=job.config | {"zero_optimization": zero, **THEIRS},
     )
     x, y = _batch()
 
@@ -175,15 +184,15 @@ def _engine(library: Any, job: Job, stage: int) -> Step:
     return step
 
 
-def ours(stage: int, job: Job) -> Step:
-    return _engine(minizero, job, stage)
+def ours(stage: int, job: Job, offload: bool = False) -> Step:
+    return _engine(minizero, job, stage, offload)
 
 
-def deepspeed(stage: int, job: Job) -> Step:
+def deepspeed(stage: int, job: Job, offload: bool = False) -> Step:
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo", verbose=False)
-    return _engine(library, job, stage)
+    return _engine(library, job, stage, offload)
 
 
 CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
@@ -192,10 +201,12 @@ CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
         "DDP": ddp,
         "FSDP2": fsdp2,
         **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
+        "minizero 2, offloaded": partial(ours, 2, offload=True),
     },
     "there": {
         "alone": alone,
         **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+        "DeepSpeed 2, offloaded": partial(deepspeed, 2, offload=True),
     },
 }
 
@@ -274,22 +285,48 @@ GOALS = {
     ("minizero 1", "DeepSpeed 1"): 0.3,
     ("minizero 2", "DeepSpeed 2"): 0.3,
     ("minizero 3", "DeepSpeed 3"): 0.2,
+    ("minizero 2, offloaded", "DeepSpeed 2, offloaded"): None,
 }
 # elements that a rank sends in a step, in parameters * (N-1)/N: 2, and 3 at stage 3
 GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Seconds beyond the model alone, memory and traffic, of each job."""
-    return [
+    """Seconds beyond the model alone, memory and traffic, of each job; imports."""
+    steps = [
         found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
     ]
+    names = ["torch", "minizero", *(["deepspeed"] if _deepspeed() else [])]
+    seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
+    ours = seconds.pop("minizero")
+    return steps + [
+        Comparison(
+            "import",
+            "s",
+            "minizero",
+            name,
+            ours,
+            values,
+            at_most=1.3 if name == "torch" else 1.0,
+        )
+        for name, values in seconds.items()
+    ]
+
+
+def _deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _imported(name: str) -> float:
+    start = perf_counter()
+    command = [sys.executable, "-c", f"import {name}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return perf_counter() - start
 
 
 def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
     """Of each library the worst of its ranks; the first turn tells the memory too."""
-    there = importlib.util.find_spec("deepspeed") is not None
-    groups = ["here", *(["there"] if there else [])]
+    groups = ["here", *(["there"] if _deepspeed() else [])]
     most = {
         name: _worst(launch(memory, job.ranks, group, name, job))
         for group in groups
