@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..memory import labels
 from .flat_buffer import Flat, Place, Slot, in_order
 
 if TYPE_CHECKING:
@@ -53,10 +54,22 @@ class AbsentFlat(Flat):
         # what an absent element reads as; integers have no NaN
         self._nothing = 0 if _is_integer(self.full) else torch.nan
         self.nan = self.full.new_full((), self._nothing)
-        # made now: a view cannot be cut from an empty storage
-        self.views = [slot.view(self.full) for slot in self.slots]
+        self._cut_views()
         self._pointed = self.views
         self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
+
+    def _cut_views(self) -> None:
+        # while it is whole: a view cannot be cut from an empty storage
+        self.views = [slot.view(self.full) for slot in self.slots]
+
+    def give_away(self) -> None:
+        """Leave `full` to whoever has kept a view of it, and go on with another.
+
+        Call it when the parameters are absent.
+        """
+        self.views, self.full = [], self.full.new_empty(0)  # nobody else: it goes now
+        self.full = labels.label(self.full.new_empty(self.padded), "parameters")
+        self._cut_views()
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """As `Flat.cast`; while the buffer is whole."""

@@ -14,7 +14,7 @@ from ..memory import labels
 from .elementwise import is_nothing
 from .flat_buffer import NOTHING, Flat, Unit
 from .interfaces import Precision
-from .script_changes import ScriptChanges
+from .script_changes import GradientElsewhere, ScriptChanges
 
 
 class Accumulation(ScriptChanges):
@@ -106,10 +106,12 @@ class Accumulation(ScriptChanges):
     def _unasked_grad(self, p: Tensor) -> None:
         """Autograd has left a gradient in `p.grad` outside of `backward`.
 
-        Once one was reduced it has been added to that, and cannot be told from it.
+        Once one was reduced it has been added to that and cannot be told from it, or to
+        the stand-in for it, and is lost.
         """
         try:
-            if any(flat.reduced for flat in self._trainable()):
+            lost = isinstance(p.grad, GradientElsewhere)
+            if lost or any(flat.reduced for flat in self._trainable()):
                 raise RuntimeError(
                     "a gradient came outside of backward(loss) of the wrapper, and not "
                     "from its output; call backward(loss)"

@@ -45,6 +45,17 @@ def GatheredParameters(
     whole anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
+    with _gathered(params, modifier_rank) as flats:
+        for flat in flats:
+            flat.seen = True
+        yield
+
+
+@contextmanager
+def _gathered(
+    params: list[nn.Parameter], modifier_rank: int | None
+) -> Iterator[list[ShardedFlat]]:
+    """The sharded buffers of these parameters, whole inside the block."""
     if modifier_rank is not None and not 0 <= modifier_rank < world_size():
         raise ValueError(
             f"modifier_rank must be below {world_size()}, "
@@ -61,7 +72,7 @@ def GatheredParameters(
         flat.make_exact()
         flat.pinned += 1
     try:
-        yield
+        yield flats
         if modifier_rank is not None:
             for p in (p for p in params if not is_sharded(p)):
                 comm.broadcast(p, modifier_rank)
@@ -180,5 +191,6 @@ class Init(ShardsLoaded):
         name = getattr(func, "__name__", "")
         if not touched or name in VALUELESS:
             return func(*args, **kwargs)
-        with GatheredParameters(touched, modifier_rank=0):
+        # not `GatheredParameters`: a view that is kept is written to later
+        with _gathered(touched, modifier_rank=0):
             return func(*args, **kwargs)

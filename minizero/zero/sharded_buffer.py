@@ -25,9 +25,11 @@ class ShardedFlat(AbsentFlat):
 
     `shard`: what this rank keeps, always there, where `home` keeps it.
     `used`: whether its unit needs it whole. `pinned`: how many others do.
+    `seen`: whether a script may have kept views of it since it was gathered.
     """
 
     home = Home()
+    seen = False
 
     def __init__(
         self,
@@ -82,5 +84,8 @@ class ShardedFlat(AbsentFlat):
             if world_size() == 1 and any(self.written()):
                 self.home.write_back(self.shard, self.kept(self.full))
             self.hide()
+            if self.seen:
+                self.give_away()
+                self.seen = False
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
