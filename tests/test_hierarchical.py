@@ -14,11 +14,12 @@ from nasty import Nasty
 from test_muon import groups as muon_groups
 from torch import Tensor
 
-from minizero import Offload, Overlap, comm, parallelize, zero
+from minizero import Offload, Overlap, comm, initialize, parallelize, zero
 from minizero.checkpoint import load, save
 from minizero.comm.algorithms import ordered_sum
 from minizero.comm.quantized import BLOCK, Code
 from minizero.comm.scope import rank_of, shard_of
+from minizero.config.read import read
 from minizero.memory.plan import Placement, Plan, estimate
 from minizero.memory.tracker import Tracker
 from minizero.precision import MixedPrecision
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "overlap": (Plan.stage(3, group=GROUP), {"schedule": Overlap(10**6, 10**6, 200)}),
     "offload": (Plan.stage(3, "cpu", "cpu", group=GROUP), {}),
     "secondary": (SECONDARY, {"bucket_size": 50}),
-    "secondary, late": (SECONDARY, {"schedule": Overlap(10**6, 10**6, 200)}),
+    "secondary, kept": (SECONDARY, {"schedule": Overlap(10**6, 10**6, 10**6)}),
 }
 
 
@@ -326,3 +327,64 @@ def test_training_converges_when_quantized(pool: Pool) -> None:
     assert not torch.equal(plain, coded)
     gap = (plain - coded).abs().max()
     assert gap < 0.1 * (plain[0] - plain[-1]).abs() + 0.05, gap
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "mics_shard_size": {"mics_shard_size": GROUP},
+    "zero_hpz_partition_size": {"zero_hpz_partition_size": GROUP},
+    "quantized": {
+        "zero_hpz_partition_size": GROUP,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    },
+}
+
+
+def by_config(keys: dict[str, Any]) -> tuple[list[float], set[tuple[str, str]]]:
+    """Losses of a model made inside `Init`, and which kinds went where."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **keys},
+    }
+    torch.manual_seed(1)
+    with zero.Init(config=config):
+        model = Nasty()
+    engine, *_ = initialize(model=model, config=config)
+    losses = []
+    with comm.ledger() as calls:
+        for x, y in nasty.batches(3, 1, rows=2):
+            loss = engine(nasty.own(x, 2), nasty.own(y, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, {(c.scope, c.dtype) for c in calls}
+
+
+def test_by_config(pool: Pool) -> None:
+    """The keys of DeepSpeed, and what they send; groups alone change no loss."""
+    runs = {name: pool.run(by_config, keys)[0] for name, keys in CONFIGS.items()}
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        losses, kinds = runs[name]
+        assert losses == runs["flat"][0], name
+        assert {("within", "float32"), ("across", "float32")} <= kinds
+    losses, kinds = runs["quantized"]
+    assert losses != runs["flat"][0]
+    assert losses == pytest.approx(runs["flat"][0], rel=0.05)
+    coded = {
+        (scope, kind) for scope in ("within", "across") for kind in ("int8", "int4")
+    }
+    assert coded <= kinds
+
+
+def test_config_refuses_groups_with_files() -> None:
+    zero_keys = {"stage": 3, "zero_hpz_partition_size": 2}
+    disk = {"device": "nvme", "nvme_path": "/tmp"}
+    for keys, word in (
+        ({**zero_keys, "offload_optimizer": disk}, "several shards"),
+        ({**zero_keys, "offload_param": {"device": "cpu"}}, "mics_shard_size"),
+        ({"stage": 3, "mics_shard_size": 3}, "use a number that divides them: 2, 4"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            read({"train_batch_size": 4, "zero_optimization": keys}, 4)

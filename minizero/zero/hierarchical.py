@@ -238,6 +238,11 @@ class GroupZeRO3(Hierarchical, ZeRO3):
             return [flat.parts[self.groups.group]]
         return flat.parts
 
+    def gather(self, unit: Unit) -> Iterator[Work]:
+        if self.alone:
+            self.finish(unit)  # shards of other groups may be on their way here
+        yield from super().gather(unit)
+
     def publish(self, unit: Unit) -> Iterator[Work]:
         """Launch what sends the own updated shard to the same place of each group."""
         for flat in unit.trainable if self.alone else ():
