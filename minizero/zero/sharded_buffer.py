@@ -40,13 +40,13 @@ class ShardedFlat(AbsentFlat):
         super().__init__(named, group, place)
         self.pinned, self.used = 0, False
         self.shard = self.full.new_empty(0)
+        self.there = True  # whether `full` has its storage
         self._arriving: Work | None = None
 
     @property
     def whole(self) -> bool:
         """Whether `full` is there, and nothing of it still under way."""
-        arrived = self._arriving is None
-        return arrived and self.full.untyped_storage().nbytes() > 0
+        return self.there and self._arriving is None
 
     def split(self) -> None:
         """Keep the own shard, free the rest."""
@@ -59,6 +59,7 @@ class ShardedFlat(AbsentFlat):
             return self._arriving
         self.check_unwritten()
         self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
+        self.there = True
         with self.home.on_copy_stream() as arrive:
             own = self.home.load(self.shard, self.own(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
@@ -82,3 +83,4 @@ class ShardedFlat(AbsentFlat):
                 self.seen = False
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
+            self.there = False
