@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .deepspeed import checkpointing
     from .deepspeed import parameters as utils
     from .deepspeed.arguments import add_config_arguments
-    from .engine import Engine, initialize
+    from .engine import Engine, initialize, trace
     from .offload import Delayed, NVMe, Offload
     from .overlap import Overlap
     from .scale.dryrun import dryrun
@@ -59,6 +59,7 @@ __all__ = [
     "parallelize",
     "scale",
     "see_memory_usage",
+    "trace",
     "utils",
     "zero",
 ]
@@ -79,6 +80,7 @@ _LATER = {
     "dryrun": "scale.dryrun",
     "initialize": "engine",
     "scale": "scale",
+    "trace": "engine",
     "utils": "deepspeed.utils",
 }
 

@@ -54,6 +54,8 @@ def _arguments() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on from the newest checkpoint"
     )
 
+    train.add_argument("--trace", help="file for a trace, which Perfetto opens")
+
     whole = commands.add_parser(
         "consolidate",
         help="write a sharded checkpoint as safetensors files that others read",

@@ -20,7 +20,7 @@ NAMES = {
         Delayed Engine NVMe Offload Overlap Placement Plan Tracker add_config_arguments
         checkpoint checkpointing comm consolidate default_ranks estimate
         estimate_activations init_distributed initialize launch load_ipython_extension
-        parallelize see_memory_usage utils zero
+        parallelize see_memory_usage trace utils zero
     """,
     "minizero.comm": """
         ALGORITHMS Work algorithm all_gather all_reduce barrier broadcast
@@ -66,6 +66,7 @@ ARGUMENTS = {
     "estimate_activations": "layers hidden heads sequence micro_batch checkpointing",
     "consolidate": "folder tag",
     "see_memory_usage": "message force",
+    "trace": "engine path tracker",
     "parallelize": "model optimizer plan",
     "Overlap": "prefetch_bucket_size max_live_parameters param_persistence_threshold",
     "Offload": "plan",

@@ -23,7 +23,8 @@ from minizero.comm.point_to_point import (
     rows,
 )
 from .sequence import note
-from ..ranks.launch import rank, report, world_size
+from .scope import among, current_scope, member, rank, world_size
+from ..ranks.launch import report
 
 # %% auto #0
 __all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
@@ -48,6 +49,7 @@ class Work:
         self._place = Work.made, self._what, tag
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
+        self._scope = current_scope()
         self._finish: Callable[[], Any] | None = start(tag)
         call.stamp("returned")
 
@@ -67,7 +69,8 @@ class Work:
         self.call.stamp("waited")
         report("waits", *self._place)
         try:
-            finish()
+            with among(self._scope):
+                finish()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank()}: collective {self._place[0]}, {self._what}, "
@@ -87,9 +90,13 @@ def _begin(
     start: Callable[[int], Callable[[], Any]],
     async_op: bool = False,
 ) -> Work:
-    """Enter the call in the ledgers, start it, wait unless it is async."""
+    """Enter the call in the ledgers, start it, wait unless it is async.
+
+    `like`: a full row.
+    """
     queued = backend_of(like) == "nccl"
-    work = Work(enter(op, elements, sent, like.dtype, queued), start)
+    call = enter(op, elements, sent, like.dtype, queued, like.numel())
+    work = Work(call, start)
     if not async_op:
         work.wait()
     return work
@@ -149,7 +156,8 @@ def all_reduce(
 ) -> Work:
     """Sum or average in place: a reduce-scatter, then an all-gather."""
     parts = rows(tensor)
-    own, size, half = parts[rank()], parts[0].numel(), halves(parts[0])
+    own, full = parts[rank()], parts[0]
+    size, half = full.numel(), halves(full)
 
     def start(tag: int) -> Callable[[], Any]:
         if isinstance(tensor, Tensor) and natively(tensor):
@@ -166,11 +174,11 @@ def all_reduce(
     elements = count(parts)
     # all other rows to their ranks, then the own one to all
     sent = elements - own.numel() + own.numel() * (len(parts) - 1)
-    return _begin("all_reduce", own, elements, sent, start, async_op)
+    return _begin("all_reduce", full, elements, sent, start, async_op)
 
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
 def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
-    """Every rank gets `src`'s tensor, in place."""
+    """Every rank gets `src`'s tensor, in place; a place in the scope."""
     if not 0 <= src < world_size():
         raise ValueError(
             f"broadcast: there is no rank {src} among {world_size()}"
@@ -181,7 +189,9 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
 
     def start(tag: int) -> Callable[[], Any]:
         if natively(flat):
-            return dist.broadcast(flat, src, queue(), async_op=True).wait
+            return dist.broadcast(
+                flat, member(src), queue(), async_op=True
+            ).wait
         sends = dict.fromkeys(peers, flat) if mine else {}
         return exchange(sends, {} if mine else {src: flat}, tag)
 

@@ -2,8 +2,8 @@
 
 Read `plan` (the table of the stages, and `estimate`), `live_bytes` (the count of what is
 alive, by storage), `labels` (what a storage is for), `tracker` (that count over time),
-`intensity` (how fast a link or a disk must be) and `bytes` (alignment and host memory).
-Imports nothing of minizero.
+`trace` (that count beside what the ranks did), `intensity` (how fast a link or a disk must
+be) and `bytes` (alignment and host memory). Imports nothing of minizero.
 """
 
 from .bytes import (

@@ -74,7 +74,7 @@ def mark_inputs(
 
 
 def hook_outputs(begin: Callable[[Tensor], None], out: Any) -> None:
-    """Let `begin` be called when an output has got its gradient: with each."""
+    """Let `begin` be called whenever an output has got its gradient."""
     for x in [x for x in _tensors(out) if x.grad_fn is not None]:
         x.register_hook(begin)
 

@@ -24,6 +24,7 @@ class Job:
     overlap: communicate while computing. checkpointing: "none", "selective", "full".
     save_every: steps between two checkpoints in `out`; None for no checkpoints.
     keep: how many of them stay. resume: go on from the newest, if there is one.
+    trace: file for the trace of the first updates.
     """
 
     stage: int = 3
@@ -46,6 +47,7 @@ class Job:
     save_every: int | None = None
     keep: int = 2
     resume: bool = False
+    trace: str | None = None
 
     def check(self, ranks: int) -> None:
         """Find bad input before any rank is started; raises ValueError or OSError."""

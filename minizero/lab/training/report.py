@@ -140,6 +140,8 @@ def describe(job: Job, report: Report) -> str:
         + (f", {skipped} steps skipped" if skipped else "")
     )
     tail = f"Written to {job.out}: loss.png, weights.safetensors, report.json"
+    if job.trace:
+        tail += f"\nThe trace of the first updates: {job.trace}"
     sample = f"A sample:\n{report.sample}"
     return "\n\n".join((head, _bytes(report), _elements(report), sample, tail))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from minizero import comm, zero
 from minizero.activations.recompute import recompute_units
+from minizero.engine import trace
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, count_parameters, decay_groups
 from minizero.lab.training import keeper
@@ -76,8 +78,9 @@ def train(job: Job) -> Report:
             bar = tqdm(total=job.steps, disable=rank() != 0, unit="step")
             step = Stepper(net, corpus, job, bar)
             bar.update(step.first)
-            while step.updates < 2 and len(step.losses) < job.steps - step.first:
-                step()
+            with trace(net, job.trace, tracker) if job.trace else nullcontext():
+                while step.updates < 2 and len(step.losses) < job.steps - step.first:
+                    step()
             live = {c: tracker.live[c] for c in STATE}
             live |= {on_host(c): tracker.host[c] for c in STATE}
             if isinstance(net.home, NVMe):

@@ -1,0 +1,272 @@
+"""Traces: what was recorded is in them exactly, and Perfetto's format is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+import minizero
+from minizero import comm
+from minizero.comm.ledger import Call
+from minizero.engine.recording import Span, innermost, part
+from minizero.engine.sources import PACKAGE, line, source
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory.plan import Plan
+from minizero.memory.trace import Trace
+from minizero.offload.host import Offload
+from minizero.offload.nvme import NVMe
+from minizero.overlap.prefetch import Overlap
+from minizero.ranks.launch import Pool, rank
+from minizero.zero.parallelize import parallelize
+from minizero.zero.stage1 import ZeRO1
+from minizero.zero.stage3 import ZeRO3
+
+CONFIG = GPTConfig(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32)
+
+NUMBER, TEXT, COUNT = {"type": "number"}, {"type": "string"}, {"type": "integer"}
+
+
+def kind(ph: str, **more: Any) -> dict[str, Any]:
+    """An event of the Trace Event Format (Google 2016): what all have, and its own."""
+    always = {
+        "ph": {"const": ph},
+        "name": TEXT,
+        "pid": COUNT,
+        "args": {"type": "object"},
+    }
+    every = always | {"tid": COUNT, "ts": NUMBER, "cat": TEXT} | more
+    needed = ["ph", "name", "pid", *more, *(["ts"] if ph != "M" else [])]
+    return {"properties": every, "required": needed, "additionalProperties": False}
+
+
+COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}}
+SCHEMA = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "otherData": {"type": "object"},
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "oneOf": [
+                    kind("X", tid=COUNT, dur={"type": "number", "exclusiveMinimum": 0}),
+                    kind("i", tid=COUNT, s={"enum": ["t", "p", "g"]}),
+                    kind("C", args=COUNTS),
+                    kind("s", tid=COUNT, id=TEXT, cat=TEXT),
+                    kind("f", tid=COUNT, id=TEXT, cat=TEXT, bp={"const": "e"}),
+                    kind("M", args={"type": "object", "minProperties": 1}),
+                ]
+            },
+        },
+    },
+    "additionalProperties": False,
+}
+
+
+def net_of(stage: int, home: str | None = None, folder: str | None = None) -> Any:
+    plan = Plan.stage(stage, home, home)
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    homes = {"cpu": lambda: Offload(plan), "nvme": lambda: NVMe(plan, folder)}
+    return parallelize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        plan,
+        home=homes[home]() if home else None,
+        schedule=Overlap(param_persistence_threshold=0) if stage == 3 else None,
+    )
+
+
+def step(net: Any) -> None:
+    x = torch.zeros(1, CONFIG.sequence, dtype=torch.int64)
+    net.backward(net(x, x))
+    net.step()
+
+
+Recorded = tuple[Trace, list[Call], float, int, int]
+
+
+def record(path: str | None = None, *where: Any) -> Recorded:
+    """A step after the first, and what other instruments saw of it meanwhile."""
+    net = net_of(*where)
+    step(net)
+    with comm.ledger() as calls, minizero.Tracker() as tracker:
+        with minizero.trace(net, path) as run:
+            step(net)
+    if hasattr(net.home, "close"):
+        net.home.close()
+    mine = calls[1:-1] if path else calls[1:]  # but for its own start and end
+    return run.trace, mine, run.shift, tracker.peak, tracker.host_peak
+
+
+@pytest.fixture(scope="module")
+def recorded(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    return two.run(record, str(path), 3), json.loads(path.read_text())
+
+
+# --- What was recorded ---
+
+
+def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
+    for trace, calls, shift, _, _ in recorded[0]:
+        found = [s for s in trace.slices if s.lane in ("gather", "reduce")]
+        assert len(calls) > 8
+        assert [
+            (s.verb, s.unit, s.phase, s.nbytes, s.begin, s.end, s.call) for s in found
+        ] == [
+            (c.op, c.unit, c.phase, c.bytes, c.launched + shift, c.finished + shift, i)
+            for i, c in enumerate(calls)
+        ]
+
+
+def test_counters_reach_the_measured_peak(recorded: Any) -> None:
+    for r, (trace, _, _, peak, _) in enumerate(recorded[0]):
+        counters = [
+            sum(event["args"].values())
+            for event in recorded[1]["traceEvents"]
+            if event["ph"] == "C" and event["pid"] == r and "device" in event["name"]
+        ]
+        assert max(counters) == trace.peak(r) == peak
+        assert counters[-1] < peak
+
+
+def test_what_a_rank_does_is_in_turn_and_complete(recorded: Any) -> None:
+    for trace, *_ in recorded[0]:
+        every = [s for s in trace.slices if s.lane == "compute"]
+        own = [s for s in every if s.verb != "release"]
+        for one, following in zip(own, own[1:], strict=False):
+            assert one.end <= following.begin + 1e-12
+        units = {s.unit for s in own if s.verb == "forward"}
+        assert units == {s.unit for s in own if s.verb == "backward" and s.unit}
+        assert {"launch", "wait", "update", "release"} <= {s.verb for s in every}
+        waits = sum(s.end - s.begin for s in own if s.verb == "wait")
+        assert 0 < waits < own[-1].end - own[0].begin
+
+
+def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
+    chrome = recorded[1]
+    jsonschema.validate(chrome, SCHEMA)
+    events = chrome["traceEvents"]
+    threads: dict[tuple[int, int], list[Any]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert len(threads) >= 6
+    for slices in threads.values():  # none reaches into another
+        for a, b in zip(slices, slices[1:], strict=False):
+            assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
+
+    def within(flow: Any) -> bool:
+        return any(
+            s["ts"] <= flow["ts"] < s["ts"] + s["dur"]
+            for s in threads[flow["pid"], flow["tid"]]
+        )
+
+    sent, got = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    assert sent.keys() == got.keys() and len(sent) == 2 * len(recorded[0][0][1])
+    for name, flow in sent.items():
+        assert within(flow) and within(got[name])
+        assert flow["pid"] != got[name]["pid"]
+        assert flow["ts"] < got[name]["ts"] + 2  # two clocks, read to the microsecond
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_copies_are_in_it(two: Pool, home: str, tmp_path: Path) -> None:
+    lane = {"cpu": "to host", "nvme": "to disk"}[home]
+    runs = two.run(record, None, 3, home, str(tmp_path))
+    for r, (trace, *_, peak) in enumerate(runs):
+        copies = [s for s in trace.slices if s.lane == lane]
+        assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
+        assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}
+        assert trace.peak(r, "host") == peak
+
+
+def fails(path: str) -> str:
+    """Rank 1 leaves before a call that rank 0 makes."""
+    net = net_of(0)
+    try:
+        with minizero.trace(net, path):
+            if rank() == 1:
+                raise KeyError("gone")
+            work = comm.all_reduce(torch.ones(4), async_op=True)
+            raise KeyError(str(work.call))
+    except KeyError as error:
+        return str(error)
+    finally:
+        comm.all_reduce(torch.ones(4)) if rank() else work.wait()
+
+
+def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    two.run(fails, str(path))
+    assert not path.exists()
+    there = [json.loads(part(path, r).read_text())["traceEvents"] for r in (0, 1)]
+    calls = [[e["name"] for e in own if e.get("cat") == "reduce"] for own in there]
+    assert calls == [["all_reduce"], []]
+
+
+# --- Pieces ---
+
+
+def test_innermost() -> None:
+    spans = [Span(0, 10, "a"), Span(2, 4, "b"), Span(3, 12, "c"), Span(20, 21, "d")]
+    assert [(s.begin, s.end, s.verb) for s in innermost(spans)] == [
+        (0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 10, "a"), (20, 21, "d"),
+    ]  # fmt: skip
+
+
+def test_every_source_is_a_line_of_its_file() -> None:
+    from minizero.engine import sources
+
+    found = [line(*told) for told in sources._LINES.values()]
+    found += [
+        source(kind, verb, "", phase)
+        for kind in (ZeRO1, ZeRO3)
+        for verb, phase in (
+            ("reduce_scatter", "backward"),
+            ("all_gather", "forward"),
+            ("all_gather", "step"),
+        )
+    ]
+    for told in found:
+        path, name, text = told.split("#", 2)
+        assert f"def {name.rpartition('.')[2]}(" in (PACKAGE.parent / path).read_text()
+        assert text in (PACKAGE.parent / path).read_text()
+    assert source(ZeRO3, "all_gather", "", "forward").startswith(
+        "minizero/zero/sharded_buffer.py#ShardedFlat.gather#"
+    )
+    with pytest.raises(ValueError, match="no line that begins 'x'"):
+        line(ZeRO1.reduce, "x")
+
+
+# --- The command ---
+
+
+def test_command_writes_it(tmp_path: Path) -> None:
+    words = "train --model 0.1m --steps 3 --batch 2 --sequence 16 --ranks 2 --out ."
+    done = subprocess.run(
+        [sys.executable, "-m", "minizero", *words.split(), "--trace", "run.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    chrome = json.loads((tmp_path / "run.json").read_text())
+    jsonschema.validate(chrome, SCHEMA)
+    assert "run.json" in done.stdout
+    peak = json.loads((tmp_path / "report.json").read_text())["peak"]
+    totals = [
+        sum(e["args"].values())
+        for e in chrome["traceEvents"]
+        if e["ph"] == "C" and e["pid"] == 0 and "device" in e["name"]
+    ]
+    assert max(totals) == peak  # which the trainer's own tracker has measured
