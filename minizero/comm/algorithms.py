@@ -69,8 +69,7 @@ def direct_all_gather(
     out: Rows, inp: Tensor, tag: int
 ) -> Callable[[], None]:
     """Send the own row to every rank; the others' rows land in place."""
-    me = rank()
-    mine = out[me]
+    mine = out[me := rank()]
     own = inp[: mine.numel()]
     others = {j: row for j, row in enumerate(out) if j != me}
     wait = exchange(dict.fromkeys(others, own), others, tag)

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import comm
 from ..comm.collectives import Work
 from .absent import AbsentFlat
-from .flat_buffer import Place, in_order
 from .interfaces import Home
 from ..ranks.launch import world_size
 
@@ -25,23 +22,12 @@ class ShardedFlat(AbsentFlat):
 
     `shard`: what this rank keeps, always there, where `home` keeps it.
     `used`: whether its unit needs it whole. `pinned`: how many others do.
-    `seen`: whether a script may have kept views of it since it was gathered.
     """
 
     home = Home()
-    seen = False
-
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        group: int | None,
-        place: Place = in_order,
-    ) -> None:
-        super().__init__(named, group, place)
-        self.pinned, self.used = 0, False
-        self.shard = self.full.new_empty(0)
-        self.there = True  # whether `full` has its storage
-        self._arriving: Work | None = None
+    used, pinned = False, 0
+    there = True  # whether `full` has its storage
+    _arriving: Work | None = None
 
     @property
     def whole(self) -> bool:
@@ -87,7 +73,6 @@ class ShardedFlat(AbsentFlat):
             self.hide()
             if self.seen:
                 self.give_away()
-                self.seen = False
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
             self.there = False

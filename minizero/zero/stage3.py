@@ -122,13 +122,6 @@ class Regather(ShardedVerbs):
         if due and not pending:
             self._reduce(unit)
 
-    def _arrived(self, unit: Unit) -> None:
-        """Do not count: `_after_backward` says when a unit is complete.
-
-        Ranks that use different parameters of one unit count differently, but
-        they all leave the unit at the same place among the gathers.
-        """
-
     def _end_backward(self) -> None:
         self._release_all()
         super()._end_backward()
@@ -222,6 +215,13 @@ class ZeRO3(Forwards):
             self._forwards.clear()  # of a forward that was interrupted
         self._placed.outermost()
         return super().__call__(*args, **kwargs)
+
+    def _arrived(self, unit: Unit) -> None:
+        """Do not count: `_after_backward` says when a unit is complete.
+
+        Ranks that use different parameters of one unit count differently, but
+        they all leave the unit at the same place among the gathers.
+        """
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
