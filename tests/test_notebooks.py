@@ -75,7 +75,7 @@ def test_errors_are_intended(path: Path) -> None:
 def test_cells_are_as_rerun_leaves_them(path: Path) -> None:
     """No timings, no versions: a second run of the same cells differs nowhere."""
     notebook = nbformat.read(path, as_version=4)
-    assert set(notebook.metadata) <= {"kernelspec", "language_info", "widgets"}
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}
     assert set(notebook.metadata.language_info) <= {"name", "pygments_lexer"}
     for cell in notebook.cells:
         assert set(cell.metadata) <= {"tags", "mystnb"}, cell.source

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.launch import device, rank, world_size
+from ..ranks.launch import device
+from .scope import member
+from .scope import rank, world_size
 
 Rows = Sequence[Tensor]
 
@@ -62,12 +64,12 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
     return Cuts(buffer.detach().view(-1), n_ranks)
 
 
-def full_row(op: str, row: Tensor, parts: Rows) -> Tensor:
-    """`row`, flat, if it is as long as a full row of `parts`; else a ValueError."""
-    if row.numel() != parts[0].numel():
+def full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
+    """`row`, flat, if it is as long as a full row; else a ValueError."""
+    if row.numel() != full.numel():
         raise ValueError(
             f"{op}: the row given has {row.numel()} elements, a full row of the buffer "
-            f"on rank {rank()} has {parts[0].numel()}; make them equal"
+            f"on rank {rank()} has {full.numel()}; make them equal"
         )
     return row.detach().view(-1)
 
@@ -81,9 +83,10 @@ def _backends(config: str) -> dict[str, str]:
 
 def backend_of(tensor: Tensor) -> str:
     """What moves this tensor: "gloo", "nccl"; "" for a process that is alone."""
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         return ""
-    return _backends(dist.get_backend_config()).get(tensor.device.type, "")
+    return _backends(dist.get_backend_config(world)).get(tensor.device.type, "")
 
 
 def staged(tensor: Tensor) -> bool:
@@ -105,16 +108,22 @@ def same_place(a: Tensor, b: Tensor) -> bool:
     return alike and a.storage_offset() == b.storage_offset()
 
 
+def _nothing() -> None:
+    """What a rank that is alone waits for."""
+
+
 def exchange(
     sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> Callable[[], None]:
-    """Post all sends and receives (by peer) at once; the result waits.
+    """Post all sends and receives (by place in the scope) at once; the result waits.
 
     If the result is dropped instead, the next call waits for them: once gloo has lost a
     receive that is under way, nothing else of that peer arrives.
     """
     while _forgotten:
         _forgotten.pop(0).wait()
+    if not (sends or receives):
+        return _nothing
     landing = {
         peer: t.new_empty(t.shape, device="cpu") if staged(t) else t
         for peer, t in receives.items()
@@ -126,7 +135,7 @@ def exchange(
     leaving = {peer: host.get(id(t), t) for peer, t in sends.items() if t.numel()}
     # As bytes: the transport need not know the dtype.
     ops = [
-        dist.P2POp(kind, t.view(torch.uint8), peer, tag=tag)
+        dist.P2POp(kind, t.view(torch.uint8), member(peer), tag=tag)
         for kind, side in ((dist.isend, leaving), (dist.irecv, landing))
         for peer, t in side.items()
     ]

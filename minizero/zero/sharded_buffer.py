@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
+from torch import Tensor
 
 from .. import comm
 from ..comm.collectives import Work
 from .absent import AbsentFlat
-from .flat_buffer import Place, in_order
 from .interfaces import Home
 from ..ranks.launch import world_size
 
@@ -23,34 +20,30 @@ __all__ = ['ShardedFlat']
 class ShardedFlat(AbsentFlat):
     """A flat buffer that is empty, except between `gather` and `free`.
 
-    `shard`: [size], this rank's, always there, where `home` keeps it.
+    `shard`: what this rank keeps, always there, where `home` keeps it.
     `used`: whether its unit needs it whole. `pinned`: how many others do.
-    `seen`: whether a script may have kept views of it since it was gathered.
     """
 
     home = Home()
-    seen = False
-
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        group: int | None,
-        place: Place = in_order,
-    ) -> None:
-        super().__init__(named, group, place)
-        self.pinned, self.used = 0, False
-        self.shard = self.full.new_empty(0)
-        self._arriving: Work | None = None
+    used, pinned = False, 0
+    there = True  # whether `full` has its storage
+    _arriving: Work | None = None
 
     @property
     def whole(self) -> bool:
         """Whether `full` is there, and nothing of it still under way."""
-        arrived = self._arriving is None
-        return arrived and self.full.untyped_storage().nbytes() > 0
+        return self.there and self._arriving is None
+
+    def kept(self, buffer: Tensor) -> Tensor:
+        """What this rank keeps of a buffer: its shard."""
+        return self.own(buffer)
+
+    def make_exact(self) -> None:
+        """Bring what a whole buffer lacks of the shards: here, nothing."""
 
     def split(self) -> None:
         """Keep the own shard, free the rest."""
-        self.shard = self.home.store(self.own(self.full), "parameters")
+        self.shard = self.home.store(self.kept(self.full), "parameters")
         self.free()
 
     def gather(self) -> Work:
@@ -59,8 +52,9 @@ class ShardedFlat(AbsentFlat):
             return self._arriving
         self.check_unwritten()
         self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
+        self.there = True
         with self.home.on_copy_stream() as arrive:
-            own = self.home.load(self.shard, self.own(self.full))
+            own = self.home.load(self.shard, self.kept(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
         self._arriving = work
         return work.then(arrive).then(self._arrive)
@@ -75,10 +69,10 @@ class ShardedFlat(AbsentFlat):
             self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.used and not self.pinned:
             if world_size() == 1 and any(self.written()):
-                self.home.write_back(self.shard, self.own(self.full))
+                self.home.write_back(self.shard, self.kept(self.full))
             self.hide()
             if self.seen:
                 self.give_away()
-                self.seen = False
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
+            self.there = False

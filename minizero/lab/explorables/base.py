@@ -28,6 +28,7 @@ FIGURES = {
     "blocktime": ("blocktime.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
+    "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
 
