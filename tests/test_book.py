@@ -270,7 +270,7 @@ def test_memory_explorer_reacts(book: Path, browser: Any) -> None:
     """The explorable of chapter 1 draws itself, and answers when a slider moves."""
     open_page(browser, book / "notebooks/01_memory.html")
     inside = """
-        const nodes = [...document.querySelectorAll(".explorable, .explorable *")];
+        const nodes = [...document.querySelectorAll(".explorable-frame")];
         const drawn = nodes.find(node => node.shadowRoot)?.shadowRoot ?? nodes[0];
     """
     text = f"{inside} return drawn.textContent"

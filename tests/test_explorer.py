@@ -112,11 +112,10 @@ def test_offload_reaches_only_what_is_sharded() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("n_params", 1e13, "n_params is 1e[+]13; choose from 1e8 to 1e12"),
+        ("n_params", 1e13, "n_params is 1e[+]13; choose from 1e[+]08 to 1e[+]12"),
         ("n_params", 9e7, "n_params is 9e[+]07"),
         ("n_params", float("nan"), "n_params is nan"),
-        ("world_size", 12, "world_size is 12; choose a power of two"),
-        ("world_size", 2048, "world_size is 2048"),
+        ("world_size", 12, "world_size.*1, 2, 4, .* 1024], not the int 12"),
         ("stage", 4, "stage.*not the int 4"),
         ("precision", "int8", "precision.*int8"),
         ("device_memory", 16, "device_memory.*16"),
@@ -254,7 +253,7 @@ def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> N
         )
 
     reached = []
-    for _ in range(16):
+    for _ in range(18):
         press(keys.TAB)
         reached.append(focused())
     assert reached == [
@@ -265,6 +264,7 @@ def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> N
             "optimizer state",
             "parameters",
             "ZeRO-3",
+            *("Link to this setting", "Numbers"),
             None,
             "Parameters, as a number",
         ),
@@ -315,14 +315,10 @@ def test_number_of_parameters_is_typed(browser: Any, show: Show) -> None:
 def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
     """What Jupyter's widget manager sees: values in, values out, and an end."""
     widget = explorer()
-    state = {
-        name: value
-        for name, value in widget.get_state().items()
-        if not name.startswith("_") and name not in ("layout", "tabbable", "tooltip")
-    }
-    (root,) = show(LIVE % (widget._esm, json.dumps(state)))
+    (root,) = show(LIVE % (widget._esm, json.dumps(widget.state())))
     select = find(root, "select")
-    for control in root.find_elements("css selector", "button, input[type=checkbox]"):
+    selector = ".controls :is(button, input[type=checkbox])"
+    for control in root.find_elements("css selector", selector):
         control.click()
     select.send_keys("fp32")
     rows(root)[1].click()

@@ -1,13 +1,13 @@
 // What the explorables share. It stands before the module of each.
 //
 // One module serves two hosts. In Jupyter it is an anywidget, and `model` is the
-// widget's; in a static page `model` is a stand-in over the state stored in the page.
+// widget's; in a page `model` is the stand-in that page.js makes over the stored state.
 
 const LOOK = `
   :host { all: initial; display: block; container-type: inline-size;
     color-scheme: inherit; color: inherit; font: inherit; }
   * { box-sizing: border-box; }
-  .box { font-size: 14px; line-height: 1.45; padding: 14px 16px;
+  .box { font-size: 14px; line-height: 1.45; padding: 14px 16px; margin: 0;
     border: 1px solid color-mix(in srgb, currentColor 28%, transparent);
     border-radius: 8px; }
   .controls { display: grid; gap: 12px 28px;
@@ -17,18 +17,19 @@ const LOOK = `
     gap: 0 12px; font-weight: 600; margin-bottom: 3px; }
   input, select, textarea, button { font: inherit; color: inherit;
     accent-color: #2f86c8; }
-  input[type="range"] { appearance: none; display: block; width: 100%; height: 18px;
-    margin: 6px 0;
-    background: linear-gradient(color-mix(in srgb, currentColor 35%, transparent) 0 0)
+  input[type="range"] { appearance: none; display: block; width: 100%; height: 24px;
+    margin: 3px 0; touch-action: pan-y;
+    background: linear-gradient(color-mix(in srgb, currentColor 60%, transparent) 0 0)
       center / 100% 4px no-repeat; }
-  input::-webkit-slider-thumb { appearance: none; width: 18px; height: 18px;
+  input::-webkit-slider-thumb { appearance: none; width: 20px; height: 20px;
     border-radius: 50%; background: #2f86c8; }
-  input::-moz-range-thumb { width: 18px; height: 18px; border: 0;
+  input::-moz-range-thumb { width: 20px; height: 20px; border: 0;
     border-radius: 50%; background: #2f86c8; }
   input[type="text"], select, textarea, button {
     background: color-mix(in srgb, currentColor 6%, transparent); padding: 3px 8px;
-    border: 1px solid color-mix(in srgb, currentColor 45%, transparent);
+    border: 1px solid color-mix(in srgb, currentColor 62%, transparent);
     border-radius: 5px; min-height: 30px; }
+  a { color: light-dark(#0460a9, #78b8f0); }
   option { background: Canvas; color: CanvasText; }
   button { cursor: pointer; }
   :focus-visible { outline: 2px solid #2f86c8; outline-offset: 2px; }
@@ -43,9 +44,41 @@ const LOOK = `
   .bars .row { display: contents; }
   .bar { display: flex; height: 22px; min-width: 0; }
   .bar div { flex: none; }
-  .bar, .swatch { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .bar div, .swatch, .paint { forced-color-adjust: none; print-color-adjust: exact;
+    -webkit-print-color-adjust: exact; }
+  .bar div, .swatch { outline: 1px solid
+    color-mix(in srgb, CanvasText 60%, transparent); outline-offset: -1px; }
   .after { text-align: right; font-weight: 600; font-variant-numeric: tabular-nums; }
-  .words { margin: 12px 0 0; }
+  .words { margin: 12px 0 0; min-height: 2lh; }
+  .tools { display: flex; flex-wrap: wrap; gap: 8px 16px; align-items: start;
+    margin-top: 12px; font-size: 13px; }
+  .tools > a, summary { line-height: 30px; cursor: pointer; }
+  .tools details[open] { flex-basis: 100%; }
+  .numbers { overflow-x: auto; }
+  .numbers table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+  .numbers :is(th, td) { padding: 3px 10px 3px 0; text-align: right; white-space: nowrap;
+    border-bottom: 1px solid color-mix(in srgb, currentColor 28%, transparent); }
+  .numbers :is(th:first-child, caption) { text-align: left; }
+  figcaption { display: none; margin-top: 8px; font-size: 13px; }
+  @media (pointer: coarse) {
+    input[type="range"] { height: 32px; }
+    input::-webkit-slider-thumb { width: 28px; height: 28px; }
+    input[type="text"], select, button { min-height: 40px; }
+    label:has(> input[type="checkbox"]) { min-height: 32px; }
+  }
+  @media (prefers-reduced-motion: reduce) {
+    * { transition: none !important; animation: none !important; }
+  }
+  @media (forced-colors: active) {
+    input[type="range"] { appearance: auto; }
+    input::-webkit-slider-thumb { appearance: auto; }
+  }
+  @media print {
+    :host { color-scheme: light; break-inside: avoid; }
+    .box { color: black; background: white; }
+    .controls, .tools, input, select, button, textarea { display: none !important; }
+    figcaption { display: block; }
+  }
 `;
 
 /** An element with attributes and children; "on..." attributes are listeners. */
@@ -160,19 +193,75 @@ function row(palette, say) {
   return { box, title, update };
 }
 
-/** Draw `content` into a frame, and call `update` now and whenever a value changes. */
-function mount({ model, el }, title, names, style, content, update) {
-  const host = make("div", { class: "explorable-frame" });
-  host.attachShadow({ mode: "open" }).append(make("style", {}, LOOK + style),
-    make("div", { class: "box", role: "group", "aria-label": title }, ...content));
+/** What a control is set to, in words; empty for one that another one repeats. */
+function told(control) {
+  const named = control.closest("label")?.querySelector(".name > span, .name")
+    ?? control.closest("label");
+  const group = control.closest("fieldset")?.querySelector("legend").textContent;
+  const name = [group, control.ariaLabel ?? named.textContent].filter(Boolean).join(", ");
+  const value = control.type === "checkbox" ? (control.checked ? "yes" : "no")
+    : control.selectedOptions?.[0]?.textContent ?? control.getAttribute("aria-valuetext");
+  return `${name}: ${value}`;
+}
+
+/** The numbers behind the drawing as a table, drawn while it is open.
+ *  head: a title a column; rows: a name, then numbers; say: writes a number, given
+ *  its place in the row. */
+function numbersTable(title, { head, rows, say }) {
+  const inside = make("div", { class: "numbers", tabindex: 0, role: "region",
+    "aria-label": `${title}: numbers` });
+  const box = make("details", { ontoggle: () => update() },
+    make("summary", {}, "Numbers"), inside);
+  const update = () => {
+    if (!box.open) return;
+    const cells = ([name, ...numbers]) => [make("th", { scope: "row" }, name),
+      ...numbers.map((number, i) => make("td", {}, say(number, i)))];
+    inside.replaceChildren(make("table", {},
+      make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text))),
+      ...rows().map((line) => make("tr", {}, ...cells(line)))));
+  };
+  return { box, update };
+}
+
+/** Draw `content` into a frame, and call `update` now and whenever a value changes.
+ *
+ *  title: of the figure; names: the values that a reader sets; style: its own CSS;
+ *  table: what `numbersTable` shows, if the drawing is no table itself.
+ *  Under the content come a button that sets the values back to what they are now, a
+ *  link to the setting where there is a page, and the table; on paper, the setting in
+ *  words. Gives what ends it. */
+function mount({ model, el }, { title, names, style = "", content, update, table }) {
+  const initial = Object.fromEntries(names.map((name) => [name, model.get(name)]));
+  const reset = make("button", { type: "button", onclick: () => {
+    Object.entries(initial).forEach(([name, value]) => model.set(name, value));
+    model.save_changes();
+  } }, "Reset");
+  const numbers = table && numbersTable(title, table);
+  const tools = make("div", { class: "tools" }, reset, numbers?.box ?? "");
+  const caption = make("figcaption");
+  const box = make("figure", { class: "box", role: "group", "aria-label": title },
+    ...content, ...(names.length ? [tools, caption] : []));
+  // A page's element is its own frame.
+  const host = el.localName.includes("-") ? el : make("div", { class: "explorable-frame" });
+  host.attachShadow({ mode: "open" }).append(make("style", {}, LOOK + style), box);
   // Jupyter's own theme does not tell the browser that it is dark.
   const theme = document.body.dataset.jpThemeLight;
   if (theme) host.style.colorScheme = theme === "false" ? "dark" : "light";
-  el.append(host);
+  if (host !== el) el.append(host);
+  const all = () => {
+    update();
+    numbers?.update();
+    reset.disabled = names.every((name) => model.get(name) === initial[name]);
+    const controls = box.querySelectorAll(
+      "select, input:is([type=range], [type=checkbox])");
+    caption.textContent = `${title}. ${[...controls].map(told).join("; ")}.`;
+  };
   const changed = names.map((name) => `change:${name}`).join(" ");
-  model.on(changed, update);
-  update();
-  return () => model.off(changed, update);
+  model.on(changed, all);
+  all();
+  const link = model.share?.(initial);
+  if (link) reset.after(link);
+  return () => model.off(changed, all);
 }
 
 // The module of one explorable follows.

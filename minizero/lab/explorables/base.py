@@ -1,65 +1,63 @@
 """Explorables: figures to play with, live in Jupyter and in a static page.
 
-An explorable is an anywidget whose output also carries text/html: its JavaScript
-module inline, with its state and a stand-in for the widget's model. JupyterLab draws
-the widget, with Python at the other end; a rendered page draws the html, with no
-kernel, no widget manager and no network.
+An explorable is an anywidget whose output also carries text/html: an element with its
+state, and inside it what a page without scripts shows. JupyterLab draws the widget,
+with Python at the other end. In a rendered page :func:`script` draws the element, with
+no kernel, no widget manager and no network, and keeps its setting in the address.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import anywidget
+import traitlets
 
 from minizero.lab.plots.style import ink
 
-# The theme puts html outputs on a light card when the page is dark. An explorable
-# takes the page's own colours instead.
-PAGE_STYLE = """
-html[data-theme] .text_html:has(> .explorable) {
-  background: none !important; padding: 0 !important;
-  color: var(--pst-color-text-base) !important;
+FIGURES = {
+    "memory": ("memory_chart.js", "memory.js"),
+    "exchanges": ("exchanges.js",),
+    "shards": ("shards.js",),
+    "formats": ("formats.js",),
+    "stepcost": ("stepcost.js",),
+    "blocktime": ("blocktime.js",),
+    "interval": ("interval.js",),
+    "config": ("config.js",),
 }
-"""
-
-# Deferred scripts run in the order of the page, so each finds its own element.
-MOUNT = """
-{
-  const el = document.querySelector(".explorable:not([data-mounted])");
-  el.dataset.mounted = "";
-  const state = JSON.parse(el.dataset.state);
-  const listeners = {};
-  const model = {
-    get: (name) => state[name],
-    set: (name, value) => {
-      state[name] = value;
-      listeners[`change:${name}`]?.forEach((listener) => listener());
-    },
-    on: (names, listener) => names.split(" ").forEach(
-      (name) => (listeners[name] ??= []).push(listener)),
-    off: () => {},
-    save_changes: () => {},
-  };
-  el.replaceChildren();
-  render({ model, el });
-}
-"""
+"""The kinds of explorables, and the files of each."""
 
 STRIPES = "rgb(0 0 0 / 0.32)"
 """Stripes over a colour."""
 
 
-def module(*names: str) -> str:
-    """The JavaScript of an explorable: what all share, then these files of the lab."""
+def _read(*names: str) -> str:
     folder = Path(__file__).parent
-    return "\n".join(
-        (folder / name).read_text(encoding="utf-8") for name in ("base.js", *names)
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def module(kind: str) -> str:
+    """The JavaScript of an explorable in Jupyter: what all share, then its own files.
+
+    Its default export has ``render``, and ``numbers``, which gives what is drawn for
+    a setting.
+    """
+    return _read("base.js", *FIGURES[kind])
+
+
+def script(kinds: Iterable[str] = FIGURES) -> str:
+    """What draws these explorables in a page; it stands before the first of them."""
+    own = "\n".join(
+        f'define("{kind}", (() => {{\n{_read(*FIGURES[kind])}}})());'.replace(
+            "export default", "return"
+        )
+        for kind in kinds
     )
+    return f"(() => {{\n{_read('base.js', 'page.js')}\n{own}\n}})();\n"
 
 
 def look(colour: str, stripes: str | None = None) -> dict[str, str | None]:
@@ -77,15 +75,33 @@ def table(caption: str, head: tuple[str, str], rows: Mapping[str, str]) -> str:
     )
 
 
-class Explorable(anywidget.AnyWidget):
-    """A widget that draws itself in a static page too.
+class Amount(traitlets.Float[float, float | int]):
+    """A number from `least` to `most`."""
 
-    A subclass sets ``_esm`` to a module with a function ``render`` that needs nothing
-    but its model and its element: most take :func:`module` of a file. Its controls,
-    and what it needs to know, are synced traits: reading a control gives what the
-    reader chose, setting it moves it, and ``observe`` calls back on a change. The
-    state of a page is that at the time of display.
+    def __init__(self, default: float, least: float, most: float) -> None:
+        super().__init__(default)
+        self.least, self.most = least, most
+
+    def validate(self, obj: Any, value: Any) -> float:
+        number: float = super().validate(obj, value)
+        if not self.least <= number <= self.most:  # as not-a-number is not
+            raise traitlets.TraitError(
+                f"{self.name} is {number:g}; choose from {self.least:g} to "
+                f"{self.most:g}."
+            )
+        return number
+
+
+class Explorable(anywidget.AnyWidget):
+    """A widget that draws itself in a page without a kernel too.
+
+    A subclass sets ``kind``, its name among :data:`FIGURES`, and ``_esm`` to the
+    :func:`module` of it. Its controls, and what it needs to know, are synced traits:
+    reading a control gives what the reader chose, setting it moves it, and ``observe``
+    calls back on a change. The state in a page is that at the time of display.
     """
+
+    kind: str
 
     def __init__(self, **controls: Any) -> None:
         unknown = set(controls) - set(self.class_trait_names(sync=True))
@@ -93,6 +109,13 @@ class Explorable(anywidget.AnyWidget):
             name = type(self).__name__
             raise TypeError(f"{name} has no control {min(unknown)!r}.")
         super().__init__(**controls)
+
+    def numbers(self) -> list[list[Any]]:
+        """What the figure draws for its setting: rows of a name and its numbers.
+
+        The page computes the same with the ``numbers`` of its JavaScript.
+        """
+        raise NotImplementedError
 
     def describe(self) -> str:
         """What it shows, in a sentence."""
@@ -102,21 +125,44 @@ class Explorable(anywidget.AnyWidget):
         """HTML for a page that runs no JavaScript."""
         return f"<p>{html.escape(self.describe())}</p>"
 
-    def static_html(self) -> str:
-        """The explorable as a piece of a page, complete in itself."""
+    def state(self) -> dict[str, Any]:
+        """What the page needs to know: the synced traits that are not Jupyter's."""
         inherited = anywidget.AnyWidget.class_trait_names()
-        state = {
+        return {
             name: getattr(self, name)
             for name in self.trait_names(sync=True)
             if name not in inherited and not name.startswith("_")
         }
-        data = html.escape(json.dumps(state))
-        module = str(self._esm).replace("</script", "<\\/script")
-        return (
-            f"<style>{PAGE_STYLE}</style>\n"
-            f'<div class="explorable" data-state="{data}">{self.fallback()}</div>\n'
-            f'<script type="module">\n{module}{MOUNT}</script>'
+
+    def limits(self) -> dict[str, dict[str, Any]]:
+        """What a control may be, by its name: its choices, or its least and most."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.state():
+            trait = self.traits()[name]
+            if isinstance(trait, traitlets.Enum):
+                found[name] = {"choices": list(trait.values or ())}
+            elif isinstance(trait, Amount):
+                found[name] = {"least": trait.least, "most": trait.most}
+            elif isinstance(trait, traitlets.Int):
+                ends = {"least": trait.min, "most": trait.max}
+                found[name] = {**ends, "whole": True}
+        return found
+
+    def element(self) -> str:
+        """The explorable as an element of a page, which :func:`script` draws."""
+        state, limits = (
+            html.escape(json.dumps(part)) for part in (self.state(), self.limits())
         )
+        tag = f"explorable-{self.kind}"
+        return (
+            f'<{tag} class="explorable-frame" data-state="{state}" '
+            f'data-limits="{limits}">{self.fallback()}</{tag}>'
+        )
+
+    def static_html(self) -> str:
+        """The element and what draws it: a piece of a page, complete in itself."""
+        source = script([self.kind]).replace("</script", "<\\/script")
+        return f"<script>\n{source}</script>\n{self.element()}"
 
     def __repr__(self) -> str:
         return self.describe()
@@ -128,4 +174,4 @@ class Explorable(anywidget.AnyWidget):
         if bundle is None:
             return None
         data, metadata = bundle
-        return {**data, "text/html": self.static_html()}, metadata
+        return {**data, "text/html": self.element()}, metadata

@@ -14,33 +14,43 @@ function times(get) {
   return [2 * tokens / (speed * 1e12), 2 * (ranks - 1) / ranks / (bandwidth * 1e9)];
 }
 
+/** Seconds a parameter: forward, waiting, backward, waiting. */
+function numbers(get) {
+  const [compute, move] = times(get);
+  const wait = Math.max(0, move - compute);
+  return [["at once", compute, move, 2 * compute, 2 * move],
+    ["overlapped", compute, wait, 2 * compute, 2 * wait]];
+}
+
+const PARTS = ["forward", "waiting", "backward", "waiting"];
+
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
   const whole = () => times(get).reduce((a, b) => a + b) * 3;
   const say = (seconds) => `${Math.round(100 * seconds / whole())} %`;
-  const rows = ["at once", "overlapped"].map((name) => [name, row(get("palette"), say)]);
+  const rows = [row(get("palette"), say), row(get("palette"), say)];
   const words = make("p", { class: "words", role: "status" });
   const update = () => {
     controls.update();
     const [compute, move] = times(get);
-    for (const [name, { update: draw }] of rows) {
-      const wait = (moved, computed) =>
-        name === "at once" ? moved : Math.max(0, moved - computed);
-      const parts = [["forward", compute], ["waiting", wait(move, compute)],
-        ["backward", 2 * compute], ["waiting", wait(2 * move, 2 * compute)]];
-      const took = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-      draw(name, parts, whole(), say(took));
-    }
+    numbers(get).forEach(([name, ...seconds], i) => rows[i].update(name,
+      PARTS.map((part, j) => [part, seconds[j]]), whole(),
+      say(seconds.reduce((a, b) => a + b))));
     const least = get("tokens") * move / compute;
     const gain = (compute + move) / Math.max(compute, move);
     words.textContent = `Communication hides from ${short(Math.round(least))} tokens a ` +
       `rank on. Here overlap makes the block ${gain.toFixed(2)} times as fast.`;
   };
   const chart = make("div", { class: "chart" }, key(get("palette")),
-    make("div", { class: "bars" }, ...rows.map(([, { box }]) => box)), words);
-  return mount({ model, el }, "Time of a block", Object.keys(CONTROLS), "",
-    [controls.box, chart], update);
+    make("div", { class: "bars" }, ...rows.map(({ box }) => box)), words);
+  return mount({ model, el }, {
+    title: "Time of a block",
+    names: Object.keys(CONTROLS),
+    content: [controls.box, chart],
+    update,
+    table: { head: ["", ...PARTS], rows: () => numbers(get), say },
+  });
 }
 
-export default { render };
+export default { render, numbers };

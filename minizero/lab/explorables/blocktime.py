@@ -6,7 +6,7 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.explorables.base import Amount, Explorable, look, module
 from minizero.lab.hardware import H100
 from minizero.lab.plots.lanes import PHASE_COLOURS
 from minizero.lab.plots.style import GREY
@@ -27,11 +27,12 @@ class BlockTime(Explorable):
     ranks: 2 to 1,024.
     """
 
-    _esm = module("blocktime.js")
+    kind = "blocktime"
+    _esm = module(kind)
 
     tokens = traitlets.Int(2048, min=256, max=131_072).tag(sync=True)
-    bandwidth = traitlets.Float(H100.link / 1e9, min=1, max=1000).tag(sync=True)
-    speed = traitlets.Float(round(H100.flops / 1e12), min=10, max=2000).tag(sync=True)
+    bandwidth = Amount(H100.link / 1e9, 1, 1000).tag(sync=True)
+    speed = Amount(round(H100.flops / 1e12), 10, 2000).tag(sync=True)
     ranks = traitlets.Int(H100.gpus, min=2, max=1024).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
@@ -40,6 +41,15 @@ class BlockTime(Explorable):
         share = (self.ranks - 1) / self.ranks
         computing = 2 * self.tokens / (self.speed * 1e12)
         return computing, 2 * share / (self.bandwidth * 1e9)
+
+    def numbers(self) -> list[list[Any]]:
+        """Seconds a parameter: forward, waiting, backward, waiting."""
+        compute, move = self.times()
+        wait = max(0.0, move - compute)
+        return [
+            ["at once", compute, move, 2 * compute, 2 * move],
+            ["overlapped", compute, wait, 2 * compute, 2 * wait],
+        ]
 
     def least_tokens(self) -> float:
         """Tokens from which communication hides: R / W · (N - 1) / N."""

@@ -20,7 +20,7 @@ const STYLE = `
   textarea, select { width: 100%; }
   textarea { font-family: ui-monospace, monospace; font-size: 12.5px; min-height: 265px;
     white-space: pre; overflow: auto; display: block; }
-  .chart.old { opacity: 0.4; }
+  .chart.old .bar { opacity: 0.4; }
   ul { margin: 10px 0 0; padding-left: 1.2em; }
   li { overflow-wrap: anywhere; }
   li.wrong { font-weight: 600; }
@@ -135,20 +135,27 @@ function selects(model, refused) {
   return { box, show };
 }
 
+/** Bytes of each category that a rank keeps in each place. */
+function numbers(get) {
+  const chosen = choices(parse(get("text")));
+  const plan = planOf(get("plans"), chosen);
+  const cost = get("costs")[`${chosen.precision}/${chosen.optimizer}`];
+  const bytes = (name) =>
+    (get("n_params") / (plan[name][1] ? get("world_size") : 1)) * cost[name];
+  return Object.entries(PLACES).map(([place, title]) =>
+    [title, ...STATES.map((name) => plan[name][0] === place ? bytes(name) : 0)]);
+}
+
 /** A bar for each place, in proportion to the fullest. */
 function places(palette) {
-  const rows = Object.entries(PLACES).map(([place, title]) => [place, title, row(palette, amount)]);
-  for (const [place, , { box }] of rows) box.dataset.place = place;
+  const rows = Object.keys(PLACES).map(() => row(palette, amount));
+  Object.keys(PLACES).forEach((place, i) => { rows[i].box.dataset.place = place; });
   const box = make("div", { class: "chart" }, key(palette),
-    make("div", { class: "bars" }, ...rows.map(([, , one]) => one.box)));
-  /** bytes: of each category, by its name; plan: where it rests. */
-  const update = (bytes, plan) => {
-    const parts = (place) => STATES.map((name) =>
-      [name, plan[name][0] === place ? bytes[name] : 0]);
-    const total = (place) => parts(place).reduce((sum, [, b]) => sum + b, 0);
-    const longest = Math.max(...rows.map(([place]) => total(place)));
-    for (const [place, title, one] of rows)
-      one.update(title, parts(place), longest, amount(total(place)));
+    make("div", { class: "bars" }, ...rows.map((one) => one.box)));
+  const update = (all) => {
+    const totals = all.map(([, ...bytes]) => bytes.reduce((a, b) => a + b));
+    all.forEach(([title, ...bytes], i) => rows[i].update(title,
+      STATES.map((name, j) => [name, bytes[j]]), Math.max(...totals), amount(totals[i])));
   };
   return { box, update };
 }
@@ -168,14 +175,12 @@ function render({ model, el }) {
     chart.box.classList.toggle("old", !fine);
   };
   const draw = (config) => {
-    const [chosen, n, ranks] = [choices(config), get("n_params"), get("world_size")];
+    const chosen = choices(config);
     const plan = planOf(get("plans"), chosen);
-    const cost = get("costs")[`${chosen.precision}/${chosen.optimizer}`];
     controls.show(chosen);
-    chart.update(Object.fromEntries(STATES.map((name) =>
-      [name, (n / (plan[name][1] ? ranks : 1)) * cost[name]])), plan);
+    chart.update(numbers(get));
     say([
-      batch(config, get("sizes"), ranks),
+      batch(config, get("sizes"), get("world_size")),
       ...strangers(config, get("known")).map((text) => [false, text]),
       ...Object.entries(plan.idle).map(([block, why]) =>
         [false, `zero_optimization.${block} has no effect: ${why}`]),
@@ -192,11 +197,18 @@ function render({ model, el }) {
       say([[false, `The config cannot be read: ${error.message}.`]]);
     }
   };
-  const sides = make("div", { class: "sides" },
+  const sides = make("div", { class: "controls sides" },
     make("label", {}, make("span", { class: "name" }, "ds_config.json"), area),
     make("div", {}, controls.box, sizes.box));
-  return mount({ model, el }, "Config explorer", ["text", ...Object.keys(CONTROLS)], STYLE,
-    [sides, chart.box, said], update);
+  const rows = () => area.getAttribute("aria-invalid") === "true" ? [] : numbers(get);
+  return mount({ model, el }, {
+    title: "A config and its bytes",
+    names: ["text", ...Object.keys(CONTROLS)],
+    style: STYLE,
+    content: [sides, chart.box, said],
+    update,
+    table: { head: ["place", ...STATES], rows, say: amount },
+  });
 }
 
-export default { render };
+export default { render, numbers };

@@ -14,7 +14,7 @@ from minizero.config.batch import MICRO, STEPS, TOTAL
 from minizero.config.keys import walk
 from minizero.config.unsupported import REFUSED
 from minizero.config.zero import Place
-from minizero.lab.explorables.base import Explorable, module, table
+from minizero.lab.explorables.base import Amount, Explorable, module, table
 from minizero.lab.explorables.memory import PALETTE, STATES
 from minizero.lab.plots.style import amount
 from minizero.memory.plan import OPTIMIZERS, PRECISIONS, Breakdown, Plan, estimate
@@ -39,10 +39,11 @@ class ConfigExplorer(Explorable):
     world_size: ranks, 1 to 1,024.
     """
 
-    _esm = module("config.js")
+    kind = "config"
+    _esm = module(kind)
 
     text = traitlets.Unicode(EXAMPLE).tag(sync=True)
-    n_params = traitlets.Float(7e9, min=1e8, max=1e12).tag(sync=True)
+    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
     world_size = traitlets.Int(8, min=1, max=1024).tag(sync=True)
     plans = traitlets.Dict().tag(sync=True)
     costs = traitlets.Dict().tag(sync=True)
@@ -80,6 +81,15 @@ class ConfigExplorer(Explorable):
         precision = "fp32" if kind == "float32" else "bf16"
         plan = config.plan
         return estimate(self.n_params, self.world_size, plan, precision, optimizer)
+
+    def numbers(self) -> list[list[Any]]:
+        """Bytes of each category that a rank keeps in each place."""
+        there = self.breakdown()
+        places = {"device": there, "host": there.host, "disk": there.disk}
+        return [
+            [name, part.parameters, part.gradients, part.optimizer]
+            for name, part in places.items()
+        ]
 
     def fallback(self) -> str:
         try:

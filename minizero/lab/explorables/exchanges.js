@@ -38,10 +38,19 @@ function play(way, n, steps) {
   return { held, sent };
 }
 
+const stepOf = (get) => Math.min(get("step"), STEPS_OF[get("way")](get("ranks")));
+
+/** What each rank has sent, as a share of the buffer. */
+function numbers(get) {
+  const { sent } = play(get("way"), get("ranks"), stepOf(get));
+  return sent.map((share, r) => [`rank ${r}`, share]);
+}
+
 /** What each rank holds: a line a rank, a column a row of the buffer. */
 function drawing(held) {
   const n = held.length;
   const cell = (who) => make("td", {
+    class: "paint",
     style: who.length === n ? "background: #0460a9; color: white"
       : `background: rgba(4, 96, 169, ${0.1 + 0.4 * who.length / n})`,
   }, who.join(""));
@@ -76,12 +85,14 @@ function render({ model, el }) {
   const out = make("div", { class: "wide" });
   const words = make("p", { class: "words", role: "status" });
   const update = () => {
-    const [n, s] = [get("ranks"), Math.min(get("step"), last())];
+    const [n, s] = [get("ranks"), stepOf(get)];
     way.value = get("way");
     ranks.value = n;
     count.textContent = n;
+    ranks.setAttribute("aria-valuetext", n);
     step.max = last();
     step.value = s;
+    step.setAttribute("aria-valuetext", `${s} of ${last()}`);
     const { held, sent } = play(get("way"), n, s);
     const list = sent.map((x) => +x.toFixed(3));
     const told = list.every((x) => x === list[0]) ? `Each rank has sent ${list[0]} Ψ.`
@@ -90,10 +101,16 @@ function render({ model, el }) {
     words.textContent = `Step ${s} of ${last()}. ${told}`;
     words.dataset.sent = JSON.stringify(sent);
   };
-  const controls = make("div", { class: "line" },
+  const controls = make("div", { class: "controls line" },
     named("way", way), named("ranks", ranks, count), steps);
-  return mount({ model, el }, "Three all-reduces", ["way", "ranks", "step"], STYLE,
-    [controls, out, words], update);
+  return mount({ model, el }, {
+    title: "Three all-reduces",
+    names: ["way", "ranks", "step"],
+    style: STYLE,
+    content: [controls, out, words],
+    update,
+    table: { head: ["rank", "sent, Ψ"], rows: () => numbers(get), say: short },
+  });
 }
 
-export default { render };
+export default { render, numbers };

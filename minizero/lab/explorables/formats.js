@@ -12,7 +12,7 @@ const STYLE = `
   .wide { overflow-x: auto; margin-top: 8px; }
   table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
   th, td { text-align: right; padding: 4px 8px; font-weight: 400; }
-  th:first-child, td:first-child { text-align: left; }
+  th:first-child { text-align: left; }
   thead th { font-weight: 600;
     border-bottom: 1px solid color-mix(in srgb, currentColor 45%, transparent); }
   .lost td:last-child { font-weight: 700; }
@@ -35,27 +35,49 @@ function number(x) {
   return x === 0 ? "0" : String(Number(x.toPrecision(8)));
 }
 
+/** The weight as it is stored, and the sum. */
+function stored(get, format) {
+  const before = round(2 ** get("weight"), format);
+  return [before, round(before + 2 ** get("update"), format)];
+}
+
+/** The share that each format keeps of the update. */
+function numbers(get) {
+  return get("formats").map((format) => {
+    const [before, after] = stored(get, format);
+    return [format.name, (after - before) / 2 ** get("update")];
+  });
+}
+
 function render({ model, el }) {
+  const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
   const body = make("tbody");
   const update = () => {
     controls.update();
-    const [w, u] = [2 ** model.get("weight"), 2 ** model.get("update")];
-    body.replaceChildren(...model.get("formats").map((format) => {
-      const before = round(w, format);
-      const after = round(before + u, format);
-      const kept = (after - before) / u;
+    const shares = numbers(get);
+    body.replaceChildren(...get("formats").map((format, i) => {
+      const [before, after] = stored(get, format);
+      const kept = shares[i][1];
       const share = Number.isFinite(kept) ? `${Math.round(100 * kept)} %` : "–";
       const cells = [format.name, number(before), number(after),
         kept === 0 ? "lost" : share];
       return make("tr", { "data-kept": kept, class: kept === 0 ? "lost" : "" },
-        ...cells.map((text) => make("td", {}, text)));
+        make("th", { scope: "row" }, cells[0]),
+        ...cells.slice(1).map((text) => make("td", {}, text)));
     }));
   };
   const table = make("table", {},
-    make("thead", {}, make("tr", {}, ...HEAD.map((t) => make("th", {}, t)))), body);
-  return mount({ model, el }, "A sum in each format", Object.keys(CONTROLS), STYLE,
-    [controls.box, make("div", { class: "wide" }, table)], update);
+    make("thead", {}, make("tr", {}, ...HEAD.map((t) => make("th", { scope: "col" }, t)))), body);
+  return mount({ model, el }, {
+    title: "A sum in each format",
+    names: Object.keys(CONTROLS),
+    style: STYLE,
+    content: [controls.box,
+      make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Formats" },
+        table)],
+    update,
+  });
 }
 
-export default { render };
+export default { render, numbers };

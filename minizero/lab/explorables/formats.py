@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from minizero.lab.explorables.base import Explorable, module, table
+from minizero.lab.explorables.base import Amount, Explorable, module, table
 from minizero.lab.plots.base import STYLE, WIDTH, single
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES
 
@@ -34,6 +35,19 @@ def spacing(dtype: torch.dtype, at: float) -> float:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     above = (here.view(integer) + 1).view(dtype)
     return above.item() - here.item()
+
+
+def stored(value: float, name: str) -> float:
+    """A positive value as a format has it; infinite where it is too large.
+
+    PyTorch gives the largest number of e4m3 instead, which has no infinity.
+    """
+    dtype, _, digits = FORMATS[name]
+    largest = torch.finfo(dtype).max
+    half = 2.0 ** (math.floor(math.log2(largest)) - digits - 1)
+    if value > largest + half:
+        return math.inf
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -146,10 +160,11 @@ class FormatExplorer(Explorable):
     weight, update: powers of two, from -20 to 18 and from -30 to 16.
     """
 
-    _esm = module("formats.js")
+    kind = "formats"
+    _esm = module(kind)
 
-    weight = traitlets.Float(0.0, min=-20, max=18).tag(sync=True)
-    update = traitlets.Float(-10.0, min=-30, max=16).tag(sync=True)
+    weight = Amount(0.0, -20, 18).tag(sync=True)
+    update = Amount(-10.0, -30, 16).tag(sync=True)
     formats: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
     @traitlets.default("formats")
@@ -168,11 +183,14 @@ class FormatExplorer(Explorable):
         """By format: what the sum gained over the weight, as a share of the update."""
         weight, update = 2.0**self.weight, 2.0**self.update
         shares = {}
-        for name, (dtype, _, _) in FORMATS.items():
-            stored = torch.tensor(weight, dtype=dtype).float()
-            after = (stored + update).to(dtype).float()
-            shares[name] = ((after - stored) / update).item()
+        for name in FORMATS:
+            before = stored(weight, name)
+            shares[name] = (stored(before + update, name) - before) / update
         return shares
+
+    def numbers(self) -> list[list[Any]]:
+        """The share that each format keeps of the update."""
+        return [[name, share] for name, share in self.kept().items()]
 
     def fallback(self) -> str:
         rows = {name: f"{share:.0%}" for name, share in self.kept().items()}

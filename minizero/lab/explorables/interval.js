@@ -18,6 +18,23 @@ function lost(interval, save, between) {
   return 1 - interval / passed;
 }
 
+/** Seconds: of a save, between two failures, and the best interval. */
+function seconds(get) {
+  const save = 12 * get("n_params") / (get("bandwidth") * 1e9);
+  const between = get("node_days") * 86400 / get("nodes");
+  return [save, between, Math.sqrt(2 * save * between)];
+}
+
+/** Shares of the time lost to saves and to steps made again, by interval. */
+function numbers(get) {
+  const [save, between, best] = seconds(get);
+  return FACTORS.map((factor) => {
+    const share = lost(factor * best, save, between);
+    const saves = Math.min(share, save / (factor * best + save));
+    return [`every ${duration(factor * best)}`, saves, share - saves];
+  });
+}
+
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
@@ -26,17 +43,11 @@ function render({ model, el }) {
   const words = make("p", { class: "words", role: "status" });
   const update = () => {
     controls.update();
-    const save = 12 * get("n_params") / (get("bandwidth") * 1e9);
-    const between = get("node_days") * 86400 / get("nodes");
-    const best = Math.sqrt(2 * save * between);
-    const all = FACTORS.map((factor) => lost(factor * best, save, between));
-    rows.forEach((one, i) => {
-      const interval = FACTORS[i] * best;
-      const saves = Math.min(all[i], save / (interval + save));
-      one.update(`every ${duration(interval)}`,
-        [["saves", saves], ["steps made again", all[i] - saves]],
-        Math.max(...all), percent(all[i]));
-    });
+    const [save, between, best] = seconds(get);
+    const all = numbers(get);
+    const most = Math.max(...all.map(([, saves, again]) => saves + again));
+    all.forEach(([name, saves, again], i) => rows[i].update(name,
+      [["saves", saves], ["steps made again", again]], most, percent(saves + again)));
     words.textContent = `A save takes ${duration(save)}, a failure comes every ` +
       `${duration(between)}: save every ${duration(best)}, and ` +
       `${percent(lost(best, save, between))} of the time is lost.`;
@@ -44,8 +55,14 @@ function render({ model, el }) {
   rows[FACTORS.indexOf(1)].title.style.fontWeight = 700;
   const chart = make("div", { class: "chart" }, key(get("palette")),
     make("div", { class: "bars" }, ...rows.map(({ box }) => box)), words);
-  return mount({ model, el }, "How often to save", Object.keys(CONTROLS), "",
-    [controls.box, chart], update);
+  return mount({ model, el }, {
+    title: "How often to save",
+    names: Object.keys(CONTROLS),
+    content: [controls.box, chart],
+    update,
+    table: { head: ["a save", "saves", "steps made again"], rows: () => numbers(get),
+      say: percent },
+  });
 }
 
-export default { render };
+export default { render, numbers };

@@ -10,7 +10,7 @@ import traitlets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.explorables.base import Amount, Explorable, look, module
 from minizero.lab.plots.base import STYLE, legend, line, single
 from minizero.lab.plots.style import GREY, LINES, short
 
@@ -93,12 +93,13 @@ class SaveInterval(Explorable):
     node_days: mean days between two failures of one node, 1 to 10,000.
     """
 
-    _esm = module("interval.js")
+    kind = "interval"
+    _esm = module(kind)
 
-    n_params = traitlets.Float(7e9, min=1e8, max=1e13).tag(sync=True)
-    bandwidth = traitlets.Float(10, min=0.1, max=10_000).tag(sync=True)
+    n_params = Amount(7e9, 1e8, 1e13).tag(sync=True)
+    bandwidth = Amount(10, 0.1, 10_000).tag(sync=True)
     nodes = traitlets.Int(128, min=1, max=16_384).tag(sync=True)
-    node_days = traitlets.Float(250, min=1, max=10_000).tag(sync=True)
+    node_days = Amount(250, 1, 10_000).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     @property
@@ -110,6 +111,15 @@ class SaveInterval(Explorable):
     def between(self) -> float:
         """Mean seconds between two failures of any node."""
         return self.node_days * 86_400 / self.nodes
+
+    def numbers(self) -> list[list[Any]]:
+        """Shares of the time lost to saves and to steps made again, by interval."""
+        best, rows = best_interval(self.save, self.between), []
+        for factor in (0.25, 0.5, 1, 2, 4):
+            share = lost(factor * best, self.save, self.between)
+            saves = min(share, self.save / (factor * best + self.save))
+            rows.append([f"every {duration(factor * best)}", saves, share - saves])
+        return rows
 
     def describe(self) -> str:
         best = best_interval(self.save, self.between)

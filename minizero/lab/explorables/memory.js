@@ -112,8 +112,14 @@ function render({ model, el }) {
       make("fieldset", {},
         make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
   const all = [...first, ...choices, ...ticks, chart];
-  const end = mount({ model, el }, "Memory explorer", NAMES, STYLE + CHART_STYLE,
-    [controls, chart.box], () => all.forEach((part) => part.update()));
+  const end = mount({ model, el }, {
+    title: "Memory of the model states",
+    names: NAMES,
+    style: STYLE + CHART_STYLE,
+    content: [controls, chart.box],
+    update: () => all.forEach((part) => part.update()),
+    table: { head: HEAD, rows: () => numbers((name) => model.get(name)), say: amount },
+  });
   // The chart alone: a half-written number in the text field stays as it is.
   const resized = new ResizeObserver(chart.update);
   resized.observe(chart.box);
@@ -123,4 +129,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default { render, numbers };

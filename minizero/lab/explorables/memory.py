@@ -7,11 +7,19 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import STRIPES, Explorable, look, module, table
+from minizero.lab.explorables.base import (
+    STRIPES,
+    Amount,
+    Explorable,
+    look,
+    module,
+    table,
+)
 from minizero.lab.plots.style import CATEGORY_COLOURS, CATEGORY_HATCHES, amount
 from minizero.memory.plan import OPTIMIZERS, Breakdown, estimate
 
 STATES = ("parameters", "gradients", "optimizer")
+STAGES = ("Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 PRECISIONS = ("bf16", "fp32")
 DEVICE_MEMORIES = (24, 40, 80, 141)
 """Gigabytes of a GPU that can be chosen."""
@@ -35,10 +43,11 @@ class MemoryExplorer(Explorable):
     device_memory: gigabytes (10^9 bytes) of a GPU, one of :data:`DEVICE_MEMORIES`.
     """
 
-    _esm = module("memory_chart.js", "memory.js")
+    kind = "memory"
+    _esm = module(kind)
 
-    n_params = traitlets.Float(7e9).tag(sync=True)
-    world_size = traitlets.Int(8).tag(sync=True)
+    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
+    world_size = traitlets.Enum([2**i for i in range(11)], 8).tag(sync=True)
     stage = traitlets.Enum([0, 1, 2, 3], 3).tag(sync=True)
     precision = traitlets.Enum(PRECISIONS, "bf16").tag(sync=True)
     optimizer = traitlets.Enum(list(OPTIMIZERS), "adam").tag(sync=True)
@@ -52,24 +61,6 @@ class MemoryExplorer(Explorable):
     @traitlets.default("coefficients")
     def _coefficients(self) -> dict[str, Any]:
         return coefficients()
-
-    @traitlets.validate("n_params")
-    def _valid_n_params(self, proposal: Any) -> float:
-        value: float = proposal.value
-        if not 1e8 <= value <= 1e12:
-            raise traitlets.TraitError(
-                f"n_params is {value:g}; choose from 1e8 to 1e12."
-            )
-        return value
-
-    @traitlets.validate("world_size")
-    def _valid_world_size(self, proposal: Any) -> int:
-        value: int = proposal.value
-        if value not in [2**i for i in range(11)]:
-            raise traitlets.TraitError(
-                f"world_size is {value}; choose a power of two, 1 to 1024."
-            )
-        return value
 
     def breakdown(self, stage: int | None = None) -> Breakdown:
         """The estimate that the explorer shows for a stage, else for the chosen one.
@@ -86,6 +77,14 @@ class MemoryExplorer(Explorable):
             offload_optimizer="cpu" if self.offload_optimizer and stage >= 1 else None,
             offload_param="cpu" if self.offload_param and stage >= 3 else None,
         )
+
+    def numbers(self) -> list[list[Any]]:
+        """Bytes of each category a GPU, and on its host, for each stage."""
+        there = [self.breakdown(stage) for stage in range(4)]
+        return [
+            [name, b.parameters, b.gradients, b.optimizer, b.host.total]
+            for name, b in zip(STAGES, there, strict=True)
+        ]
 
     def fallback(self) -> str:
         rows = {str(stage): total for stage, total in enumerate(self._totals())}

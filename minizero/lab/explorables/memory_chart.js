@@ -25,8 +25,8 @@ const CHART_STYLE = `
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
   .sign { font-weight: 700; }
-  .yes .sign { color: #1f8f62; }
-  .no .sign { color: #cf5a2b; }
+  .yes .sign { color: light-dark(#14704a, #55d19c); }
+  .no .sign { color: light-dark(#b03d12, #ff9a6b); }
   .track { position: relative; height: 24px; margin-top: 4px; display: flex;
     background: color-mix(in srgb, currentColor 7%, transparent); }
   .track::after { content: ""; position: absolute; top: -3px; bottom: -3px;
@@ -75,6 +75,16 @@ function state(get, stage) {
   const total = parts.reduce((a, b) => a + b);
   const least = fewest(rows, n, capacity);
   return { parts, total, least, host: bytes(table.host), fits: total <= capacity };
+}
+
+const HEAD = ["stage", ...STATES, "on the host"];
+
+/** Bytes of each category a GPU, and on its host, for each stage. */
+function numbers(get) {
+  return STAGES.map((name, stage) => {
+    const { parts, host } = state(get, stage);
+    return [name, ...parts, host];
+  });
 }
 
 function memoryChart(model) {

@@ -29,6 +29,14 @@ function layout(elements, ranks, bucket) {
   };
 }
 
+/** How the buffer lies, and what reducing it sends. */
+function numbers(get) {
+  const elements = Object.values(get("sizes")).reduce((a, b) => a + b, 0);
+  const { padded, calls, most, sent } = layout(elements, get("ranks"), get("bucket"));
+  return [["elements with padding", padded], ["all-reduces", calls],
+    ["elements of the largest", most], ["elements a rank sends", sent]];
+}
+
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
@@ -39,7 +47,7 @@ function render({ model, el }) {
   const cell = (i, last) => {
     const look = get("palette")[names[i]];
     const style = look ? `background: ${fill(look)}; color: ${look.ink}` : "";
-    const kind = `cell${last ? " last" : ""}${look ? "" : " padding"}`;
+    const kind = `cell paint${last ? " last" : ""}${look ? "" : " padding"}`;
     return make("span", { class: kind, style, title: names[i] ?? "padding" }, String(i));
   };
   const update = () => {
@@ -60,8 +68,14 @@ function render({ model, el }) {
   const all = Object.fromEntries(sizes.map(([name, count]) =>
     [`${name} ${count}`, get("palette")[name]]));
   const chart = make("div", { class: "chart" }, key(all), table, words);
-  return mount({ model, el }, "Shards and buckets", Object.keys(CONTROLS), STYLE,
-    [controls.box, chart], update);
+  return mount({ model, el }, {
+    title: "Shards and buckets",
+    names: Object.keys(CONTROLS),
+    style: STYLE,
+    content: [controls.box, chart],
+    update,
+    table: { head: ["what", "how many"], rows: () => numbers(get), say: short },
+  });
 }
 
-export default { render };
+export default { render, numbers };

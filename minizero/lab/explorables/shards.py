@@ -18,7 +18,8 @@ class Shards(Explorable):
     ranks: 1 to 8. bucket: elements of a bucket, 1 to 32.
     """
 
-    _esm = module("shards.js")
+    kind = "shards"
+    _esm = module(kind)
 
     sizes = traitlets.Dict({"embed": 5, "up": 9, "down": 6, "norm": 4}).tag(sync=True)
     ranks = traitlets.Int(4, min=1, max=8).tag(sync=True)
@@ -34,6 +35,17 @@ class Shards(Explorable):
         """Elements that each rank sends in an all-reduce of the padded buffer."""
         size = -(-sum(self.sizes.values()) // self.ranks)
         return 2 * size * (self.ranks - 1)
+
+    def numbers(self) -> list[list[Any]]:
+        """How the buffer lies, and what reducing it sends."""
+        size = -(-sum(self.sizes.values()) // self.ranks)
+        width = max(1, self.bucket // self.ranks)
+        return [
+            ["elements with padding", size * self.ranks],
+            ["all-reduces", -(-size // width)],
+            ["elements of the largest", min(width, size) * self.ranks],
+            ["elements a rank sends", self.sent()],
+        ]
 
     def describe(self) -> str:
         return (

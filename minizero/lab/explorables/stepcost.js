@@ -15,6 +15,11 @@ function times(get) {
   return [6 * n * get("tokens") / (get("compute") * 1e12), 2 * call, 3 * call];
 }
 
+const numbers = (get) => {
+  const seconds = times(get);
+  return Object.keys(get("palette")).map((name, i) => [name, seconds[i]]);
+};
+
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
@@ -36,8 +41,13 @@ function render({ model, el }) {
   };
   const chart = make("div", { class: "chart" },
     make("div", { class: "bars" }, ...rows.map(([, { box }]) => box)), words);
-  return mount({ model, el }, "Cost of a step", Object.keys(CONTROLS), "",
-    [controls.box, chart], update);
+  return mount({ model, el }, {
+    title: "Cost of a step",
+    names: Object.keys(CONTROLS),
+    content: [controls.box, chart],
+    update,
+    table: { head: ["what", "time"], rows: () => numbers(get), say },
+  });
 }
 
-export default { render };
+export default { render, numbers };

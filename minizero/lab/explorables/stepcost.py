@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import traitlets
 
 from minizero.lab import hardware
-from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.explorables.base import Amount, Explorable, look, module
 from minizero.lab.plots.style import LINES
 
 PALETTE = {
@@ -27,17 +29,14 @@ class StepCost(Explorable):
     It opens with an H100 and its network.
     """
 
-    _esm = module("stepcost.js")
+    kind = "stepcost"
+    _esm = module(kind)
 
-    tokens = traitlets.Float(8192, min=256, max=262_144).tag(sync=True)
-    bandwidth = traitlets.Float(hardware.H100.network / 1e9, min=1, max=1000).tag(
-        sync=True
-    )
-    latency = traitlets.Float(30, min=1, max=1000).tag(sync=True)
-    unit = traitlets.Float(200, min=0.1, max=3200).tag(sync=True)
-    compute = traitlets.Float(hardware.H100.flops / 1e12, min=10, max=1600).tag(
-        sync=True
-    )
+    tokens = Amount(8192, 256, 262_144).tag(sync=True)
+    bandwidth = Amount(hardware.H100.network / 1e9, 1, 1000).tag(sync=True)
+    latency = Amount(30, 1, 1000).tag(sync=True)
+    unit = Amount(200, 0.1, 3200).tag(sync=True)
+    compute = Amount(hardware.H100.flops / 1e12, 10, 1600).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     def times(self) -> tuple[float, float, float]:
@@ -50,6 +49,10 @@ class StepCost(Explorable):
         call = 2 * elements / (self.bandwidth * 1e9) + self.latency / 1e6
         work = 6 * elements * self.tokens / (self.compute * 1e12)
         return work, 2 * call, 3 * call
+
+    def numbers(self) -> list[list[Any]]:
+        """Seconds of each part."""
+        return [list(pair) for pair in zip(PALETTE, self.times(), strict=True)]
 
     def describe(self) -> str:
         work, _, sent = self.times()

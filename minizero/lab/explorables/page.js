@@ -1,0 +1,87 @@
+// Explorables in a page without a kernel: each is an element that draws itself as soon
+// as the page is parsed as far, so that nothing moves later, and keeps its setting in
+// the page's address. What stands inside the element is for a page without scripts.
+
+/** A model over the state that an element stores. */
+class Stored {
+  constructor(element, kind) {
+    this.state = JSON.parse(element.dataset.state);
+    this.limits = JSON.parse(element.dataset.limits);
+    this.listeners = {};
+    const before = [...document.querySelectorAll(element.localName)].indexOf(element);
+    this.prefix = before ? `${kind}-${before + 1}` : kind;
+    element.id = `figure-${this.prefix}`;
+  }
+
+  get(name) { return this.state[name]; }
+
+  set(name, value) {
+    if (this.state[name] === value) return;
+    this.state[name] = value;
+    this.listeners[`change:${name}`]?.forEach((listener) => listener());
+  }
+
+  on(names, listener) {
+    for (const name of names.split(" ")) (this.listeners[name] ??= []).push(listener);
+  }
+
+  save_changes() {}
+
+  /** A text of the address as a value; undefined if the control cannot have it. */
+  read(name, text) {
+    const { choices, least, most, whole } = this.limits[name] ?? {};
+    if (choices) return choices.find((choice) => String(choice) === text);
+    const kind = typeof this.state[name];
+    if (kind === "boolean") return { true: true, false: false }[text];
+    if (kind !== "number") return text;
+    const number = text.trim() ? Number(text) : NaN;
+    return number >= (least ?? -Infinity) && number <= (most ?? Infinity)
+      && (!whole || Number.isInteger(number)) ? number : undefined;
+  }
+
+  /** Take the setting from the page's address and keep it there; gives a link to it.
+   *  The address names the values that differ from the stored ones: `memory.stage=2`. */
+  share(initial) {
+    const names = Object.keys(initial);
+    if (!names.length) return null;
+    const asked = new URLSearchParams(location.search);
+    const link = make("a", {}, "Link to this setting");
+    const address = () => {
+      const url = new URL(location);
+      for (const name of names) {
+        url.searchParams.delete(`${this.prefix}.${name}`);
+        if (this.state[name] !== initial[name])
+          url.searchParams.set(`${this.prefix}.${name}`, this.state[name]);
+      }
+      return url;
+    };
+    const point = () => {
+      const url = address();
+      url.hash = `figure-${this.prefix}`;
+      link.href = url;
+    };
+    for (const name of names) {
+      const value = this.read(name, asked.get(`${this.prefix}.${name}`) ?? "");
+      if (asked.has(`${this.prefix}.${name}`) && value !== undefined) this.set(name, value);
+    }
+    let waiting;
+    this.on(names.map((name) => `change:${name}`).join(" "), () => {
+      point();
+      clearTimeout(waiting);  // a slider changes faster than a browser lets an address
+      waiting = setTimeout(() => history.replaceState(history.state, "", address()), 200);
+    });
+    point();
+    return link;
+  }
+}
+
+/** Let a page have elements `explorable-<kind>`. */
+function define(kind, { render }) {
+  const tag = `explorable-${kind}`;
+  if (customElements.get(tag)) return;
+  customElements.define(tag, class extends HTMLElement {
+    connectedCallback() {
+      if (!this.shadowRoot) render({ model: new Stored(this, kind), el: this });
+    }
+  });
+}
