@@ -31,6 +31,7 @@ from minizero.lab.explorables.interval import (
 from minizero.lab.explorables.memory import MemoryExplorer
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
+from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
 
 ALL: list[type[Explorable]] = [
@@ -42,6 +43,7 @@ ALL: list[type[Explorable]] = [
     BlockTime,
     SaveInterval,
     ConfigExplorer,
+    Timeline,
 ]
 FRAME = "explorable-frame"
 each = pytest.mark.parametrize("kind", ALL)
@@ -498,6 +500,7 @@ Traits = Callable[..., Explorable]
         (BlockTime, "ranks", 1),
         (SaveInterval, "nodes", 0),
         (ConfigExplorer, "world_size", 0),
+        (Timeline, "moment", 1.1),
     ],
 )
 def test_impossible_values_are_refused(make: Traits, control: str, value: Any) -> None:

@@ -50,7 +50,8 @@ class Pack:
     def tables(self) -> dict[str, Any]:
         """What the numbers of kinds stand for.
 
-        A slice: lane, verb, unit, bytes, source. A change: place, category, unit, bytes.
+        A slice is lane, verb, unit, bytes and source; a change is place, category, unit
+        and bytes.
         """
         return {
             "tick": self.tick,
