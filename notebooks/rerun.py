@@ -33,6 +33,7 @@ METADATA = {
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
 }
 CELL_KEYS = {"mystnb", "tags"}
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def main(names: list[str]) -> None:
@@ -57,16 +58,14 @@ def run(notebook: Any, folder: Path) -> None:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         record_timing=False,
+        store_widget_state=False,
         resources={"metadata": {"path": str(folder)}},
     ).execute()
 
 
 def clean(notebook: Any) -> None:
     """Delete what differs from machine to machine, and from run to run."""
-    widgets = notebook.metadata.get("widgets")
     notebook.metadata = nbformat.from_dict(METADATA)
-    if widgets:
-        notebook.metadata["widgets"] = widgets
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict(
             {k: v for k, v in cell.metadata.items() if k in CELL_KEYS}
@@ -76,6 +75,9 @@ def clean(notebook: Any) -> None:
 
 
 def _clean_output(output: Any) -> None:
+    if "text/html" in output.get("data", {}):
+        # A figure is alive once its cell has run; till then its page stands there.
+        output.data.pop(WIDGET, None)
     if "metadata" in output:
         output.metadata = nbformat.from_dict(
             {k: v for k, v in output.metadata.items() if "/" in k}  # by MIME type

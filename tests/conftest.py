@@ -34,15 +34,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+# Several test files run at a time. With a thread a core for each, threads that spin
+# would keep the cores from those that compute, and some tests take nine times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 Run = Callable[..., str]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_left() -> None:
-    """What earlier files have left in reference cycles would be counted as live."""
+def nothing_left() -> Iterator[None]:
+    """What earlier files have left in reference cycles would be counted as live.
+
+    An engine made in this process makes it a rank, alone in its group; a dry run, which
+    makes it one of many, would refuse.
+    """
     gc.collect()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

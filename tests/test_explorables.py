@@ -29,6 +29,7 @@ from minizero.lab.explorables.interval import (
     lost,
 )
 from minizero.lab.explorables.memory import MemoryExplorer
+from minizero.lab.explorables.predict import Predict, choice, curve, number
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
 from minizero.lab.explorables.timeline import Timeline
@@ -45,6 +46,8 @@ ALL: list[type[Explorable]] = [
     ConfigExplorer,
     Timeline,
 ]
+EVERY = [*ALL, Predict]
+"""Those of questions too, which have nothing to set."""
 FRAME = "explorable-frame"
 each = pytest.mark.parametrize("kind", ALL)
 
@@ -69,7 +72,7 @@ def test_page_reaches_for_nothing(kind: type[Explorable]) -> None:
 
 
 def test_scripts_are_small() -> None:
-    assert {kind.kind for kind in ALL} == set(FIGURES)
+    assert {kind.kind for kind in EVERY} == set(FIGURES)
     assert max(len(module(kind).encode()) for kind in FIGURES) <= 60_000
     assert len(script().encode()) <= 150_000
 
@@ -350,6 +353,81 @@ def test_nothing_moves_when_a_page_loads(browser: Any, show: Show) -> None:
     assert shifts == []
 
 
+QUESTIONS = (
+    number("a number", 16.92, "MB", "Because."),
+    choice("a choice", ["one", "two"], "two"),
+    curve("a line", ["1", "2", "3"], [3.0, 2.0, 1.0], "%"),
+)
+
+
+def test_questions_show_their_answers_once_answered(browser: Any, show: Show) -> None:
+    """By keyboard alone; the next visit shows both, until they are forgotten."""
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    (root,) = show(Predict(*QUESTIONS).static_html())
+    assert "16.92" not in find(root, ".box").text
+    field = find(root, "input[type=text]")
+    told = root.find_elements("class name", "told")
+    for text, words in (
+        ("much\n", "Write a number, such as 1.5."),
+        ("16.92\n", "You are right. The answer: 16.92 MB. Because."),
+        ("4.23\n", "You are a factor of 4 too low. The answer: 16.92 MB. Because."),
+        ("20\n", "You are 18.2 % too high. The answer: 16.92 MB. Because."),
+        ("-1e3\n", "You are 1,017 too low. The answer: 16.92 MB. Because."),
+        ("1,692\n", "You are a factor of 100 too high. The answer: 16.92 MB. Because."),
+    ):
+        field.clear()
+        field.send_keys(text)
+        assert told[0].text == words
+    buttons = root.find_elements("css selector", "form button")
+    find(root, "select").send_keys("one", keys.TAB, keys.ENTER)
+    assert told[1].text == "That is not it. The answer: two."
+    buttons[2].click()
+    assert told[2].text.startswith("Draw a line first")
+    points = root.find_elements("css selector", "input[type=range]")
+    points[1].send_keys(keys.HOME)
+    buttons[2].click()
+    assert told[2].text.startswith("Your line is ")
+    answers = [line.text for line in told]
+    browser.refresh()
+    root = browser.find_element("class name", FRAME).shadow_root
+    assert [e.text for e in root.find_elements("class name", "told")] == answers
+    find(root, ".tools button").click()
+    assert not any(e.text for e in root.find_elements("class name", "told"))
+    browser.refresh()
+    root = browser.find_element("class name", FRAME).shadow_root
+    assert not any(e.text for e in root.find_elements("class name", "told"))
+
+
+def test_a_line_is_drawn(browser: Any, show: Show) -> None:
+    actions = pytest.importorskip("selenium.webdriver").ActionChains
+    (root,) = show(Predict(QUESTIONS[2]).static_html())
+    drawing = find(root, "svg")
+    width, height = drawing.size["width"], drawing.size["height"]
+    left = -width / 2 + 40 * width / 450  # the axis
+    drag = actions(browser).move_to_element_with_offset(drawing, int(left + 30), 0)
+    drag.click_and_hold().move_by_offset(int(width * 0.3), -int(height / 4))
+    drag.move_by_offset(int(width * 0.3), 0).release().perform()
+    places = [
+        float(e.get_property("value"))
+        for e in root.find_elements("css selector", "input[type=range]")
+    ]
+    assert places[0] < places[1] == places[2]
+
+
+def test_questions_without_javascript() -> None:
+    page = Predict(*QUESTIONS).static_html()
+    folds = re.findall(r"<p>(.*?)</p><details>.*?</summary>(.*?)</details>", page)
+    assert folds == [
+        ("a number", "16.92 MB. Because."),
+        ("a choice", "two."),
+        ("a line", "1: 3, 2: 2, 3: 1 %."),
+    ]
+    with pytest.raises(ValueError, match="'three' is none of the choices"):
+        choice("a choice", ["one", "two"], "three")
+    with pytest.raises(ValueError, match="2 points for 1 places"):
+        curve("a line", ["1"], [1.0, 2.0])
+
+
 def test_amounts_and_durations_are_written_as_in_python(
     browser: Any, show: Show
 ) -> None:
@@ -482,7 +560,7 @@ def test_stored_explorables_are_those_of_today(path: Any) -> None:
             for tag, state in re.findall(
                 r'<explorable-(\w+) .*?data-state="(.*?)"', page
             ):
-                (kind,) = (kind for kind in ALL if kind.kind == tag)
+                (kind,) = (kind for kind in EVERY if kind.kind == tag)
                 assert page == kind(**json.loads(html.unescape(state))).element()
 
 

@@ -166,3 +166,14 @@ def test_shapes_have_their_published_parameters(tmp_path) -> None:  # type: igno
         find(str(path))
     with pytest.raises(ValueError, match="model must be one of gpt2, .* not 'bert'"):
         find("bert")
+
+
+def test_activations_in_fp32_take_twice_the_bytes() -> None:
+    job = dict(vars(MODELS["gpt2"]), sequence=1024, micro_batch=1, world_size=1)
+    for how in ("none", "selective", "full"):
+        half, whole = (
+            predict(**job, stage=0, precision=kind, checkpointing=how).memory
+            for kind in ("bf16", "fp32")
+        )
+        logits = 1024 * 50_257
+        assert whole.activations - 12 * logits == 2 * (half.activations - 10 * logits)

@@ -74,9 +74,10 @@ class Pool(Processes):
 
 def _join(backend: str, timeout: float, rendezvous: str) -> None:
     use_loopback()
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    cores = len(usable) or os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
+    if "OMP_NUM_THREADS" not in os.environ:  # else torch has read it
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        cores = len(usable) or os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
     # The parent, which can explain a hang, should speak long before torch gives up.
     join(backend, timeout + 3600, rendezvous)
 

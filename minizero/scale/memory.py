@@ -30,16 +30,17 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def saved(shape: Shape, tokens: int, sequence: int, flash: bool) -> float:
-    """Bytes that a block saves for backward in 16 bits, none computed again.
+def saved(shape: Shape, tokens: int, sequence: int, flash: bool, size: int) -> float:
+    """Bytes that a block saves for backward, none computed again.
 
     Korthikanti et al. 2022, sec. 4.1, without dropout: its input, the norms' results,
-    queries, keys and values, the attention's result, and the hidden layer.
+    queries, keys and values, the attention's result, and the hidden layer. `size`:
+    bytes of an element.
     """
     hidden = 4 if shape.gated else 2
     elements = 6 * shape.hidden + 2 * shape.kv + hidden * shape.ffn
-    scores = 0 if flash else 5 * shape.heads * sequence
-    return tokens * (2.0 * elements + scores)
+    scores = 0.0 if flash else 2.5 * shape.heads * sequence
+    return tokens * size * (elements + scores)
 
 
 def needed(
@@ -60,15 +61,16 @@ def needed(
     unit = max(shape.block, shape.root)
     whole = unit + shape.block if plan.parameters.sharded else 0
     grads = unit * (gradient + reduced) if plan.gradients.sharded else 0
-    block = saved(shape, tokens, sequence, flash)
+    size = 4 if precision == "fp32" else 2
+    block = saved(shape, tokens, sequence, flash, size)
     if checkpointing == "none":
         kept = shape.layers * block
     elif checkpointing == "selective":
         outputs = sum(o for _, o in shape.products) + 2 * shape.hidden
-        kept = shape.layers * 2.0 * tokens * outputs + block
+        kept = shape.layers * size * tokens * outputs + block
     else:
-        kept = shape.layers * 2.0 * tokens * shape.hidden + block
-    logits = tokens * shape.vocab * 10.0  # 16 bits, fp32, and its gradient
+        kept = shape.layers * size * tokens * shape.hidden + block
+    logits = tokens * shape.vocab * (size + 8.0)  # and in fp32, with its gradient
     return Memory(
         state.parameters + parameter * whole,
         state.gradients + grads,

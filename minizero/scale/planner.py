@@ -216,7 +216,7 @@ def ds_config(choice: Choice) -> dict[str, Any]:
         "gradient_accumulation_steps": best.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-        job.precision: {"enabled": True},
+        **({} if job.precision == "fp32" else {job.precision: {"enabled": True}}),
         "zero_optimization": zero,
     }
 

@@ -226,16 +226,17 @@ function numbersTable(title, { head, rows, say }) {
 /** Draw `content` into a frame, and call `update` now and whenever a value changes.
  *
  *  title: of the figure; names: the values that a reader sets; style: its own CSS;
- *  table: what `numbersTable` shows, if the drawing is no table itself.
+ *  table: what `numbersTable` shows, if the drawing is no table itself; kept: for
+ *  answers instead of settings, the name of the button that takes them back.
  *  Under the content come a button that sets the values back to what they are now, a
  *  link to the setting where there is a page, and the table; on paper, the setting in
  *  words. Gives what ends it. */
-function mount({ model, el }, { title, names, style = "", content, update, table }) {
+function mount({ model, el }, { title, names, style = "", content, update, table, kept }) {
   const initial = Object.fromEntries(names.map((name) => [name, model.get(name)]));
   const reset = make("button", { type: "button", onclick: () => {
     Object.entries(initial).forEach(([name, value]) => model.set(name, value));
     model.save_changes();
-  } }, "Reset");
+  } }, kept ?? "Reset");
   const numbers = table && numbersTable(title, table);
   const tools = make("div", { class: "tools" }, reset, numbers?.box ?? "");
   const caption = make("figcaption");
@@ -254,13 +255,13 @@ function mount({ model, el }, { title, names, style = "", content, update, table
     reset.disabled = names.every((name) => model.get(name) === initial[name]);
     const controls = box.querySelectorAll(
       "select, input:is([type=range], [type=checkbox])");
-    caption.textContent = `${title}. ${[...controls].map(told).join("; ")}.`;
+    if (!kept) caption.textContent = `${title}. ${[...controls].map(told).join("; ")}.`;
   };
   const changed = names.map((name) => `change:${name}`).join(" ");
   model.on(changed, all);
   all();
-  const link = model.share?.(initial);
-  if (link) reset.after(link);
+  if (kept) model.keep?.(names);
+  else reset.after(model.share?.(initial) ?? "");
   return () => model.off(changed, all);
 }
 

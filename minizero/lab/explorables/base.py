@@ -29,6 +29,7 @@ FIGURES = {
     "interval": ("interval.js",),
     "config": ("config.js",),
     "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
+    "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
 

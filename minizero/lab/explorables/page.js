@@ -39,11 +39,23 @@ class Stored {
       && (!whole || Number.isInteger(number)) ? number : undefined;
   }
 
+  /** Keep values in this browser, for the next visit. */
+  keep(names) {
+    const place = `${location.pathname}#${this.prefix}`;
+    try {
+      const kept = JSON.parse(localStorage.getItem(place) ?? "{}");
+      for (const name of names) if (name in kept) this.set(name, kept[name]);
+      this.on(names.map((name) => `change:${name}`).join(" "), () => localStorage.setItem(
+        place, JSON.stringify(Object.fromEntries(names.map((n) => [n, this.get(n)])))));
+    } catch {
+      // A browser may refuse to keep anything; the figure works without.
+    }
+  }
+
   /** Take the setting from the page's address and keep it there; gives a link to it.
    *  The address names the values that differ from the stored ones: `memory.stage=2`. */
   share(initial) {
     const names = Object.keys(initial);
-    if (!names.length) return null;
     const asked = new URLSearchParams(location.search);
     const link = make("a", {}, "Link to this setting");
     const address = () => {

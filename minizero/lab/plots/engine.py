@@ -14,14 +14,18 @@ from minizero.lab.plots.lanes import PHASE_COLOURS
 from minizero.lab.plots.style import GREY
 
 
-@rc_context(STYLE)
 def config_map(config: Config) -> Figure:
     """Which keys of a config decide which object, and what that is then."""
-    rows = decisions(config)
+    return arrows(decisions(config), ("keys of the config", "what they decide"))
+
+
+@rc_context(STYLE)
+def arrows(rows: Sequence[tuple[str, str, str]], titles: tuple[str, str]) -> Figure:
+    """A row each: code, an arrow, and to the right a name and what is said of it."""
     figure, axes = single(0.65 + 0.46 * len(rows))
     arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2}
-    axes.text(0.0, -0.85, "keys of the config", fontstyle="italic")
-    axes.text(0.49, -0.85, "what they decide", fontstyle="italic")
+    for x, title in zip((0.0, 0.49), titles, strict=True):
+        axes.text(x, -0.85, title, fontstyle="italic")
     for y, (keys, made, what) in enumerate(rows):
         code: Any = {"family": "monospace", "fontsize": 8.5, "va": "center"}
         axes.text(0.0, y, keys, ha="left", **code)
