@@ -80,7 +80,7 @@ def _layers(at: Setting) -> list[Layer]:
     update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
     root, *blocks = layers_of(costs, RANKS, mode, costs.itemsize, update)
-    inside = round(saved(SHAPE, TOKENS, SEQUENCE, flash=True))
+    inside = round(saved(SHAPE, TOKENS, SEQUENCE, True, costs.itemsize))
     for block in blocks:
         block.inside = inside
         block.saved = 2 * TOKENS * SHAPE.hidden if at.checkpointing else inside
