@@ -28,6 +28,7 @@ FIGURES = {
     "blocktime": ("blocktime.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
+    "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
