@@ -17,6 +17,7 @@ import pytest
 import traitlets
 from conftest import LIVE, ROOT, Show, find
 
+from minizero.lab.explorables.activations import ActivationExplorer
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.blocktime import BlockTime
 from minizero.lab.explorables.config import ConfigExplorer
@@ -29,7 +30,9 @@ from minizero.lab.explorables.interval import (
     lost,
 )
 from minizero.lab.explorables.memory import MemoryExplorer
+from minizero.lab.explorables.offload import OffloadEfficiency
 from minizero.lab.explorables.predict import Predict, choice, curve, number
+from minizero.lab.explorables.published import Published
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
 from minizero.lab.plots.style import amount
@@ -43,6 +46,9 @@ ALL: list[type[Explorable]] = [
     BlockTime,
     SaveInterval,
     ConfigExplorer,
+    OffloadEfficiency,
+    ActivationExplorer,
+    Published,
 ]
 EVERY = [*ALL, Predict]
 """Those of questions too, which have nothing to set."""

@@ -28,6 +28,9 @@ FIGURES = {
     "blocktime": ("blocktime.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
+    "offload": ("offload.js",),
+    "activations": ("activations.js",),
+    "published": ("published.js",),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
