@@ -619,9 +619,26 @@ BAD: list[tuple[Any, str]] = [
         "the number of ranks",
     ),
     (
-        zero(zero_hpz_partition_size=8),
-        "minizero does not do zero_optimization.zero_hpz_partition_size = 8: "
-        "parameters are sharded over all ranks; leave it at 1",
+        zero(mics_hierarchical_params_gather=True),
+        "minizero does not do zero_optimization.mics_hierarchical_params_gather = "
+        "true: a unit is gathered in one collective of its group",
+    ),
+    # groups of ranks
+    (
+        zero(3, zero_hpz_partition_size=8),
+        "zero_optimization.zero_hpz_partition_size = 8, but groups of 8 cannot be made "
+        "of 4 ranks; use a number that divides them: 2, 4",
+    ),
+    (
+        zero(1, mics_shard_size=1),
+        "zero_optimization.mics_shard_size = 1 shards nothing; use stage 0, or leave "
+        "it out",
+    ),
+    (
+        zero(3, mics_shard_size=2, zero_hpz_partition_size=2),
+        "zero_optimization.mics_shard_size and zero_hpz_partition_size both make "
+        "groups; the first shards all in them, the second parameters alone: leave one "
+        "out",
     ),
     (
         zero(offload_optimizer={"device": "cpu", "ratio": 0.3}),

@@ -176,7 +176,7 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
     """The same without minizero: every rank in one process, one after the other.
 
     Each parameter has an fp32 master; each rank's 16-bit gradients are summed in
-    fp32 in rank order, divided by N, rounded, and unscaled in fp32.
+    fp32, neighbours first, divided by N, rounded, and unscaled in fp32.
     """
     n = world_size()
     torch.manual_seed(0)
@@ -200,10 +200,11 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
             # all ranks use the same parameters
             if ranks[0] is None:
                 continue
-            total = ranks[0].float()
-            for grad in ranks[1:]:
-                total += grad
-            p.grad = (total / n).to(dtype).float() / scale
+            sums = [grad.float() for grad in ranks]
+            while len(sums) > 1:  # neighbours first
+                pairs = [sums[i : i + 2] for i in range(0, len(sums), 2)]
+                sums = [a[0] + a[1] if len(a) > 1 else a[0] for a in pairs]
+            p.grad = (sums[0] / n).to(dtype).float() / scale
         nasty.step(optimizer, [p for p, _ in trained])
         with torch.no_grad():
             for p, q in trained:

@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from .encoding import DTYPES
 from .tensor_file import CheckpointError
+from ..comm.scope import rank_of
 from ..zero.muon import packed
 
 # %% auto #0
@@ -108,7 +109,7 @@ class Index:
 
     `number`: counts the saves in a folder. `tied`: other names of a
     parameter, each with the one in `flats`. `groups`, `precision`, `extra`:
-    encoded; the tensors are in rank 0's file.
+    encoded; the tensors are in rank 0's file. `group`: that of the plan.
     """
 
     tag: str
@@ -122,12 +123,19 @@ class Index:
     precision: Any
     extra: Any
     files: list[SavedFile] = field(default_factory=list)
+    group: PositiveInt | None = None
 
     def said(self) -> str:
         """The checksum of all that is known before a file is written."""
         facts = asdict(self)
         del facts["number"], facts["files"]
+        if self.group is None:  # as it was said before there were groups
+            del facts["group"]
         return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
+
+    def saver(self, shard: int) -> int:
+        """The rank in whose file a shard is."""
+        return rank_of(shard, self.group or self.world_size, self.world_size)
 
     def tensors(self) -> Iterator[tuple[str, str, list[int]]]:
         """Name, dtype and shape of what must be in every file."""

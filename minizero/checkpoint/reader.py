@@ -65,14 +65,14 @@ class SavedRun:
     def read(self, flat: SavedFlat, what: str, start: int, out: Tensor) -> None:
         """Elements of a saved buffer from `start` on, whoever has the shard."""
         name, done = flat.named(what), 0
-        for number, a, b in pieces(start, start + out.numel(), flat.size):
-            self.file(number).read(name, a, out[done : done + b - a])
+        for shard, a, b in pieces(start, start + out.numel(), flat.size):
+            self.file(self.index.saver(shard)).read(name, a, out[done : done + b - a])
             done += b - a
 
     def open(self, flat: SavedFlat, start: int, count: int) -> None:
         """Have the files that so many elements are in compared with the index."""
-        for number, *_ in pieces(start, start + count, flat.size):
-            self.file(number)
+        for shard, *_ in pieces(start, start + count, flat.size):
+            self.file(self.index.saver(shard))
 
     def tensor(self, name: str, number: int = 0) -> Tensor:
         """A whole tensor of one rank's file."""

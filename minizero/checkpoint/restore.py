@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.algorithms import ordered_sum
 from ..memory import labels
 from ..memory.bytes import host_empty
 from ..ranks.launch import rank, world_size
@@ -451,10 +452,12 @@ class Restore:
                     torch.empty(b - a, dtype=dtype),
                     saved.named("gradients/local"),
                 )
+                every = []
                 for r in range(ranks):
                     self.run.file(r).read(name, slot.offset + skip, part)
-                    total[a:b] += part
-        return mean.add_(total.div_(ranks)) if reduces else mean
+                    every.append(part.clone())
+                total[a:b] = ordered_sum(every, average=True)
+        return mean.add_(total) if reduces else mean
 
     def _load_groups(self) -> None:
         for group, options in zip(

@@ -45,8 +45,8 @@ def flats_of(net: DataParallel) -> Iterator[tuple[Unit, int, Flat]]:
 def own_shard(net: DataParallel, flat: Flat) -> Owned:
     """The shard that this rank saves: its own, though it may hold all."""
     if not flat.numel:  # parameters without elements: nothing is made of it
-        return Owned(flat, rank(), flat.full, flat.full, flat.full)
-    return next(o for o in net.owned_states(flat) if o.index == rank())
+        return Owned(flat, net.number, flat.full, flat.full, flat.full)
+    return next(o for o in net.owned_states(flat) if o.index == net.number)
 
 
 def is_elementwise(value: Any, shard: Tensor) -> TypeGuard[Tensor]:
@@ -72,7 +72,10 @@ def saved_flat(
                 f"a scalar nor of the shard's shape {tuple(owned.shard.shape)}; it "
                 "cannot be cut into shards"
             )
-    grads = {k: v[rank() % len(v)] for k, v in net.partial_grads(flat).items()}
+    grads = {
+        k: v[net.numbers(v).index(net.number)] if k == "mean" else v[0]
+        for k, v in net.partial_grads(flat).items()
+    }
     saved = SavedFlat(
         unit=unit.name,
         number=number,
@@ -198,6 +201,7 @@ def describe(
             for k, v in buffers.items()
         },
         optimizer=type(net.optimizer).__name__,
+        group=net.plan.group,
         **trees,
     )
     return index, written

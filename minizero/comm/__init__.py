@@ -1,7 +1,8 @@
 """Collectives, and the ledger in which each call is entered.
 
 Read `point_to_point` (send and receive), `algorithms` (collectives made of them),
-`backend` (its own, and the choice), `ledger`, `sequence` (do all ranks make the same
+`backend` (its own, and the choice), `scope` (among which ranks), `quantized` (rows in
+8 or 4 bits), `ledger`, `sequence` (do all ranks make the same
 calls?), `collectives` (what everybody calls), and `agreement` (one rank's bytes,
 anybody's error). Imports `ranks` and `memory`. Nothing outside this folder calls a
 collective of torch.
@@ -19,16 +20,21 @@ from .collectives import (
     reduce_scatter,
 )
 from .ledger import Call, Ledger, enter, ledger, phase
+from .quantized import quantized
+from .scope import Groups, Scope, among
 from .sequence import check_sequence
 
 __all__ = [
     "ALGORITHMS",
     "Call",
+    "Groups",
     "Ledger",
+    "Scope",
     "Work",
     "algorithm",
     "all_gather",
     "all_reduce",
+    "among",
     "barrier",
     "beside",
     "broadcast",
@@ -39,5 +45,6 @@ __all__ = [
     "get_world_size",
     "ledger",
     "phase",
+    "quantized",
     "reduce_scatter",
 ]

@@ -15,21 +15,31 @@ from torch import Tensor
 
 from .point_to_point import Rows, exchange, same_place
 from ..memory.labels import label
-from ..ranks.launch import rank, world_size
+from .scope import rank, world_size
 
 # %% auto #0
 __all__ = ['ordered_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter', 'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
-    """Sum, or mean, in rank order; of 16-bit inputs in fp32."""
+    """Sum, or mean, neighbours first; of 16-bit inputs in fp32.
+
+    0 + 1 and 2 + 3, then those two sums, and so on; what is left over when
+    nobody stands beside it waits. So neighbours may be summed elsewhere.
+    """
     kind = parts[0].dtype
     narrow = kind.is_floating_point and kind.itemsize < 4
-    total = parts[0].to(torch.float32 if narrow else kind, copy=True)
-    for part in parts[1:]:
-        total += part
+    sums: list[Tensor] = []  # of 2^k neighbours each, the larger ones first
+    for j, part in enumerate(parts):
+        total = part.to(torch.float32) if narrow else part
+        while j % 2:
+            total, j = sums.pop() + total, j // 2
+        sums.append(total)
+    while len(sums) > 1:
+        last = sums.pop()
+        sums[-1] = sums[-1] + last
     # before it is rounded: a mean of fp16 fits where their sum may not
-    return total.div_(len(parts)) if average else total
+    return sums[0] / len(parts) if average else sums[0]
 
 
 def store(out: Tensor, total: Tensor) -> None:
@@ -41,7 +51,7 @@ def store(out: Tensor, total: Tensor) -> None:
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:
-    """Send row j to rank j; sum what arrives in rank order."""
+    """Send row j to rank j; sum what arrives in one order."""
     me, ranks = rank(), range(world_size())
     peers = [j for j in ranks if j != me]
     came = {j: label(torch.empty_like(inp[me]), "buffers") for j in peers}

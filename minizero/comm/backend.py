@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.launch import device, rank, world_size
+from ..ranks.launch import device
 from .algorithms import (
     direct_all_gather,
     direct_reduce_scatter,
@@ -20,6 +20,8 @@ from .algorithms import (
     store,
 )
 from .point_to_point import Cuts, Rows, backend_of, staged
+from .quantized import current_code
+from .scope import Scope, current_scope, rank, world_size
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -58,7 +60,7 @@ def backend_reduce_scatter(
     if average:
         padded = padded / len(inp)
     target = torch.empty_like(inp[0], device="cpu")
-    work = _reduce_scatter(target, padded.cpu(), async_op=True)
+    work = _reduce_scatter(target, padded.cpu(), group=queue(), async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -118,6 +120,12 @@ def _second(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group()
 
 
+@cache
+def _part(scope: Scope, beside: bool, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of some ranks: those alone make it, when they first need it."""
+    return dist.new_group([*scope.ranks], use_local_synchronization=True)
+
+
 @contextmanager
 def beside() -> Iterator[None]:
     """The backend's collectives inside queue apart from those outside.
@@ -138,6 +146,9 @@ def beside() -> Iterator[None]:
 
 def queue() -> dist.ProcessGroup | None:
     """The group that the backend's next collective goes to; None is the default one."""
+    scope = current_scope()
+    if scope is not None and dist.group.WORLD is not None:
+        return _part(scope, bool(_beside), dist.group.WORLD)
     return _beside[-1] if _beside else None
 
 
@@ -146,7 +157,7 @@ def algorithm(name: str) -> Iterator[None]:
     """Choose how collectives are done: "direct", "ring" or "backend".
 
     Without it gloo takes "direct" and NCCL takes "backend". Only "direct" promises that
-    the order of a sum is the order of the ranks.
+    all elements are summed in one order.
     """
     if name not in ALGORITHMS:
         raise ValueError(
@@ -172,10 +183,15 @@ def current_algorithm(tensor: Tensor | None = None) -> str:
 
 
 def halves(tensor: Tensor) -> Halves:
-    """Those of the current algorithm."""
-    return _HALVES[current_algorithm(tensor)]
+    """Those of the current algorithm, between which rows may travel in code."""
+    inner, code = _HALVES[current_algorithm(tensor)], current_code()
+    if code is None:
+        return inner
+    return Halves(code.reduce_scatter, partial(code.all_gather, inner.all_gather))
 
 
 def natively(tensor: Tensor) -> bool:
     """Whether the backend's own whole collective is wanted, and can reach `tensor`."""
+    if current_code() is not None:
+        return False
     return current_algorithm(tensor) == "backend" and not staged(tensor)

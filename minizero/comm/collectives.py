@@ -24,7 +24,8 @@ from minizero.comm.point_to_point import (
     rows,
 )
 from .sequence import note
-from ..ranks.launch import rank, report, world_size
+from .scope import among, current_scope, member, rank, world_size
+from ..ranks.launch import report
 
 # %% auto #0
 __all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
@@ -49,6 +50,7 @@ class Work:
         self._place = Work.made, self._what, tag
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
+        self._scope = current_scope()
         self._finish: Callable[[], Any] | None = start(tag)
         call.stamp("returned")
 
@@ -68,7 +70,8 @@ class Work:
         self.call.stamp("waited")
         report("waits", *self._place)
         try:
-            finish()
+            with among(self._scope):
+                finish()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank()}: collective {self._place[0]}, {self._what}, "
@@ -90,7 +93,9 @@ def _begin(
     """Enter the call in the ledgers, start it, wait unless it is async."""
     elements = count(parts)
     queued = backend_of(parts[0]) == "nccl"
-    work = Work(enter(op, elements, sent, parts[0].dtype, queued), start)
+    row = parts[0].numel()
+    call = enter(op, elements, sent, parts[0].dtype, queued, row)
+    work = Work(call, start)
     if not async_op:
         work.wait()
     return work
@@ -168,7 +173,7 @@ def all_reduce(
 
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
 def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
-    """Every rank gets `src`'s tensor, in place."""
+    """Every rank gets `src`'s tensor, in place; a place in the scope."""
     if not 0 <= src < world_size():
         raise ValueError(
             f"broadcast: there is no rank {src} among {world_size()}"
@@ -179,7 +184,9 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
 
     def start(tag: int) -> Callable[[], Any]:
         if natively(flat):
-            return dist.broadcast(flat, src, queue(), async_op=True).wait
+            return dist.broadcast(
+                flat, member(src), queue(), async_op=True
+            ).wait
         sends = dict.fromkeys(peers, flat) if mine else {}
         return exchange(sends, {} if mine else {src: flat}, tag)
 

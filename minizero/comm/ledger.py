@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from .quantized import weight
+from .scope import scope_name
+
 
 @dataclass
 class Call:
@@ -20,7 +23,8 @@ class Call:
 
     `elements` is the size of the whole buffer, `sent` what the direct
     exchange and the ring have this rank send (a backend may send more), both
-    counted in elements; `bytes` is what `sent` weighs.
+    counted in elements; `bytes` is what `sent` weighs. `scope`: among which
+    ranks it was, "all" or a part of them (see `among`).
     `returned`: when the launch gave the rank back to its own work.
     `queued`: whether a device carries it out in its own time, as NCCL does.
     Then the times are the device's, as soon as the ledger is closed.
@@ -33,6 +37,7 @@ class Call:
     dtype: str
     phase: str
     unit: str
+    scope: str = "all"
     queued: bool = False
     launched: float = 0.0
     waited: float = 0.0
@@ -42,6 +47,7 @@ class Call:
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.phase, self.unit)))
         what = f"{self.op} of {self.elements:,} {self.dtype}"
+        what += f" {self.scope} groups" * (self.scope != "all")
         return f"{what} ({where})" if where else what
 
     def stamp(self, moment: str) -> None:
@@ -60,11 +66,18 @@ class Ledger(list[Call]):
     """Every collective of this rank while the ledger was open."""
 
     def select(
-        self, op: str | None = None, phase: str | None = None
+        self,
+        op: str | None = None,
+        phase: str | None = None,
+        scope: str | None = None,
     ) -> list[Call]:
-        """The calls of one op, one phase, or both."""
+        """The calls of one op, of one phase, among some ranks, or all."""
         return [
-            c for c in self if op in (None, c.op) and phase in (None, c.phase)
+            c
+            for c in self
+            if op in (None, c.op)
+            and phase in (None, c.phase)
+            and scope in (None, c.scope)
         ]
 
     def sent(self, op: str | None = None, phase: str | None = None) -> int:
@@ -73,15 +86,19 @@ class Ledger(list[Call]):
 
     def table(self) -> str:
         """Calls, elements sent and bytes sent, by phase and op."""
+        grouped = any(c.scope != "all" for c in self)
+        w = 24 if grouped else 16
         lines = [
-            f"{'phase':10}{'op':16}{'calls':>6}{'sent':>14}{'bytes':>14}"
+            f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"
         ]
-        for where, op in dict.fromkeys((c.phase, c.op) for c in self):
-            calls = self.select(op, where)
+        for key in dict.fromkeys((c.op, c.phase, c.scope) for c in self):
+            op, where, scope = key
+            calls = self.select(*key)
             sent = sum(c.sent for c in calls)
             size = sum(c.bytes for c in calls)
+            what = f"{op} {scope}" if grouped else op
             lines.append(
-                f"{where:10}{op:16}{len(calls):6}{sent:14,}{size:14,}"
+                f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}"
             )
         return "\n".join(lines)
 
@@ -136,10 +153,17 @@ def enter(
     sent: int,
     dtype: torch.dtype,
     queued: bool = False,
+    row: int = 1,
 ) -> Call:
-    """Write a call that is being launched into every open ledger."""
-    name, nbytes = str(dtype).removeprefix("torch."), sent * dtype.itemsize
-    call = Call(op, elements, sent, nbytes, name, **_where, queued=queued)
+    """Write a call that is being launched into every open ledger.
+
+    `row`: elements of one row, in which quantized ones are weighed.
+    """
+    name, nbytes = weight(sent, row, dtype)
+    call = Call(
+        op, elements, sent, nbytes, name, **_where, scope=scope_name(),
+        queued=queued,
+    )  # fmt: skip
     call.stamp("launched")
     for book in _ledgers:
         book.append(call)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.launch import device, rank, world_size
+from ..ranks.launch import device
+from .scope import member
+from .scope import rank, world_size
 
 Rows = Sequence[Tensor]
 
@@ -108,7 +110,7 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 def exchange(
     sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> Callable[[], None]:
-    """Post all sends and receives (by peer) at once; the result waits.
+    """Post all sends and receives (by place in the scope) at once; the result waits.
 
     If the result is dropped instead, the next call waits for them: once gloo has lost a
     receive that is under way, nothing else of that peer arrives.
@@ -126,7 +128,7 @@ def exchange(
     leaving = {peer: host.get(id(t), t) for peer, t in sends.items() if t.numel()}
     # As bytes: the transport need not know the dtype.
     ops = [
-        dist.P2POp(kind, t.view(torch.uint8), peer, tag=tag)
+        dist.P2POp(kind, t.view(torch.uint8), member(peer), tag=tag)
         for kind, side in ((dist.isend, leaving), (dist.irecv, landing))
         for peer, t in side.items()
     ]

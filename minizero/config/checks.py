@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def errors(config: Config) -> Iterator[str]:
     """A sentence for each contradiction."""
     yield from _offload_errors(config)
+    yield from _group_errors(config)
     fp16 = config.fp16
     first = 2**fp16.initial_scale_power
     if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > first:
@@ -57,6 +58,38 @@ def _offload_errors(config: Config) -> Iterator[str]:
             f"{ZERO}.offload_optimizer.delayed_update = true, but only what is in host "
             'memory is updated late; give "device": "cpu", and offload_param no "nvme"'
         )
+
+
+def _group_errors(config: Config) -> Iterator[str]:
+    zero, ranks = config.zero_optimization, config.world_size
+    if all(config.groups):
+        yield (
+            f"{ZERO}.mics_shard_size and zero_hpz_partition_size both make groups; the "
+            "first shards all in them, the second parameters alone: leave one out"
+        )
+    for name, size in zip(GROUPS, config.groups, strict=True):
+        if size is None:
+            continue
+        if size == 1:
+            yield f"{ZERO}.{name} = 1 shards nothing; use stage 0, or leave it out"
+        elif ranks % size:
+            fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+            yield (
+                f"{ZERO}.{name} = {size}, but groups of {size} cannot be made of "
+                f"{ranks} ranks; use a number that divides them"
+                + (f": {', '.join(fits)}" if fits else ", or leave it out")
+            )
+        elif "nvme" in config.places or zero.offload_optimizer.delayed_update:
+            yield (
+                f"{ZERO}.{name} = {size}: in groups a rank has several shards of a "
+                "buffer, which files and a delayed update do not serve; offload to "
+                '"cpu" without delayed_update'
+            )
+        elif name == GROUPS[1] and config.places[1] != "none":
+            yield (
+                f"{ZERO}.{name} = {size} keeps a copy of the parameters on the device "
+                "for each group; leave offload_param out, or use mics_shard_size"
+            )
 
 
 def _dtype_errors(config: Config) -> Iterator[str]:
@@ -104,16 +137,26 @@ def _files_without_nvme(block: str) -> Idle:
 
 
 ZERO = "zero_optimization"
+GROUPS = ("mics_shard_size", "zero_hpz_partition_size")
 IDLE = (
     Idle(
         lambda c: c.zero_optimization.stage < 3,
-        (f"{ZERO}.offload_param.*", f"{ZERO}.stage3_*"),
+        (
+            f"{ZERO}.offload_param.*",
+            f"{ZERO}.stage3_*",
+            f"{ZERO}.{GROUPS[1]}",
+            f"{ZERO}.zero_quantized_weights",
+        ),
         "parameters are sharded at stage 3 only, and the stage is "
         "{c.zero_optimization.stage}",
     ),
     Idle(
         lambda c: c.zero_optimization.stage < 1,
-        (f"{ZERO}.offload_optimizer.*",),
+        (
+            f"{ZERO}.offload_optimizer.*",
+            f"{ZERO}.{GROUPS[0]}",
+            f"{ZERO}.zero_quantized_gradients",
+        ),
         "at stage 0 every rank has all of the optimizer state, on its device",
     ),
     Idle(

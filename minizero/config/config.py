@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
@@ -137,7 +138,27 @@ class Config(Section):
         from minizero.memory.plan import Plan  # with torch, which reading does without
 
         optimizer, param = (None if on == "none" else on for on in self.places)
-        return Plan.stage(self.zero_optimization.stage, optimizer, param)
+        together, secondary = self.groups
+        plan = Plan.stage(self.zero_optimization.stage, optimizer, param, together)
+        if secondary is None:
+            return plan
+        return replace(plan, parameters=replace(plan.parameters, group=secondary))
+
+    @property
+    def groups(self) -> tuple[int | None, int | None]:
+        """Ranks that share a copy of all that is sharded, or of the parameters alone."""
+        zero = self.zero_optimization
+        together = zero.mics_shard_size if zero.stage else -1
+        secondary = zero.zero_hpz_partition_size if zero.stage == 3 else 1
+        return None if together < 1 else together, None if secondary == 1 else secondary
+
+    @property
+    def bits(self) -> tuple[int | None, int | None]:
+        """In how many bits weights and gradients are sent; None: as they are."""
+        zero = self.zero_optimization
+        weights = zero.zero_quantized_weights and zero.stage == 3
+        gradients = zero.zero_quantized_gradients and zero.stage > 0
+        return 8 if weights else None, 4 if gradients else None
 
     @property
     def files(self) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ _MIXED = "use fp16 or bf16"
 _FP32 = 'use "communication_data_type": "fp32", whose sums do not overflow'
 _LOG = "use csv_monitor or tensorboard"
 _DATA = "choose the batches in the data loader"
-_BYTES = "nothing is quantized on its way; use bf16, half of fp32"
 _MASTERS = "master weights are fp32, as exact resuming needs"
 _COMPILE = "call engine.compile()"
 _BACKGROUND = "for a save beside training call save_checkpoint(..., background=BYTES)"
@@ -82,19 +81,15 @@ TOP = {
 
 ZERO = {
     "legacy_stage1": Refused(False, "there is one stage 1; remove it"),
-    "zero_hpz_partition_size": Refused(
-        1, "parameters are sharded over all ranks; leave it at 1"
-    ),
-    "mics_shard_size": Refused(
-        -1, "parameters are sharded over all ranks; leave it at -1"
-    ),
     "mics_hierarchical_params_gather": Refused(
-        False, "parameters are gathered over all ranks at once"
+        False, "a unit is gathered in one collective of its group"
     ),
-    "zero_quantized_weights": Refused(False, _BYTES),
-    "zero_quantized_nontrainable_weights": Refused(False, _BYTES),
-    "zero_quantized_gradients": Refused(False, _BYTES),
-    "zeropp_loco_param": Refused(None, _BYTES),
+    "zero_quantized_nontrainable_weights": Refused(
+        False, "frozen weights are quantized on their way, by zero_quantized_weights"
+    ),
+    "zeropp_loco_param": Refused(
+        None, "quantized gradients are sent without what was lost before; leave it out"
+    ),
     "zenflow": Refused(None, 'use "offload_optimizer"'),
     "save_muon_momentum_buffer_in_memory": Refused(
         False, "Muon needs the shapes of parameters; use AdamW"

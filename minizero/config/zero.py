@@ -98,6 +98,18 @@ class ZeroOptimization(Section):
     overlap_comm: bool | None = None
     """Communicate while the device computes. Unset: true at stage 3, else false. Done:
     `Overlap`, else `Schedule`."""
+    zero_hpz_partition_size: Annotated[int, "ranks", Ge(1)] = 1
+    """Neighbours that share a copy of the parameters (stage 3; hpZ); the rest is sharded
+    over all ranks. 1: no copies. Done: `group` of the parameters' `Placement`."""
+    mics_shard_size: Annotated[int, "ranks", Ge(-1)] = -1
+    """Neighbours that share a copy of all that the stage shards (MiCS). -1: all ranks
+    share one. Done: `group` of `Plan.stage`."""
+    zero_quantized_weights: bool = False
+    """Parameters are gathered in 8 bits (stage 3; qwZ). Done: `weight_bits` of
+    `parallelize`."""
+    zero_quantized_gradients: bool = False
+    """Gradients are reduced in 4 bits (stages 1 to 3; qgZ). Done: `gradient_bits` of
+    `parallelize`."""
     reduce_bucket_size: Annotated[int, "elements", Ge(1)] = 500_000_000
     """Most gradients in one reduction. Done: `bucket_size` of `parallelize`."""
     stage3_prefetch_bucket_size: Elements = 50_000_000

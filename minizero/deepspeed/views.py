@@ -101,12 +101,11 @@ class View:
         """All ranks' parts, put together: in the parameter's shape."""
         if len(parts) < world_size():
             lengths = self.lengths()
-            own = parts[0].new_zeros(max(lengths))
-            own[: parts[0].numel()] = parts[0]
-            padded = own.new_empty(world_size() * own.numel())
+            own = parts[0].new_zeros(len(parts), max(lengths))
+            for row, part in zip(own, parts, strict=True):
+                row[: part.numel()] = part
             with comm.phase("view", self.unit.name):
-                comm.all_gather(padded, own)
-            each = padded.view(world_size(), -1)
+                each = self.net.of_all(own)
             parts = [part[:n] for part, n in zip(each, lengths, strict=True)]
         return torch.cat(parts).view(self.slot.shape)
 

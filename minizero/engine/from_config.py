@@ -96,6 +96,7 @@ def wrap(
         model.requires_grad_(False)
         optimizer = torch.optim.SGD([{"params": []}])
     live = live_parameters(model, optimizer, config, units)
+    weight_bits, gradient_bits = config.bits
     return parallelize(
         model,
         optimizer,
@@ -105,4 +106,6 @@ def wrap(
         precision=precision(config),
         schedule=schedule(config, live),
         home=home(config),
+        weight_bits=weight_bits,
+        gradient_bits=gradient_bits,
     )

@@ -17,10 +17,13 @@ class Placement:
 
     `sharded`: each rank keeps 1/N of it (else every rank keeps all of it).
     `on`: "device", "cpu" (host memory) or "nvme" (files).
+    `group`: it is sharded over so many neighbours, and each such group has
+    all of it; None: over all ranks.
     """
 
     sharded: bool = False
     on: str = "device"
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if self.on not in PLACES:
@@ -34,6 +37,24 @@ class Placement:
                 "would be written there once a rank; choose a stage that "
                 "shards it"
             )
+        if self.group is not None and not (self.sharded and self.group >= 2):
+            raise ValueError(
+                f"group={self.group!r} is the number of ranks, 2 or more, "
+                "that shard one copy of the state; leave it out to replicate "
+                "the state, or to shard it over all ranks"
+            )
+
+    def ranks(self, world_size: int) -> int:
+        """How many ranks share one copy, each with as much of it."""
+        if not self.sharded:
+            return 1
+        group = self.group or world_size
+        if world_size % group:
+            raise ValueError(
+                f"groups of {group} ranks cannot be made of {world_size}; "
+                "choose a group that divides the number of ranks"
+            )
+        return group
 
 # %% auto #0
 __all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate', 'estimate_activations']
@@ -47,26 +68,45 @@ class Plan:
     gradients: Placement = Placement()
     optimizer: Placement = Placement()
 
+    @property
+    def group(self) -> int | None:
+        """How many ranks share a copy of what is sharded; None: all.
+
+        The parameters' group, if gradients and optimizer state, which are
+        updated together, are sharded over all ranks nevertheless.
+        """
+        return self.parameters.group or self.optimizer.group
+
     @classmethod
     def stage(
         cls,
         stage: int,
         offload_optimizer: str | None = None,
         offload_param: str | None = None,
+        group: int | None = None,
     ) -> Plan:
         """The plan of a ZeRO stage (Rajbhandari et al. 2020, fig. 1).
 
         Gradients follow the optimizer state to the host, where they are used
-        (Ren et al. 2021, sec. 4.1); they never go to disk.
+        (Ren et al. 2021, sec. 4.1); they never go to disk. `group`: what is
+        sharded is sharded in groups of so many ranks, each with a copy.
         """
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
         off = offload_optimizer or "device"
         moved = off != "device" and stage >= 2
         return cls(
-            parameters=Placement(stage >= 3, offload_param or "device"),
-            gradients=Placement(stage >= 2, "cpu" if moved else "device"),
-            optimizer=Placement(stage >= 1, off),
+            parameters=Placement(
+                stage >= 3,
+                offload_param or "device",
+                group if stage >= 3 else None,
+            ),
+            gradients=Placement(
+                stage >= 2,
+                "cpu" if moved else "device",
+                group if stage >= 2 else None,
+            ),
+            optimizer=Placement(stage >= 1, off, group),
         )
 
 # %% ../../notebooks/01_memory.ipynb #plan-9
@@ -111,11 +151,13 @@ def estimate(
     optimizer: str = "adam",
     offload_optimizer: str | None = None,
     offload_param: str | None = None,
+    group: int | None = None,
 ) -> Breakdown:
     """Bytes of model state per rank; activations and buffers are not in it.
 
     Mixed-precision Adam costs 2 + 2 + 12 = 16 bytes a parameter; a sharded
-    category costs 1/N of its share (Rajbhandari et al. 2020, sec. 3.1, 5).
+    category costs 1/N of its share (Rajbhandari et al. 2020, sec. 3.1, 5),
+    or 1/group.
     """
     _one_of("precision", precision, PRECISIONS)
     _one_of("optimizer", optimizer, OPTIMIZERS)
@@ -128,7 +170,7 @@ def estimate(
     plan = (
         stage
         if isinstance(stage, Plan)
-        else Plan.stage(stage, offload_optimizer, offload_param)
+        else Plan.stage(stage, offload_optimizer, offload_param, group)
     )
     parameter, gradient, master = PRECISIONS[precision]
     cost = Bytes(parameter, gradient, master + OPTIMIZERS[optimizer])
@@ -136,8 +178,8 @@ def estimate(
     where = {"device": result, "cpu": result.host, "nvme": result.disk}
     for category in ("parameters", "gradients", "optimizer"):
         placement: Placement = getattr(plan, category)
-        share = n_params / world_size if placement.sharded else n_params
-        nbytes = share * getattr(cost, category)
+        ranks = placement.ranks(world_size)
+        nbytes = n_params / ranks * getattr(cost, category)
         setattr(where[placement.on], category, nbytes)
     return result
 

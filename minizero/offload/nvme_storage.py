@@ -44,7 +44,7 @@ class DiskStorage(HostStorage):
     """
 
     places: tuple[str, ...] = ("device", "cpu", "nvme")
-    slices = True
+    slices, several = True, False
 
     def __init__(
         self,

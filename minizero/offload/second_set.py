@@ -21,6 +21,8 @@ class SecondSet(Offload):
     updates there were; the first `start` are waited for.
     """
 
+    several = False
+
     def __init__(self, plan: Plan, start: int = 0) -> None:
         if plan.optimizer.on != "cpu":
             raise ValueError(

@@ -89,6 +89,7 @@ class AbsentFlat(Flat):
         for old in before:
             if not old.whole:
                 old.gather().wait()
+            old.make_exact()
         super().fill(slot)
         # on the parameter: a table of owners would keep them alive
         vars(p := slot.parameter).setdefault("ds_id", next(_numbers))

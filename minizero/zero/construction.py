@@ -86,10 +86,15 @@ class Construction(Step):
             )
         return whole
 
+    def _new_flat(
+        self, named: list[tuple[str, nn.Parameter]], group: int | None, place: Place
+    ) -> Flat:
+        return self.flat_type(named, group, place)
+
     def _build_flat(
         self, named: list[tuple[str, nn.Parameter]], group: int | None, place: Place
     ) -> Flat:
-        flat = self.flat_type(named, group, place)
+        flat = self._new_flat(named, group, place)
         comm.broadcast(flat.full)
         self.precision.attach(flat, self.owned_shards(flat, flat.full))
         self.place(flat)

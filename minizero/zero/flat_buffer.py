@@ -73,8 +73,13 @@ class Layout:
         """Elements a to b of every rank's shard."""
         return list(buffer.view(world_size(), self.size)[:, a:b].unbind())
 
+    @property
+    def own_size(self) -> int:
+        """Elements that this rank updates, where updates are sharded."""
+        return self.size
+
     def own(self, buffer: Tensor) -> Tensor:
-        """This rank's shard, [size]."""
+        """This rank's shard, [own_size]."""
         return buffer[rank() * self.size : (rank() + 1) * self.size]
 
     def cut(self, slot: Slot, number: int) -> tuple[int, int]:
@@ -98,7 +103,7 @@ class Gradients(Layout):
 
     `grad`: [padded], or None; in `grad_dtype` it is kept, added up, reduced.
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
-    `grad_shard`: [size], the own reduced gradients, where a plan shards them.
+    `grad_shard`: [own_size], the own reduced gradients, where a plan shards them.
     `came`: the parameters that have brought this rank one since `zero_grad`.
     `shown`: what `.grad` of each parameter was, when a backward had ended.
     """

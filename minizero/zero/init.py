@@ -69,6 +69,7 @@ def _gathered(
     for flat in flats:
         if not flat.whole:
             flat.gather().wait()
+        flat.make_exact()
         flat.pinned += 1
     try:
         yield flats
@@ -77,7 +78,7 @@ def _gathered(
                 comm.broadcast(p, modifier_rank)
             for flat in flats:
                 comm.broadcast(flat.full, modifier_rank)
-                flat.home.write_back(flat.shard, flat.own(flat.full))
+                flat.home.write_back(flat.shard, flat.kept(flat.full))
             for net in nets_of(params):
                 net.refresh()
     finally:

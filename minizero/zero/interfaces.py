@@ -183,6 +183,8 @@ class Home:
     places: tuple[str, ...] = ("device",)
     slices = False
     """Whether an update sees a shard in slices, cut at any element."""
+    several = True
+    """Whether it serves a rank that owns several shards of a buffer, but not all."""
 
     def __init__(self, plan: Plan | None = None) -> None:
         self.plan = plan or Plan()

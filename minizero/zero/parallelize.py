@@ -12,6 +12,7 @@ from torch import nn
 
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
+from .hierarchical import IN_GROUPS, Hierarchical
 from .interfaces import Home
 from .absent import owners
 from .module_hooks import refuse_compiled
@@ -30,11 +31,15 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan | None = None,
+    *,
+    weight_bits: int | None = None,
+    gradient_bits: int | None = None,
     **options: Any,
 ) -> DataParallel:
     """Train `model` as `plan` says (default: stage 3).
 
-    The options are those of `DataParallel`.
+    The options are those of `DataParallel`; with `weight_bits` or
+    `gradient_bits`, 8 or 4, these are quantized when they are sent.
     """
     plan = Plan.stage(3) if plan is None else plan
 
@@ -67,4 +72,9 @@ def parallelize(
             f"the home was made for {home.plan}, but the plan is {plan}; "
             "give both the same plan"
         )
+    if plan.group or weight_bits or gradient_bits:
+        return IN_GROUPS.get(kind, Hierarchical)(
+            model, optimizer, plan=plan, weight_bits=weight_bits,
+            gradient_bits=gradient_bits, **options,
+        )  # fmt: skip
     return kind(model, optimizer, **options)

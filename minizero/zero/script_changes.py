@@ -184,7 +184,12 @@ class ScriptChanges(Moves):
 
     def numbers(self, owned: list[Tensor]) -> list[int]:
         """Whose shards the owned ones would be if all were sharded."""
-        return list(range(len(owned))) if len(owned) != 1 else [rank()]
+        return list(range(len(owned))) if len(owned) != 1 else [self.number]
+
+    @property
+    def number(self) -> int:
+        """Of all shards, the one that this rank saves: its own."""
+        return rank()
 
     def _show_gradients(self) -> None:
         """Let `.grad` tell who has a gradient, as after a backward of torch."""
@@ -248,7 +253,7 @@ class ScriptChanges(Moves):
         self.home.finish_adds()
         if flat.grad is not None:
             slot.view(flat.grad).fill_(value)
-        shard = [] if flat.grad_shard is None else [flat.grad_shard]
+        shard = [] if flat.grad_shard is None else self.owned_grads(flat)
         for parts in (shard, flat.total or []):
             for number, part in zip(self.numbers(parts), parts, strict=True):
                 a, b = flat.cut(slot, number)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import comm
 from ..comm.collectives import Work
@@ -23,7 +23,7 @@ __all__ = ['ShardedFlat']
 class ShardedFlat(AbsentFlat):
     """A flat buffer that is empty, except between `gather` and `free`.
 
-    `shard`: [size], this rank's, always there, where `home` keeps it.
+    `shard`: what this rank keeps, always there, where `home` keeps it.
     `used`: whether its unit needs it whole. `pinned`: how many others do.
     `seen`: whether a script may have kept views of it since it was gathered.
     """
@@ -48,9 +48,16 @@ class ShardedFlat(AbsentFlat):
         arrived = self._arriving is None
         return arrived and self.full.untyped_storage().nbytes() > 0
 
+    def kept(self, buffer: Tensor) -> Tensor:
+        """What this rank keeps of a buffer: its shard."""
+        return self.own(buffer)
+
+    def make_exact(self) -> None:
+        """Bring what a whole buffer lacks of the shards: here, nothing."""
+
     def split(self) -> None:
         """Keep the own shard, free the rest."""
-        self.shard = self.home.store(self.own(self.full), "parameters")
+        self.shard = self.home.store(self.kept(self.full), "parameters")
         self.free()
 
     def gather(self) -> Work:
@@ -60,7 +67,7 @@ class ShardedFlat(AbsentFlat):
         self.check_unwritten()
         self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
         with self.home.on_copy_stream() as arrive:
-            own = self.home.load(self.shard, self.own(self.full))
+            own = self.home.load(self.shard, self.kept(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
         self._arriving = work
         return work.then(arrive).then(self._arrive)
@@ -75,7 +82,7 @@ class ShardedFlat(AbsentFlat):
             self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.used and not self.pinned:
             if world_size() == 1 and any(self.written()):
-                self.home.write_back(self.shard, self.own(self.full))
+                self.home.write_back(self.shard, self.kept(self.full))
             self.hide()
             if self.seen:
                 self.give_away()

@@ -28,9 +28,9 @@ class ZeRO2(ZeRO1):
     plan = Plan.stage(2)
 
     def place(self, flat: Flat) -> None:
-        """Keep a shard of gradients, [size], and no whole buffer."""
+        """Keep a shard of gradients, and no whole buffer."""
         if flat.trainable:
-            own = flat.full.new_full((flat.size,), NOTHING)
+            own = flat.full.new_full((flat.own_size,), NOTHING)
             own = own.to(flat.grad_dtype)
             flat.grad_shard = self.home.store(own, "gradients")
 

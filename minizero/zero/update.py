@@ -69,9 +69,13 @@ class Clipping(Backward, OwnedStates):
         mine = mine.view(len(flats), -1).t().contiguous()
         if len(mine) == world_size():
             return mine
-        every = mine.new_empty(world_size(), len(flats))
         with comm.phase(unit="gradient norm"):
-            comm.all_gather(every, mine)
+            return self.of_all(mine)
+
+    def of_all(self, mine: Tensor) -> Tensor:
+        """Rows of owned shards, [owned, n], as rows of all, [ranks, n]."""
+        every = mine.new_empty(world_size(), mine.shape[1])
+        comm.all_gather(every, mine)
         return every
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-update-step

@@ -125,7 +125,9 @@ def coefficients() -> dict[str, dict[str, tuple[float, float]]]:
     choices = product(range(4), PRECISIONS, OPTIMIZERS, (0, 1), (0, 1))
     for stage, precision, optimizer, state, param in choices:
         offload = {"offload_optimizer": state, "offload_param": param}
-        options = {name: "cpu" for name, chosen in offload.items() if chosen}
+        options: dict[str, Any] = {
+            name: "cpu" for name, chosen in offload.items() if chosen
+        }
         try:
             one, two = (
                 # A power of two as n_params, so that every division is exact.

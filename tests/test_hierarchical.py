@@ -1,0 +1,390 @@
+"""Shards in groups, copies across them, and what is sent in 8 or 4 bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nasty
+import pytest
+import torch
+from nasty import Nasty
+from test_muon import groups as muon_groups
+from torch import Tensor
+
+from minizero import Offload, Overlap, comm, initialize, parallelize, zero
+from minizero.checkpoint import load, save
+from minizero.comm.algorithms import ordered_sum
+from minizero.comm.quantized import BLOCK, Code
+from minizero.comm.scope import rank_of, shard_of
+from minizero.config.read import read
+from minizero.memory.plan import Placement, Plan, estimate
+from minizero.memory.tracker import Tracker
+from minizero.precision import MixedPrecision
+from minizero.ranks.launch import Pool
+from minizero.zero.muon import Muon
+
+GROUP, STEPS = 2, 3
+SECONDARY = Plan(Placement(True, group=GROUP), Placement(True), Placement(True))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+def trained(plan: Plan, **options: Any) -> nasty.Run:
+    home = Offload(plan) if plan.optimizer.on == "cpu" else None
+    return nasty.train(plan, steps=STEPS, home=home, **options)
+
+
+CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
+    "stage 1": (Plan.stage(1, group=GROUP), {"postpone": True}),
+    "stage 2": (Plan.stage(2, group=GROUP), {"bucket_size": 50}),
+    "stage 3": (Plan.stage(3, group=GROUP), {"bucket_size": 50}),
+    "overlap": (Plan.stage(3, group=GROUP), {"schedule": Overlap(10**6, 10**6, 200)}),
+    "offload": (Plan.stage(3, "cpu", "cpu", group=GROUP), {}),
+    "secondary": (SECONDARY, {"bucket_size": 50}),
+    "secondary, kept": (SECONDARY, {"schedule": Overlap(10**6, 10**6, 10**6)}),
+}
+
+
+def test_groups_change_no_bit(pool: Pool) -> None:
+    """Two micro-batches, clipped: the sums of neighbours are summed, as without."""
+    flat = {
+        late: pool.run(trained, Plan.stage(0), micro_batches=2, postpone=late)
+        for late in (False, True)
+    }
+    for name, (plan, options) in CASES.items():
+        found = pool.run(trained, plan, micro_batches=2, **options)
+        assert nasty.same(found, flat["postpone" in options]), name
+
+
+def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:
+    """And of other sizes not: the order is another."""
+    differs = set()
+    for n in range(1, 25):
+        draw = torch.Generator().manual_seed(n)
+        parts = list(torch.randn(n, 500, generator=draw))
+        for g in (g for g in range(1, n + 1) if n % g == 0):
+            inner = [ordered_sum(parts[i : i + g], True) for i in range(0, n, g)]
+            if not torch.equal(ordered_sum(inner, True), ordered_sum(parts, True)):
+                differs.add(g)
+    assert differs == {3, 5, 6, 7, 9, 10, 11, 12}
+
+
+def sent(plan: Plan) -> tuple[dict[Any, int], dict[str, int], int, int]:
+    """Elements sent by scope and op in one step, state bytes, parameters, padded."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    gc.collect()
+    with Tracker() as tracker:
+        net = parallelize(model, torch.optim.AdamW(model.parameters()), plan)
+        for _ in range(2):
+            with comm.ledger() as calls:
+                net.backward(net(torch.randn(2, 32)).square().mean())
+                net.step()
+        live = dict(tracker.live)
+    found: dict[Any, int] = {}
+    for call in calls:
+        key = call.scope, call.op
+        found[key] = found.get(key, 0) + call.sent
+    padded = sum(flat.padded for unit in net.units for flat in unit.flats)
+    return found, live, sum(p.numel() for p in model.parameters()), padded
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+def test_bytes_within_and_across(pool: Pool, secondary: bool) -> None:
+    plan = SECONDARY if secondary else Plan.stage(3, group=GROUP)
+    n, copies = 4, 4 // GROUP
+    for found, live, parameters, padded in pool.run(sent, plan):
+        inside = padded * (GROUP - 1) // GROUP
+        outside = padded // GROUP * (copies - 1) // copies
+        assert found["within", "all_gather"] == 2 * inside
+        assert found["within", "reduce_scatter"] == inside
+        if secondary:
+            assert found["across", "reduce_scatter"] == outside
+            assert found["across", "all_gather"] == outside
+        else:
+            assert found["across", "all_reduce"] == 2 * outside
+        assert not [key for key in found if key[0] == "all"]
+        expected = estimate(parameters, n, plan, "fp32")
+        assert live["parameters"] == expected.parameters
+        assert live["gradients"] == expected.gradients
+        # and a counter of steps for each shard
+        counters = live["optimizer"] - expected.optimizer
+        assert 0 <= counters <= 16 * copies * 4
+
+
+def made(plan: Plan, muon: bool = False, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = Nasty()
+    if muon:
+        for block in model.blocks:
+            block.mixer = torch.nn.Parameter(torch.randn(5, 11))
+        return parallelize(model, Muon(muon_groups(model)), plan, **options)
+    return parallelize(model, nasty.adamw(nasty.groups(model)), plan, **options)
+
+
+def steps(net: Any, first: int, last: int, clip: float = 0.5) -> Tensor:
+    data, losses = nasty.batches(20, 1, rows=2), []
+    for step in range(first, last):
+        net.model.step = step
+        x, y = data[step]
+        losses.append(net(nasty.own(x, 2), nasty.own(y, 2)))
+        net.backward(losses[-1])
+        net.clip_grad_norm(clip)
+        net.step()
+    return torch.stack(losses).detach()
+
+
+def resumed(folder: Path, plan: Plan, tag: str, muon: bool) -> dict[str, Tensor]:
+    net = made(plan, muon)
+    load(net, folder, tag)
+    steps(net, 2, 4)
+    return net.state_dict()
+
+
+def saved(folder: Path, plan: Plan, tag: str, muon: bool) -> dict[str, Tensor]:
+    net = made(plan, muon)
+    steps(net, 0, 2)
+    save(net, folder, tag)
+    steps(net, 2, 4)
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
+def test_checkpoints_and_muon(pool: Pool, tmp_path: Path, muon: bool) -> None:
+    """From groups to none and back; each shard is in one file, once."""
+    every = {
+        "flat": Plan.stage(2),
+        "grouped": Plan.stage(3, group=GROUP),
+        "secondary": SECONDARY,
+    }
+    runs = {
+        tag: pool.run(saved, tmp_path, plan, tag, muon)[0]
+        for tag, plan in every.items()
+    }
+    for tag, run in runs.items():
+        assert all(torch.equal(v, runs["flat"][k]) for k, v in run.items()), tag
+    sizes = {
+        tag: sum(f.stat().st_size for f in (tmp_path / tag).glob("*.safetensors"))
+        for tag in every
+    }
+    assert max(sizes.values()) - min(sizes.values()) < 200 * 4
+    for tag, other in (
+        ("flat", "secondary"),
+        ("grouped", "flat"),
+        ("secondary", "grouped"),
+    ):
+        found = pool.run(resumed, tmp_path, every[other], tag, muon)[0]
+        assert all(torch.equal(v, runs["flat"][k]) for k, v in found.items()), tag
+
+
+def test_each_shard_has_one_saver() -> None:
+    for n in (1, 2, 4, 6, 12):
+        for g in (g for g in range(1, n + 1) if n % g == 0):
+            shards = [shard_of(r, g, n) for r in range(n)]
+            assert sorted(shards) == list(range(n))
+            assert [rank_of(s, g, n) for s in shards] == list(range(n))
+
+
+def refused() -> list[str]:
+    told = []
+    plans: list[tuple[Plan, dict[str, Any]]] = [
+        (Plan.stage(3, group=3), {}),
+        (Plan(Placement(True), Placement(True, group=2), Placement(True, group=2)), {}),
+        (Plan.stage(2), {"weight_bits": 8}),
+        (Plan.stage(0), {"gradient_bits": 4}),
+        (Plan.stage(3), {"weight_bits": 5}),
+        (Plan(Placement(True, "cpu", 2), Placement(True), Placement(True)), {}),
+    ]
+    for plan, options in plans:
+        with pytest.raises(ValueError) as error:
+            made(
+                plan,
+                home=Offload(plan) if plan.parameters.on == "cpu" else None,
+                **options,
+            )
+        told.append(str(error.value))
+    return told
+
+
+def test_what_does_not_fit_is_told(pool: Pool) -> None:
+    size, mixed, weights, nothing, bits, host = pool.run(refused)[0]
+    assert "groups of 3 ranks cannot be made of 4" in size and "2, 4" in size
+    assert "one group" in mixed
+    assert "stage 3" in weights and "weight_bits" in weights
+    assert "stage 0" in nothing
+    assert "8 or 4 bits, not 5" in bits
+    assert "offload_param" in host
+    with pytest.raises(ValueError, match="2 or more"):
+        Placement(True, group=1)
+    with pytest.raises(ValueError, match="divides"):
+        estimate(1e9, 8, Plan.stage(3, group=3))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_codes_of_themselves(bits: int) -> None:
+    """What is decoded is encoded to the same bytes, and 16 bits hold it."""
+    code, draw = Code(bits), torch.Generator().manual_seed(0)
+    x = torch.randn(10 * BLOCK + 7, generator=draw)
+    x *= 10 ** torch.randn(x.shape, generator=draw)
+    x[3], x[5] = -0.0, 0.0
+    sent = code.encode(x)
+    assert sent.numel() == code.nbytes(x.numel())
+    back = code.decode(sent, torch.empty_like(x))
+    assert torch.equal(code.encode(back), sent)
+    assert torch.equal(code.decode(sent, back.bfloat16()).float(), back)
+    assert back[3].signbit() and not back[5].signbit()
+    blocks = x[: 10 * BLOCK].view(10, -1)
+    most = blocks.abs().amax(1, keepdim=True)
+    errors = (back[: 10 * BLOCK].view(10, -1) - blocks).abs()
+    assert (errors <= most / code.most).all()
+    x[200] = torch.inf
+    back = code.decode(code.encode(x), back)
+    assert back[BLOCK : 2 * BLOCK].isnan().all() and back.isnan().sum() == BLOCK
+
+
+def quantized(plan: Plan, **bits: int) -> tuple[Any, ...]:
+    """Losses, exact weights, whether GatheredParameters keeps bits, bytes."""
+    net = made(plan, **bits)
+    losses = steps(net, 0, 4)
+    weights = [
+        shard.clone() for u in net.units for f in u.flats for shard in net.owned(f)
+    ]
+    with zero.GatheredParameters(net.model.parameters(), modifier_rank=0):
+        whole = [f.full.clone() for u in net.units for f in u.flats]
+    after = [shard for u in net.units for f in u.flats for shard in net.owned(f)]
+    kept = all(map(torch.equal, weights, after))
+    unit = net.units[1]
+    for flat in unit.flats:
+        flat.gather().wait()
+    seen = [flat.full.clone() for flat in unit.flats]
+    for flat in unit.flats:
+        flat.free()
+    return losses, whole, kept, seen
+
+
+@pytest.mark.parametrize("plan", [Plan.stage(3), SECONDARY, CASES["stage 3"][0]])
+def test_ranks_agree_on_quantized_weights(pool: Pool, plan: Plan) -> None:
+    """All compute with the same values; the shards stay as the optimizer made them."""
+    every = pool.run(quantized, plan, weight_bits=8)
+    for _, whole, kept, seen in every:
+        assert kept
+        assert all(map(torch.equal, seen, every[0][3]))
+        assert all(map(torch.equal, whole, every[0][1]))
+
+
+def ratio(plan: Plan, **bits: int) -> dict[Any, int]:
+    """Bytes of one step of 16-bit training, by op and scope."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
+    net = parallelize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        plan,
+        precision=MixedPrecision(torch.bfloat16),
+        **bits,
+    )
+    for _ in range(2):
+        with comm.ledger() as calls:
+            net.backward(net(torch.randn(2, 128)).square().mean())
+            net.step()
+    found: dict[Any, int] = {}
+    for call in calls:
+        key = call.op, call.scope
+        found[key] = found.get(key, 0) + call.bytes
+    return found
+
+
+def test_bytes_as_in_the_paper(pool: Pool) -> None:
+    """A half for weights in 8 bits, a quarter for gradients in 4, scales counted."""
+    plain = pool.run(ratio, Plan.stage(3))[0]
+    coded = pool.run(ratio, Plan.stage(3), weight_bits=8, gradient_bits=4)[0]
+    for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
+        found = coded[op, "all"] / plain[op, "all"]
+        assert found == pytest.approx(share, rel=0.02), op
+    plain = pool.run(ratio, SECONDARY)[0]
+    coded = pool.run(ratio, SECONDARY, weight_bits=8, gradient_bits=4)[0]
+    for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
+        found = coded[op, "across"] / plain[op, "across"]
+        assert found == pytest.approx(share, rel=0.02), op
+
+
+def descent(**bits: int) -> Tensor:
+    net = made(SECONDARY, **bits)
+    return steps(net, 0, 20)
+
+
+def test_training_converges_when_quantized(pool: Pool) -> None:
+    plain = torch.stack(pool.run(descent)).mean(0)
+    coded = torch.stack(pool.run(descent, weight_bits=8, gradient_bits=4)).mean(0)
+    assert not torch.equal(plain, coded)
+    gap = (plain - coded).abs().max()
+    assert gap < 0.1 * (plain[0] - plain[-1]).abs() + 0.05, gap
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "mics_shard_size": {"mics_shard_size": GROUP},
+    "zero_hpz_partition_size": {"zero_hpz_partition_size": GROUP},
+    "quantized": {
+        "zero_hpz_partition_size": GROUP,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    },
+}
+
+
+def by_config(keys: dict[str, Any]) -> tuple[list[float], set[tuple[str, str]]]:
+    """Losses of a model made inside `Init`, and which kinds went where."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **keys},
+    }
+    torch.manual_seed(1)
+    with zero.Init(config=config):
+        model = Nasty()
+    engine, *_ = initialize(model=model, config=config)
+    losses = []
+    with comm.ledger() as calls:
+        for x, y in nasty.batches(3, 1, rows=2):
+            loss = engine(nasty.own(x, 2), nasty.own(y, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, {(c.scope, c.dtype) for c in calls}
+
+
+def test_by_config(pool: Pool) -> None:
+    """The keys of DeepSpeed, and what they send; groups alone change no loss."""
+    runs = {name: pool.run(by_config, keys)[0] for name, keys in CONFIGS.items()}
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        losses, kinds = runs[name]
+        assert losses == runs["flat"][0], name
+        assert {("within", "float32"), ("across", "float32")} <= kinds
+    losses, kinds = runs["quantized"]
+    assert losses != runs["flat"][0]
+    assert losses == pytest.approx(runs["flat"][0], rel=0.05)
+    coded = {
+        (scope, kind) for scope in ("within", "across") for kind in ("int8", "int4")
+    }
+    assert coded <= kinds
+
+
+def test_config_refuses_groups_with_files() -> None:
+    zero_keys = {"stage": 3, "zero_hpz_partition_size": 2}
+    disk = {"device": "nvme", "nvme_path": "/tmp"}
+    for keys, word in (
+        ({**zero_keys, "offload_optimizer": disk}, "several shards"),
+        ({**zero_keys, "offload_param": {"device": "cpu"}}, "mics_shard_size"),
+        ({"stage": 3, "mics_shard_size": 3}, "use a number that divides them: 2, 4"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            read({"train_batch_size": 4, "zero_optimization": keys}, 4)
