@@ -143,7 +143,7 @@ def test_all_follow_the_theme(
                 assert scheme == theme
 
 
-@each
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not Published])
 def test_sliders_stay_where_python_follows(
     browser: Any, show: Show, kind: type[Explorable]
 ) -> None:
@@ -265,7 +265,9 @@ def test_address_holds_the_settings(browser: Any, show: Show) -> None:
     stored, prefixes = captions(roots), [kind.kind for kind in ALL]
     prefixes[0] = "memory-2"
     for root, prefix in zip(roots[1:], prefixes, strict=True):
-        find(root, "input[type=range]").send_keys(keys.ARROW_RIGHT)
+        sliders = root.find_elements("css selector", "input[type=range]")
+        control = sliders[0] if sliders else find(root, "select")
+        control.send_keys(keys.ARROW_UP)
         link = urlsplit(find(root, ".tools a").get_property("href"))
         assert f"{prefix}." in link.query and link.fragment == f"figure-{prefix}"
     setting = captions(roots)
@@ -317,7 +319,7 @@ def test_numbers_are_a_table_on_request(browser: Any, show: Show) -> None:
         heads = [find(line, "th").text for line in lines[1:]]
         assert heads == [str(row[0]) for row in kind().numbers()]
     first = find(roots[0], ".numbers tr:last-child").text
-    assert first == "ZeRO-3 1.75 GB 1.75 GB 10.5 GB 0 B"
+    assert first == "ZeRO-3 1.75 GB 1.75 GB 10.5 GB 0 B –"
     find(roots[0], "[aria-label=GPUs]").send_keys("\ue014")
     assert find(roots[0], ".numbers tr:last-child").text.startswith("ZeRO-3 875 MB")
 

@@ -29,7 +29,9 @@ def runs() -> dict[str, dict[str, list[Any]]]:
     for row in sorted(rows(), key=lambda row: (MODELS[row.model].parameters, row.gpus)):
         told = row.predict().tokens_per_second_per_gpu
         models = table.setdefault(row.machine, {})
-        models.setdefault(row.model, []).append([title(row), row.tokens, round(told, 1)])
+        models.setdefault(row.model, []).append(
+            [title(row), row.tokens, round(told, 1)]
+        )
     return dict(sorted(table.items()))
 
 
@@ -65,6 +67,6 @@ class Published(Explorable):
         if not errors:
             return f"No run of {self.model} on {self.machine} was published."
         return (
-            f"{self.model} on {self.machine}: {len(errors)} runs, the mean error of the "
-            f"prediction is {short(100 * mean_error(errors))} %."
+            f"{self.model} on {self.machine}: {len(errors)} runs, the mean error of "
+            f"the prediction is {short(100 * mean_error(errors))} %."
         )
