@@ -35,6 +35,7 @@ from minizero.lab.explorables.predict import Predict, choice, curve, number
 from minizero.lab.explorables.published import Published
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
+from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
 
 ALL: list[type[Explorable]] = [
@@ -49,6 +50,7 @@ ALL: list[type[Explorable]] = [
     OffloadEfficiency,
     ActivationExplorer,
     Published,
+    Timeline,
 ]
 EVERY = [*ALL, Predict]
 """Those of questions too, which have nothing to set."""
@@ -584,6 +586,7 @@ Traits = Callable[..., Explorable]
         (BlockTime, "ranks", 1),
         (SaveInterval, "nodes", 0),
         (ConfigExplorer, "world_size", 0),
+        (Timeline, "moment", 1.1),
     ],
 )
 def test_impossible_values_are_refused(make: Traits, control: str, value: Any) -> None:

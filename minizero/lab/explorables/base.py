@@ -31,6 +31,7 @@ FIGURES = {
     "offload": ("offload.js",),
     "activations": ("activations.js",),
     "published": ("published.js",),
+    "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
