@@ -17,6 +17,8 @@ class Machine:
         where the collective does it on the way.
     `contention`: share of its speed that computation loses while the link is
         busy. It is 0 where copies take no core from it.
+    `across`: where these N ranks are one group of several, the groups and the link
+        between them; None: there are no others.
     """
 
     ranks: int
@@ -26,6 +28,7 @@ class Machine:
     copying: float = float("inf")
     adding: float = float("inf")
     contention: float = 0.0
+    across: Machine | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

@@ -57,22 +57,28 @@ class _Transfer:
     """A collective under way: a transfer, followed by some summing."""
 
     def __init__(
-        self, rank: _Rank, op: str, unit: str, sent: float, adds: float = 0
+        self,
+        rank: _Rank,
+        op: str,
+        unit: str,
+        sent: float,
+        adds: float = 0,
+        across: float = 0,
     ) -> None:
-        self._rank, self._unit, self._sent = rank, unit, sent
-        self._again = op == "all_reduce"
-        self._adds = adds / rank.machine.adding
+        self._rank, self._unit, machine = rank, unit, rank.machine
+        self._after = adds / machine.adding
+        if op == "all_reduce":  # the sums go round in a second exchange
+            self._after += machine.latency + sent / machine.bandwidth
+        if machine.across and across:  # a second hop follows on the wait
+            other = machine.across
+            self._after += 2 * (other.latency + across / other.bandwidth)
         self._end: float | None = rank.transfer(op, unit, sent)
 
     def wait(self) -> None:
         if self._end is None:
             return
         rank, end, self._end = self._rank, self._end, None
-        until = max(rank.now, end) + self._adds
-        if self._again:  # the sums go round in a second exchange
-            machine = rank.machine
-            until += machine.latency + self._sent / machine.bandwidth
-        rank.spend("wait", self._unit, until)
+        rank.spend("wait", self._unit, max(rank.now, end) + self._after)
 
 
 class _Net:
@@ -116,7 +122,10 @@ class _Net:
         itemsize = flat.itemsize if gathers else flat.reduced or flat.itemsize
         shard = elements * itemsize / ranks
         adds = 0 if gathers else shard * (ranks - 1)
-        return _Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds)
+        others, across = self.rank.machine.across, 0.0
+        if others and not gathers:
+            across = shard * (others.ranks - 1) / others.ranks
+        return _Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds, across)
 
     def _gather(self, unit: Layer) -> None:
         for flat in unit.flats:
