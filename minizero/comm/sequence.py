@@ -17,15 +17,15 @@ from ..ranks.launch import device, world_size
 from .backend import current_algorithm
 from .point_to_point import reachable
 
-_digest = 0
+digest = 0
 _asked: list[tuple[dist.Work, list[Tensor]]] = []
 
 
 def note(call: str) -> int:
     """Enter a call in the sequence; the number of all calls so far is its tag."""
-    global _digest
-    _digest = zlib.crc32(call.encode(), _digest)
-    return _digest & 0x7FFFFFFF
+    global digest
+    digest = zlib.crc32(call.encode(), digest)
+    return digest & 0x7FFFFFFF
 
 
 def check_sequence() -> None:
@@ -38,7 +38,7 @@ def check_sequence() -> None:
     if world_size() == 1 or current_algorithm() != "backend":
         return
     # host memory, if it can travel: no step waits for the device
-    own = reachable(torch.full((1,), _digest, dtype=torch.int64, device="cpu"))
+    own = reachable(torch.full((1,), digest, dtype=torch.int64, device="cpu"))
     every = [torch.empty_like(own) for _ in range(world_size())]
     _asked.append((dist.all_gather(every, own, async_op=True), every))
     while len(_asked) > (device().type != "cpu"):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import minizero
 from minizero import comm
-from minizero.lab.bench.runner import Comparison
+from minizero.lab.bench.runner import Comparison, interleaved
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.ranks.launch import Pool, rank, world_size
+from minizero.ranks.launch import Pool, launch, rank, world_size
 
 Step = Callable[[], None]
 Measured = dict[str, float]
@@ -45,6 +47,7 @@ LR = 1e-4
 # model is gathered once, and kept whole until its backward
 LIMITS = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
 LEAST = [{}, {}, {}, {f"stage3_{name}": 0 for name in LIMITS}]
+THEIRS = {"zero_force_ds_cpu_optimizer": False}  # all have torch's own Adam
 BUCKET = 25 * 2**20 // 4  # elements: DDP's default
 
 
@@ -74,10 +77,6 @@ class Job:
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": LR, "weight_decay": 0.0, "torch_adam": True},
-            },
             "bf16": {"enabled": self.precision == "bf16"},
         }
 
@@ -98,7 +97,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, LR)
+    return torch.optim.Adam(parameters, LR, fused=True)
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -162,13 +161,19 @@ def fsdp2(job: Job) -> Step:
     return _loop(model, _adam(model.parameters()))
 
 
-def _engine(library: Any, job: Job, stage: int) -> Step:
+def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
     model = job.build()
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET, **LEAST[stage]}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        **LEAST[stage],
+    }
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     engine, *_ = library.initialize(
         model=model,
-        model_parameters=model.parameters(),
-        config=job.config | {"zero_optimization": zero},
+        optimizer=_adam(model.parameters()),
+        config=job.config | {"zero_optimization": zero, **THEIRS},
     )
     x, y = _batch()
 
@@ -179,26 +184,30 @@ def _engine(library: Any, job: Job, stage: int) -> Step:
     return step
 
 
-def ours(stage: int, job: Job) -> Step:
-    return _engine(minizero, job, stage)
+def ours(stage: int, job: Job, offload: bool = False) -> Step:
+    return _engine(minizero, job, stage, offload)
 
 
-def deepspeed(stage: int, job: Job) -> Step:
+def deepspeed(stage: int, job: Job, offload: bool = False) -> Step:
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo", verbose=False)
-    return _engine(library, job, stage)
+    return _engine(library, job, stage, offload)
 
 
-HERE: dict[str, Callable[[Job], Step]] = {
-    "alone": alone,
-    "DDP": ddp,
-    "FSDP2": fsdp2,
-    **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
-}
-THERE: dict[str, Callable[[Job], Step]] = {
-    "alone": alone,
-    **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
+    "here": {
+        "alone": alone,
+        "DDP": ddp,
+        "FSDP2": fsdp2,
+        **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
+        "minizero 2, offloaded": partial(ours, 2, offload=True),
+    },
+    "there": {
+        "alone": alone,
+        **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+        "DeepSpeed 2, offloaded": partial(deepspeed, 2, offload=True),
+    },
 }
 
 
@@ -219,30 +228,15 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _live(build: Callable[[], Step]) -> int:
-    """Most bytes of tensors at a time in the second step, by torch's own allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step = build()
-        step()
-        with torch.profiler.record_function("second"):
-            step()
-    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    start = next(e.start_ns() for e in events if e.name() == "second")
-    live = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live) if event.start_ns() >= start else most
-    return most
+def speed(cases: str, job: Job) -> dict[str, Measured]:
+    """Of every case of "here" or "there", in its turn: seconds, and bytes sent."""
+    torch.set_num_threads(1)
+    return {name: _timed(build(job)) for name, build in CASES[cases].items()}
 
 
-def _turn(name: str, cases: dict[str, Callable[[Job], Step]], job: Job) -> Measured:
-    """Seconds and bytes of one case, on this rank."""
-    gc.collect()
-    before = _resident("VmRSS")
-    step = cases[name](job)
+def _timed(step: Step) -> Measured:
     step()
-    _forget_peak()
+    gc.collect()
     seconds = []
     comm.barrier()
     sent = _on_the_wire()
@@ -253,25 +247,32 @@ def _turn(name: str, cases: dict[str, Callable[[Job], Step]], job: Job) -> Measu
         seconds.append(perf_counter() - start)
     comm.barrier()
     sent = _on_the_wire() - sent
-    return {
-        "seconds": fmean(seconds),
-        "sent": sent / STEPS / world_size(),
-        "resident": _resident("VmHWM") - before,
-    }
+    return {"seconds": fmean(seconds), "sent": sent / STEPS / world_size()}
 
 
-def turn(cases: str, job: Job, memory: bool) -> dict[str, Measured]:
-    """Every case of `cases`, "here" or "there", on this rank, one after the other."""
+def memory(cases: str, name: str, job: Job) -> Measured:
+    """Most bytes in the second step, in a process that has done nothing before.
+
+    live: of tensors, by torch's own allocator. resident: of the process, beyond what it
+    had before the model was built.
+    """
     torch.set_num_threads(1)
-    chosen = HERE if cases == "here" else THERE
-    found = {}
-    for name, build in chosen.items():
-        found[name] = _turn(name, chosen, job)
-        gc.collect()
-        if memory and name != "alone":
-            found[name]["live"] = _live(partial(build, job))
-            gc.collect()
-    return found
+    before = _resident("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = CASES[cases][name](job)
+        step()
+        _forget_peak()
+        with torch.profiler.record_function("second"):
+            step()
+        resident = _resident("VmHWM") - before
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    start = next(e.start_ns() for e in events if e.name() == "second")
+    live = most = 0
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live) if event.start_ns() >= start else most
+    return {"live": most, "resident": resident}
 
 
 # seconds beyond the model alone, as a part of the other's: the goal at the first job
@@ -284,36 +285,69 @@ GOALS = {
     ("minizero 1", "DeepSpeed 1"): 0.3,
     ("minizero 2", "DeepSpeed 2"): 0.3,
     ("minizero 3", "DeepSpeed 3"): 0.2,
+    ("minizero 2, offloaded", "DeepSpeed 2, offloaded"): None,
 }
 # elements that a rank sends in a step, in parameters * (N-1)/N: 2, and 3 at stage 3
 GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Seconds beyond the model alone, memory and traffic, of each job."""
-    return [
+    """Seconds beyond the model alone, memory and traffic, of each job; imports."""
+    steps = [
         found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
+    ]
+    names = ["torch", "minizero", *(["deepspeed"] if _deepspeed() else [])]
+    seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
+    ours = seconds.pop("minizero")
+    return steps + [
+        Comparison(
+            "import",
+            "s",
+            "minizero",
+            name,
+            ours,
+            values,
+            at_most=1.3 if name == "torch" else 1.0,
+        )
+        for name, values in seconds.items()
     ]
 
 
+def _deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _imported(name: str) -> float:
+    start = perf_counter()
+    command = [sys.executable, "-c", f"import {name}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return perf_counter() - start
+
+
 def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
-    """Of each library, rank by rank the worst; here, then on DeepSpeed's ranks."""
-    cases = ["here", *(["there"] if importlib.util.find_spec("deepspeed") else [])]
+    """Of each library the worst of its ranks; the first turn tells the memory too."""
+    groups = ["here", *(["there"] if _deepspeed() else [])]
+    most = {
+        name: _worst(launch(memory, job.ranks, group, name, job))
+        for group in groups
+        for name in CASES[group]
+    }
     with ExitStack() as stack:
-        pools = [stack.enter_context(Pool(job.ranks)) for _ in cases]
-        for n in range(repeats):
+        pools = {group: stack.enter_context(Pool(job.ranks)) for group in groups}
+        for _ in range(repeats):
             found: dict[str, Measured] = {}
-            for pool, name in zip(pools, cases, strict=True):
-                ranks = pool.run(turn, name, job, memory=n == 0)
-                worst = {
-                    case: {what: max(of[case][what] for of in ranks) for what in values}
-                    for case, values in ranks[0].items()
-                }
+            for group, pool in pools.items():
+                ranks = pool.run(speed, group, job)
+                worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
                 least = worst.pop("alone")["seconds"]
-                for values in worst.values():
-                    values["beyond"] = values["seconds"] - least
-                found |= worst
+                for name, values in worst.items():
+                    beyond = {"beyond": values["seconds"] - least}
+                    found[name] = values | beyond | most.pop(name, {})
             yield found
+
+
+def _worst(ranks: list[Measured]) -> Measured:
+    return {what: max(of[what] for of in ranks) for what in ranks[0]}
 
 
 def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minizero import comm
+from minizero.comm.grid import world
 from minizero.lab.models.gpt import GPT, MLP, Attention
 from minizero.ranks.launch import rank, world_size
 
@@ -23,29 +25,30 @@ class _Enter(torch.autograd.Function):
     """Identity; its backward adds the gradients of all ranks (Megatron's f)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _sum(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     """Adds the ranks' parts; its backward is the identity (Megatron's g)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        return _sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
-def _sum(x: Tensor) -> Tensor:
+def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with comm.phase(unit="tensor parallel"):
+    with comm.phase(unit="tensor parallel"), world(group):
         comm.all_reduce(total)
     return total
 
@@ -55,6 +58,7 @@ class ParallelAttention(nn.Module):
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
+        self.group = dist.group.WORLD
         self.heads = _share(attention.heads, "heads")
         hidden = attention.out.in_features
         qkv = attention.qkv
@@ -66,11 +70,11 @@ class ParallelAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
         weight, bias = self.weight.flatten(0, 1), self.bias.flatten()
-        qkv = F.linear(_Enter.apply(x), weight, bias)
+        qkv = F.linear(_Enter.apply(x, self.group), weight, bias)
         q, k, v = qkv.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).reshape(batch, sequence, -1)
-        return _Leave.apply(F.linear(y, self.out)) + self.out_bias
+        return _Leave.apply(F.linear(y, self.out), self.group) + self.out_bias
 
 
 class ParallelMLP(nn.Module):
@@ -78,6 +82,7 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
+        self.group = dist.group.WORLD
         _share(mlp.up.out_features, "inner features")
         self.up = _rows(mlp.up.weight, 0)
         self.up_bias = _rows(mlp.up.bias, 0)
@@ -85,8 +90,8 @@ class ParallelMLP(nn.Module):
         self.down_bias = nn.Parameter(mlp.down.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        up = F.gelu(F.linear(_Enter.apply(x), self.up, self.up_bias))
-        return _Leave.apply(F.linear(up, self.down)) + self.down_bias
+        up = F.gelu(F.linear(_Enter.apply(x, self.group), self.up, self.up_bias))
+        return _Leave.apply(F.linear(up, self.down), self.group) + self.down_bias
 
 
 def tensor_parallel(model: GPT) -> GPT:
@@ -94,7 +99,8 @@ def tensor_parallel(model: GPT) -> GPT:
 
     Every rank must have the same model and give it the same batches. What is not cut
     has the same gradient on every rank, so each rank trains its own parameters with
-    an optimizer of its own, and nothing else is sent.
+    an optimizer of its own, and nothing else is sent. Inside `comm.grid.world(group)`
+    the ranks are that group's, then and whenever the model runs.
 
     Raises ValueError if the ranks do not divide the heads.
     """

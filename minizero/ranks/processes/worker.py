@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +54,21 @@ class Surroundings(NamedTuple):
 
 
 _write: Callable[[str, int, str, int], None] | None = None
+_apart: int | None = None
+
+
+@contextlib.contextmanager
+def apart(sequence: int) -> Iterator[None]:
+    """Inside, collectives are some ranks' own: they count as progress, and no more.
+
+    `sequence`: how many all ranks have made until here.
+    """
+    global _apart
+    before, _apart = _apart, sequence if _apart is None else _apart
+    try:
+        yield
+    finally:
+        _apart = before
 
 
 def report(state: str, sequence: int, what: str, history: int = 0) -> None:
@@ -68,6 +83,8 @@ def report(state: str, sequence: int, what: str, history: int = 0) -> None:
 
     In a process that no pool has started there is no board, and nothing happens.
     """
+    if _apart is not None:
+        state, sequence, history = "begun", _apart, 0
     if _write is not None:
         _write(state, sequence, what, history)
 

@@ -1,0 +1,111 @@
+"""Pipeline parallelism: layers are cut over ranks, and micro-batches flow (1F1B)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minizero import comm
+from minizero.comm.grid import world
+from minizero.comm.point_to_point import exchange
+from minizero.ranks.launch import device
+from minizero.zero.data_parallel import DataParallel
+
+
+class Neighbours:
+    """A stage's place in a pipeline, and what passes to and from the others.
+
+    `shape`: of the float32 activations between stages, for one micro-batch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, shape: Sequence[int]) -> None:
+        self.group, self.shape = group, tuple(shape)
+        self.place, self.stages = group.rank(), group.size()
+        self.last = self.place == self.stages - 1
+
+    def swap(
+        self, side: int, out: Tensor | None, expects: bool
+    ) -> Tensor | None:
+        """Send to a neighbour and receive from it, at once.
+
+        `side`: +1 is the next stage, -1 the one before. Where there is none
+        nothing is done. Returns what came, if something was expected.
+        """
+        peer = self.place + side
+        if not 0 <= peer < self.stages:
+            return None
+        came = torch.empty(self.shape, device=device()) if expects else None
+        sends = {} if out is None else {peer: out.detach().contiguous()}
+        with comm.phase(unit="pipeline"), world(self.group):
+            for t in sends.values():
+                comm.enter("send", t.numel(), t.numel(), t.dtype)
+            exchange(sends, {} if came is None else {peer: came}, 0)()
+        return came
+
+
+class Pipeline(Neighbours):
+    """One stage of a model (Narayanan et al. 2021, sec. 2.2), as `net`.
+
+    The first stage is called with a micro-batch's inputs, the others with
+    what comes in, and the last one with the targets as well: it returns a
+    loss. `most`: micro-batches that were under way here at once.
+    """
+
+    def __init__(
+        self,
+        net: DataParallel,
+        group: dist.ProcessGroup,
+        shape: Sequence[int],
+    ) -> None:
+        super().__init__(group, shape)
+        self.net, self.most = net, 0
+        self.kept: deque[tuple[Tensor | None, Tensor]] = deque()
+
+    def backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Gradients of the mean loss of all micro-batches.
+
+        Forwards until the stages behind are busy, then a backward for each
+        forward. Returns the mean loss on the last stage, elsewhere 0.
+        """
+        count, loss = len(batches), 0.0
+        ahead = min(self.stages - 1 - self.place, count)
+        x = self.swap(-1, None, True)
+        for i, batch in enumerate(batches):
+            y, more = self._forward(x, batch, count), i + 1 < count
+            if i < ahead:
+                self.swap(+1, y, False)
+                x = self.swap(-1, None, more)
+            else:
+                loss += y.item() if self.last else 0.0
+                grad = self.swap(+1, y, True)
+                x = self.swap(-1, self._back(grad, not (more or ahead)), more)
+        for left in range(ahead, 0, -1):
+            grad = self.swap(+1, None, True)
+            self.swap(-1, self._back(grad, left == 1), False)
+        return loss
+
+    def _forward(
+        self, x: Tensor | None, batch: tuple[Tensor, Tensor], count: int
+    ) -> Tensor:
+        inputs = batch[0] if x is None else x.requires_grad_()
+        if self.last:
+            y: Tensor = self.net(inputs, batch[1]) / count
+        else:
+            y = self.net(inputs)
+        self.kept.append((x, y))
+        self.most = max(self.most, len(self.kept))
+        return y
+
+    def _back(self, grad: Tensor | None, last: bool) -> Tensor | None:
+        """Of the oldest micro-batch; only its last backward need reduce."""
+        x, y = self.kept.popleft()
+        sharded = self.net.plan.gradients.sharded
+        with nullcontext() if last or sharded else self.net.no_sync():
+            # for the sum, y has `grad` as its gradient
+            self.net.backward(y if grad is None else (y * grad).sum())
+        return None if x is None else x.grad
