@@ -181,6 +181,12 @@ def warnings(choice: Choice, result: Result) -> list[str]:
             f"stage 3 waits {waits:.0%} of its time for the link, and stage "
             f"{best.candidate.stage} fits: parameters need not be sharded"
         )
+    group = best.candidate.group
+    if candidate.stage == 3 and group and not candidate.group and waits > 0.1:
+        found.append(
+            f"stage 3 waits {waits:.0%} of its time for the link; in groups of {group} "
+            "it gathers within a node"
+        )
     device = replace(candidate, offload_optimizer=None, offload_param=None)
     if candidate.offload_optimizer and candidate.checkpointing != "full":
         kept = replace(device, checkpointing="full").predict(job)
