@@ -52,14 +52,14 @@ def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:
     """Send row j to rank j; sum what arrives in one order."""
-    me, ranks = rank(), range(world_size())
-    peers = [j for j in ranks if j != me]
-    came = {j: label(torch.empty_like(inp[me]), "buffers") for j in peers}
+    me, ranks = rank(), range(len(inp))
+    mine, peers = inp[me], [j for j in ranks if j != me]
+    came = {j: label(torch.empty_like(mine), "buffers") for j in peers}
     wait = exchange({j: inp[j] for j in peers}, came, tag)
 
     def finish() -> None:
         wait()
-        every = [came.get(j, inp[me]) for j in ranks]
+        every = [came.get(j, mine) for j in ranks]
         store(out, ordered_sum(every, average))
 
     return finish
@@ -69,15 +69,15 @@ def direct_all_gather(
     out: Rows, inp: Tensor, tag: int
 ) -> Callable[[], None]:
     """Send the own row to every rank; the others' rows land in place."""
-    me = rank()
-    own = inp[: out[me].numel()]
+    mine = out[me := rank()]
+    own = inp[: mine.numel()]
     others = {j: row for j, row in enumerate(out) if j != me}
     wait = exchange(dict.fromkeys(others, own), others, tag)
 
     def finish() -> None:
         wait()
-        if not same_place(out[me], own):
-            out[me].copy_(own)
+        if not same_place(mine, own):
+            mine.copy_(own)
 
     return finish
 

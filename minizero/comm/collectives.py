@@ -15,7 +15,6 @@ from torch import Tensor
 from .backend import backend_all_reduce, halves, natively, queue
 from .ledger import Call, enter
 from minizero.comm.point_to_point import (
-    Rows,
     backend_of,
     count,
     exchange,
@@ -85,16 +84,18 @@ class Work:
 # %% ../../notebooks/02_ranks.ipynb #comm-begin
 def _begin(
     op: str,
-    parts: Rows,
+    like: Tensor,
+    elements: int,
     sent: int,
     start: Callable[[int], Callable[[], Any]],
     async_op: bool = False,
 ) -> Work:
-    """Enter the call in the ledgers, start it, wait unless it is async."""
-    elements = count(parts)
-    queued = backend_of(parts[0]) == "nccl"
-    row = parts[0].numel()
-    call = enter(op, elements, sent, parts[0].dtype, queued, row)
+    """Enter the call in the ledgers, start it, wait unless it is async.
+
+    `like`: a full row.
+    """
+    queued = backend_of(like) == "nccl"
+    call = enter(op, elements, sent, like.dtype, queued, like.numel())
     work = Work(call, start)
     if not async_op:
         work.wait()
@@ -113,13 +114,14 @@ def reduce_scatter(
     itself.
     """
     parts = rows(inp)
-    start = halves(parts[0]).reduce_scatter
-    row = full_row("reduce_scatter", out, parts)
-    sent = count(parts) - parts[rank()].numel()
+    full, elements = parts[0], count(parts)
+    start = halves(full).reduce_scatter
+    row = full_row("reduce_scatter", out, full)
     return _begin(
         "reduce_scatter",
-        parts,
-        sent,
+        full,
+        elements,
+        elements - parts[rank()].numel(),
         lambda tag: start(row, parts, tag, average),
         async_op,
     )
@@ -134,13 +136,14 @@ def all_gather(
     rows.
     """
     parts = rows(out)
-    start = halves(parts[0]).all_gather
-    row = full_row("all_gather", inp, parts)
-    sent = parts[rank()].numel() * (world_size() - 1)
+    full = parts[0]
+    start = halves(full).all_gather
+    row = full_row("all_gather", inp, full)
     return _begin(
         "all_gather",
-        parts,
-        sent,
+        full,
+        count(parts),
+        parts[rank()].numel() * (len(parts) - 1),
         lambda tag: start(parts, row, tag),
         async_op,
     )
@@ -153,7 +156,8 @@ def all_reduce(
 ) -> Work:
     """Sum or average in place: a reduce-scatter, then an all-gather."""
     parts = rows(tensor)
-    own, size, half = parts[rank()], parts[0].numel(), halves(parts[0])
+    own, full = parts[rank()], parts[0]
+    size, half = full.numel(), halves(full)
 
     def start(tag: int) -> Callable[[], Any]:
         if isinstance(tensor, Tensor) and natively(tensor):
@@ -167,9 +171,10 @@ def all_reduce(
 
         return finish
 
-    others = count(parts) - own.numel()
-    sent = others + own.numel() * (world_size() - 1)
-    return _begin("all_reduce", parts, sent, start, async_op)
+    elements = count(parts)
+    # all other rows to their ranks, then the own one to all
+    sent = elements - own.numel() + own.numel() * (len(parts) - 1)
+    return _begin("all_reduce", full, elements, sent, start, async_op)
 
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
 def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
@@ -191,7 +196,7 @@ def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
         return exchange(sends, {} if mine else {src: flat}, tag)
 
     sent = flat.numel() * len(peers) if mine else 0
-    return _begin("broadcast", [flat], sent, start, async_op)
+    return _begin("broadcast", flat, flat.numel(), sent, start, async_op)
 
 
 def barrier() -> None:
@@ -200,6 +205,6 @@ def barrier() -> None:
     seen = torch.zeros(world_size(), dtype=torch.uint8, device="cpu")
     seen = reachable(seen)
     parts, start = rows(seen), halves(seen).all_gather
-    own = parts[rank()].clone()
-    _begin("barrier", parts, len(parts) - 1, lambda t: start(parts, own, t))
+    own, n = parts[rank()].clone(), len(parts)
+    _begin("barrier", own, n, n - 1, lambda tag: start(parts, own, tag))
     seen.cpu()  # what only a device has waited for

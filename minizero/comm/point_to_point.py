@@ -64,12 +64,12 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
     return Cuts(buffer.detach().view(-1), n_ranks)
 
 
-def full_row(op: str, row: Tensor, parts: Rows) -> Tensor:
-    """`row`, flat, if it is as long as a full row of `parts`; else a ValueError."""
-    if row.numel() != parts[0].numel():
+def full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
+    """`row`, flat, if it is as long as a full row; else a ValueError."""
+    if row.numel() != full.numel():
         raise ValueError(
             f"{op}: the row given has {row.numel()} elements, a full row of the buffer "
-            f"on rank {rank()} has {parts[0].numel()}; make them equal"
+            f"on rank {rank()} has {full.numel()}; make them equal"
         )
     return row.detach().view(-1)
 
@@ -83,9 +83,10 @@ def _backends(config: str) -> dict[str, str]:
 
 def backend_of(tensor: Tensor) -> str:
     """What moves this tensor: "gloo", "nccl"; "" for a process that is alone."""
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         return ""
-    return _backends(dist.get_backend_config()).get(tensor.device.type, "")
+    return _backends(dist.get_backend_config(world)).get(tensor.device.type, "")
 
 
 def staged(tensor: Tensor) -> bool:
@@ -107,6 +108,10 @@ def same_place(a: Tensor, b: Tensor) -> bool:
     return alike and a.storage_offset() == b.storage_offset()
 
 
+def _nothing() -> None:
+    """What a rank that is alone waits for."""
+
+
 def exchange(
     sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> Callable[[], None]:
@@ -117,6 +122,8 @@ def exchange(
     """
     while _forgotten:
         _forgotten.pop(0).wait()
+    if not (sends or receives):
+        return _nothing
     landing = {
         peer: t.new_empty(t.shape, device="cpu") if staged(t) else t
         for peer, t in receives.items()

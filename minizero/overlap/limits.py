@@ -100,8 +100,6 @@ class Limits:
         the last bytes.
         """
         chosen: list[Unit] = []
-        if len(self._live) == len(self._elements):
-            return chosen
         for unit in coming:
             if unit in self._live:
                 continue

@@ -19,13 +19,30 @@ class Order:
     def __init__(self, expected: Sequence[Unit]) -> None:
         self.expected = expected
         self.seen: list[Unit] = []
-        self._place = 0
+        self._place = self._ahead = 0
+        self._last = {unit: place for place, unit in enumerate(expected)}
 
     @property
     def coming(self) -> Iterator[Unit]:
         """The units that are expected from here on, next one first."""
         places = range(self._place, len(self.expected))
         return (self.expected[place] for place in places)
+
+    @property
+    def ahead(self) -> Iterator[Unit]:
+        """Those of them that are not dealt with; to go on deals with one.
+
+        Without it each use would look at all that is to come.
+        """
+        self._ahead = max(self._ahead, self._place)
+        while self._ahead < len(self.expected):
+            yield self.expected[self._ahead]
+            self._ahead += 1
+
+    def freed(self, unit: Unit) -> None:
+        """The unit was dealt with, and is free again: it may still come."""
+        if self._last.get(unit, -1) >= self._place:
+            self._ahead = 0
 
     def note(self, unit: Unit) -> list[Unit]:
         """Record that `unit` is needed now; returns the units left out.

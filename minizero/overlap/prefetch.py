@@ -57,7 +57,9 @@ class Prefetch(Late):
         limits.check(unit)
         passed = [] if unit in limits.in_use else order.note(unit)
         free = limits.use(unit, passed)
-        gather = [unit, *limits.gather_ahead(order.coming)]
+        for u in free:
+            order.freed(u)
+        gather = [unit, *limits.gather_ahead(order.ahead)]
         return [
             *(Move("release", u) for u in free),
             *(Move("gather", u) for u in gather),
@@ -77,6 +79,7 @@ class Prefetch(Late):
         if limits.keeps(unit):
             return []
         limits.free(unit)
+        passes.now.freed(unit)
         return [Move("release", unit)]
 
 # %% ../../notebooks/08_overlap.ipynb #overlap

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,14 +33,26 @@ __all__ = ['ACCELERATOR', 'rank', 'world_size', 'device', 'launch']
 ACCELERATOR = "cuda"  # tests have one that is not there
 
 
+# asked a dozen times a collective, and the group lets go of the interpreter
+_places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+
+def _place() -> tuple[int, int]:
+    if (group := dist.group.WORLD) is None:
+        return 0, 1
+    if (place := _places.get(group)) is None:
+        place = _places[group] = group.rank(), group.size()
+    return place
+
+
 def rank() -> int:
     """The number of this process among the ranks; 0 if it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return _place()[0]
 
 
 def world_size() -> int:
     """The number of ranks; 1 if this process is alone."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return _place()[1]
 
 
 def device() -> torch.device:

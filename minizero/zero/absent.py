@@ -38,6 +38,7 @@ class AbsentFlat(Flat):
     `ds_numel` and `ds_status`, as DeepSpeed's have them; ours keep their own shape too.
     """
 
+    seen = False  # whether a script may have kept views of it since it was gathered
     building = 0  # `zero.Init` blocks that are open: every rank makes the same copies
 
     def __init__(
@@ -48,6 +49,7 @@ class AbsentFlat(Flat):
     ) -> None:
         super().__init__(named, group, place)
         self._versions: list[int] | None = None  # of absent parameters
+        self.shard = self.full.new_empty(0)
         self._cut()
 
     def _cut(self) -> None:
@@ -70,6 +72,7 @@ class AbsentFlat(Flat):
         self.views, self.full = [], self.full.new_empty(0)  # nobody else: it goes now
         self.full = labels.label(self.full.new_empty(self.padded), "parameters")
         self._cut_views()
+        self.seen = False
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """As `Flat.cast`; while the buffer is whole."""

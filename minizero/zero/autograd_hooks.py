@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 # %% auto #0
 __all__ = ['AfterBackward', 'mark_inputs', 'hook_outputs']
@@ -36,6 +40,15 @@ def _needs_grad(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
+def _flattened(x: Any) -> tuple[list[Any], TreeSpec | None]:
+    """The leaves of a tree; pytree takes its time even where it is one."""
+    return ([x], None) if isinstance(x, Tensor) else tree_flatten(x)
+
+
+def _rebuilt(leaves: list[Any], spec: TreeSpec | None) -> Any:
+    return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+
+
 def mark_inputs(
     done: Callable[[], None], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
@@ -43,21 +56,27 @@ def mark_inputs(
 
     Tensors that lie in objects unknown to pytree are left as they are.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    tensors = {i: x for i, x in enumerate(leaves) if _needs_grad(x)}
-    if tensors:
-        marked = AfterBackward.apply(done, *tensors.values())
-        for i, x in zip(tensors, marked, strict=True):
-            leaves[i] = x
-    args, kwargs = tree_unflatten(leaves, spec)
-    return args, kwargs
+    trees = [_flattened(x) for x in (*args, *kwargs.values())]
+    places = [
+        (leaves, i)
+        for leaves, _ in trees
+        for i, x in enumerate(leaves)
+        if _needs_grad(x)
+    ]
+    if not places:
+        return args, kwargs
+    marked = AfterBackward.apply(done, *(tree[i] for tree, i in places))
+    for (leaves, i), x in zip(places, marked, strict=True):
+        leaves[i] = x
+    every = [_rebuilt(leaves, spec) for leaves, spec in trees]
+    n = len(args)
+    return tuple(every[:n]), dict(zip(kwargs, every[n:], strict=True))
 
 
 def hook_outputs(begin: Callable[[Tensor], None], out: Any) -> None:
-    """Let `begin` be called at the first gradient of any of the outputs."""
-    tensors = [x for x in _tensors(out) if x.grad_fn is not None]
-    if tensors:
-        register_multi_grad_hook(tensors, begin, mode="any")
+    """Let `begin` be called whenever an output has got its gradient."""
+    for x in [x for x in _tensors(out) if x.grad_fn is not None]:
+        x.register_hook(begin)
 
 # %% ../../notebooks/07_zero3.ipynb #zero-autograd-hooks-tensors
 def _tensors(tree: Any, inside: bool = False) -> Iterator[Tensor]:
@@ -65,7 +84,7 @@ def _tensors(tree: Any, inside: bool = False) -> Iterator[Tensor]:
 
     `inside`: of an object. Others that it refers to may lead anywhere.
     """
-    for leaf in tree_leaves(tree):
+    for leaf in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):

@@ -65,13 +65,15 @@ class Layout:
             for (name, p), start in zip(every, starts, strict=True)
         ]
         self.numel = sum(slot.numel for slot in self.slots)
-        self.padded = self.size * world_size()
+        self.ranks = world_size()
+        self.padded = self.size * self.ranks
+        self._own = rank() * self.size
 
     def shards(
         self, buffer: Tensor, a: int = 0, b: int | None = None
     ) -> list[Tensor]:
         """Elements a to b of every rank's shard."""
-        return list(buffer.view(world_size(), self.size)[:, a:b].unbind())
+        return list(buffer.view(self.ranks, self.size)[:, a:b].unbind())
 
     @property
     def own_size(self) -> int:
@@ -80,7 +82,7 @@ class Layout:
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard, [own_size]."""
-        return buffer[rank() * self.size : (rank() + 1) * self.size]
+        return buffer[self._own : self._own + self.size]
 
     def cut(self, slot: Slot, number: int) -> tuple[int, int]:
         """Elements a to b of a shard are a parameter's; a = b if none is."""
@@ -90,7 +92,7 @@ class Layout:
 
     def pieces(self, bucket_size: int) -> Iterator[tuple[int, int]]:
         """Ranges of all N shards that hold at most `bucket_size` elements."""
-        width = max(1, bucket_size // world_size())
+        width = max(1, bucket_size // self.ranks)
         for a in range(0, self.size, width):
             yield a, min(a + width, self.size)
 

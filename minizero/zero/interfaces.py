@@ -6,8 +6,8 @@ A later chapter subclasses the one that it is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -173,6 +173,10 @@ class Near:
     leave: Callable[[], list[Unit]]
 
 
+def _nothing() -> None:
+    """What there is to wait for where nothing moves."""
+
+
 class Home:
     """Where shards rest between steps, and how they come near: here, in place.
 
@@ -233,13 +237,12 @@ class Home:
         """Elements a to b of a shard, in host memory; only to be read."""
         return shard.detach()[a:b].cpu()
 
-    @contextmanager
-    def on_copy_stream(self) -> Iterator[Callable[[], None]]:
+    def on_copy_stream(self) -> AbstractContextManager[Callable[[], None]]:
         """Launch a load and its all-gather beside the computation.
 
         Yields what makes the computation wait for them.
         """
-        yield lambda: None
+        return nullcontext(_nothing)
 
     def add(self, shard: Tensor, mean: Tensor) -> None:
         """Add a mean gradient, [size], to the shard, wherever that rests."""

@@ -40,16 +40,17 @@ class Moves(Verbs):
     def carry_out(self, moves: Iterable[Move], of: Unit) -> None:
         """Do these moves, the schedule's answer to what happened to `of`."""
         for verb, unit in moves:
-            with comm.phase(unit=unit.name):
-                if verb == "gather":
-                    self._launch_gather(unit, ahead=unit is not of)
-                elif verb == "release":
-                    self._gathering.pop(unit, None)
-                    self.release(unit)
-                elif verb == "wait":
-                    self._wait(unit)
-                else:
-                    self._launch(verb, unit)
+            if verb == "wait":
+                self._wait(unit)
+            elif verb == "release":
+                self._gathering.pop(unit, None)
+                self.release(unit)
+            else:
+                with comm.phase(unit=unit.name):
+                    if verb == "gather":
+                        self._launch_gather(unit, ahead=unit is not of)
+                    else:
+                        self._launch(verb, unit)
 
     def _launch_gather(self, unit: Unit, ahead: bool) -> None:
         if ahead:

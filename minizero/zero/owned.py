@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,11 +66,10 @@ class OwnedStates(Accumulation):
         """What the optimizer is to update, with its gradients, unit by unit."""
 
         def with_grads(flat: Flat) -> list[Owned]:
-            pairs = zip(self.owned_states(flat), self.owned_grads(flat), strict=True)
-            return [
-                replace(owned, grad=grad, alone=_alone(flat, owned.index))
-                for owned, grad in pairs
-            ]
+            every = self.owned_states(flat)
+            for owned, grad in zip(every, self.owned_grads(flat), strict=True):
+                owned.grad, owned.alone = grad, _alone(flat, owned.index)
+            return every
 
         found = [
             (unit, [o for f in unit.trainable if _trains(f) for o in with_grads(f)])

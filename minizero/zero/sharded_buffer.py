@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import comm
 from ..comm.collectives import Work
 from .absent import AbsentFlat
-from .flat_buffer import Place, in_order
 from .interfaces import Home
 from ..ranks.launch import world_size
 
@@ -25,28 +22,17 @@ class ShardedFlat(AbsentFlat):
 
     `shard`: what this rank keeps, always there, where `home` keeps it.
     `used`: whether its unit needs it whole. `pinned`: how many others do.
-    `seen`: whether a script may have kept views of it since it was gathered.
     """
 
     home = Home()
-    seen = False
-
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        group: int | None,
-        place: Place = in_order,
-    ) -> None:
-        super().__init__(named, group, place)
-        self.pinned, self.used = 0, False
-        self.shard = self.full.new_empty(0)
-        self._arriving: Work | None = None
+    used, pinned = False, 0
+    there = True  # whether `full` has its storage
+    _arriving: Work | None = None
 
     @property
     def whole(self) -> bool:
         """Whether `full` is there, and nothing of it still under way."""
-        arrived = self._arriving is None
-        return arrived and self.full.untyped_storage().nbytes() > 0
+        return self.there and self._arriving is None
 
     def kept(self, buffer: Tensor) -> Tensor:
         """What this rank keeps of a buffer: its shard."""
@@ -66,6 +52,7 @@ class ShardedFlat(AbsentFlat):
             return self._arriving
         self.check_unwritten()
         self.full.untyped_storage().resize_(self.padded * self.full.itemsize)
+        self.there = True
         with self.home.on_copy_stream() as arrive:
             own = self.home.load(self.shard, self.kept(self.full))
             work = comm.all_gather(self.full, own, async_op=True)
@@ -86,6 +73,6 @@ class ShardedFlat(AbsentFlat):
             self.hide()
             if self.seen:
                 self.give_away()
-                self.seen = False
             # not `p.data = empty`: the graph's views would keep the storage
             self.full.untyped_storage().resize_(0)
+            self.there = False

@@ -35,10 +35,12 @@ class ZeRO1(DataParallel):
         for flat in unit.trainable:
             grad = flat.new_grad()
             for a, b in flat.pieces(self.bucket_size):
-                own, whole = flat.own(grad)[a:b], b - a == flat.size
-                rows = grad if whole else flat.shards(grad, a, b)
+                whole, own = b - a == flat.size, flat.own(grad)
                 yield comm.reduce_scatter(
-                    own, rows, async_op=True, average=True
+                    own if whole else own[a:b],
+                    grad if whole else flat.shards(grad, a, b),
+                    async_op=True,
+                    average=True,
                 )
 
     def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,19 +83,22 @@ class Regather(ShardedVerbs):
         # whose backward is under way
         self._active: dict[Unit, set[Pass]] = {}
         # whose backward may come; weak, as a graph may be dropped
-        self._pending: dict[Unit, WeakSet[Pass]] = {}
+        self._pending: defaultdict[Unit, WeakSet[Pass]] = defaultdict(WeakSet)
+        self._needed: set[Unit] = set()  # as the schedule knows them
         super().__init__(*args, **options)
 
     def _gather(self, unit: Unit) -> None:
         labels.mark("gather", unit.name)
+        self._needed.add(unit)
         self.carry_out(self.schedule.needed(unit), unit)
 
     def _release(self, unit: Unit) -> None:
         if self._uses(unit):
             return
-        before = _whole(unit)
+        self._needed.discard(unit)
+        there = _there(unit)
         self.carry_out(self.schedule.done(unit), unit)
-        if _whole(unit) < before:
+        if _there(unit) < there:
             labels.mark("release", unit.name)
 
     def _uses(self, unit: Unit) -> bool:
@@ -103,12 +107,14 @@ class Regather(ShardedVerbs):
 
     def _before_backward(self, this: Pass, _: Tensor) -> None:
         refuse_create_graph(this.unit.name)
-        self._active.setdefault(this.unit, set()).add(this)
-        self._gather(this.unit)
+        active = self._active.setdefault(this.unit, set())
+        if this not in active:
+            active.add(this)
+            self._gather(this.unit)
 
     def _after_backward(self, this: Pass) -> None:
         unit = this.unit
-        pending = self._pending.get(unit, WeakSet())
+        pending = self._pending[unit]
         pending.discard(this)
         self._active.get(unit, set()).discard(this)
         self._release(unit)
@@ -116,26 +122,22 @@ class Regather(ShardedVerbs):
         if due and not pending:
             self._reduce(unit)
 
-    def _arrived(self, unit: Unit) -> None:
-        """Do not count: `_after_backward` says when a unit is complete.
-
-        Ranks that use different parameters of one unit count differently, but
-        they all leave the unit at the same place among the gathers.
-        """
-
     def _end_backward(self) -> None:
         self._release_all()
         super()._end_backward()
-        self._pending.clear()
+        for pending in self._pending.values():
+            pending.clear()
 
     def _release_all(self) -> None:
         self._active.clear()
         for unit in self.units:
-            self._release(unit)
+            if unit in self._needed or _there(unit):
+                self._release(unit)
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-whole
-def _whole(unit: Unit) -> int:
-    return sum(isinstance(f, ShardedFlat) and f.whole for f in unit.flats)
+def _there(unit: Unit) -> int:
+    """How many buffers of the unit have storage."""
+    return sum(f.there for f in unit.flats if isinstance(f, ShardedFlat))
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
 class Forwards(Regather):
@@ -157,7 +159,7 @@ class Forwards(Regather):
         self._gather(unit)
         if not torch.is_grad_enabled():
             return args, kwargs
-        self._pending.setdefault(unit, WeakSet()).add(this)
+        self._pending[unit].add(this)
         done = partial(self._after_backward, this)
         return mark_inputs(done, args, kwargs)
 
@@ -213,6 +215,13 @@ class ZeRO3(Forwards):
             self._forwards.clear()  # of a forward that was interrupted
         self._placed.outermost()
         return super().__call__(*args, **kwargs)
+
+    def _arrived(self, unit: Unit) -> None:
+        """Do not count: `_after_backward` says when a unit is complete.
+
+        Ranks that use different parameters of one unit count differently, but
+        they all leave the unit at the same place among the gathers.
+        """
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
