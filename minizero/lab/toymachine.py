@@ -25,7 +25,7 @@ from minizero.comm.collectives import Work
 from minizero.lab.models.gpt import Block, GPTConfig
 from minizero.offload.copy_streams import CopyStream
 from minizero.ranks.launch import world_size
-from minizero.scale.machines import BUS, NETWORK, STREAM, Machine, bus
+from minizero.scale.machines import BUS, NETWORK, Machine, bus
 from minizero.scale.operators import Costs
 from minizero.scale.predict import update_seconds
 from minizero.scale.shapes import Shape
@@ -108,8 +108,8 @@ def measured(config: GPTConfig, tokens: int, machine: Machine = TOY) -> Machine:
     """`machine` with this computer's arithmetic, in fp32, for a block of `config`.
 
     All ranks call it at once, since they share the cores. Products and attention are
-    timed alone. What a whole block takes longer goes to its passes over memory, whose
-    speed is `hbm`; the host's is taken to be half of that.
+    timed alone; what a whole block takes longer than these, and than its passes over
+    memory would at `machine`'s speed, goes to its products.
     """
     hidden, sequence = config.hidden, config.sequence
     x = torch.randn(tokens // sequence, sequence, hidden)
@@ -123,13 +123,13 @@ def measured(config: GPTConfig, tokens: int, machine: Machine = TOY) -> Machine:
     whole = seconds(lambda: block(x).sum().backward())
     # `Costs` takes 16-bit peaks, and half of them for fp32
     peak = 2 * 8 * hidden * hidden * tokens / product
-    found = replace(machine, peak=peak, matmul=1.0, attention=1.0, hbm=1e18)
+    found = replace(machine, peak=peak, matmul=1.0, attention=1.0)
     costs = Costs(shape_of(config), found, tokens, sequence, precision="fp32")
-    found = replace(found, attention=sum(costs.scores()) / scores)
-    costs = replace(costs, machine=found)
-    rest = max(whole - sum(costs.block("none")), 0.1 * whole)
-    hbm = sum(costs.passes()) / rest / STREAM
-    return replace(found, hbm=hbm, dram=hbm / 2)
+    passes = sum(map(costs.memory, costs.passes()))
+    products = sum(costs.block("none")) - passes - sum(costs.scores())
+    slower = max(whole - passes - scores, product) / products
+    attention = sum(costs.scores()) / scores
+    return replace(found, matmul=1 / slower, attention=attention)
 
 
 def seconds(function: Callable[[], Any], turns: int = 20) -> float:
