@@ -28,6 +28,9 @@ FIGURES = {
     "blocktime": ("blocktime.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
+    "offload": ("offload.js",),
+    "activations": ("activations.js",),
+    "published": ("published.js",),
     "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
