@@ -1,20 +1,26 @@
 """Draws the pictures of the README and of the book: `make picture`.
 
-Their numbers come from `minizero.estimate`, their colours from the laboratory.
+Their numbers come from `minizero.estimate`, their colours from the laboratory. The step
+that the timeline has recorded is recorded anew.
 """
 
+import json
 from pathlib import Path
 
+from minizero.lab.explorables.steps import one_step
+from minizero.lab.explorables.timeline import RECORDED, packed
 from minizero.lab.plots import memory_bars, use
 from minizero.lab.plots.style import CATEGORY_COLOURS
 from minizero.memory.plan import estimate
+from minizero.memory.trace import joined
+from minizero.ranks.launch import launch
 
 ASSETS = Path(__file__).parent / "assets"
 LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def main() -> None:
-    """Write every picture; the same code gives the same bytes."""
+    """Write every picture; the same code gives the same bytes, but for times."""
     use()
     bars = memory_bars(
         {label: estimate(7e9, 8, stage) for stage, label in enumerate(LABELS)},
@@ -23,6 +29,7 @@ def main() -> None:
     bars.savefig(ASSETS / "stages.svg", metadata={"Date": None})
     (ASSETS / "logo.svg").write_text(ring(width=14))
     (ASSETS / "favicon.svg").write_text(ring(width=20))
+    RECORDED.write_text(json.dumps(packed(joined(launch(one_step, 2)))))
 
 
 def ring(width: int, shards: int = 4, gap: float = 4) -> str:

@@ -1,5 +1,7 @@
 """Gives each page that has an explorable the script that draws it.
 
+The directive `timeline` draws that figure in a page that is no notebook.
+
 The script stands in the page's head and is not deferred: an explorable draws itself
 before what follows it is laid out, so nothing moves.
 """
@@ -9,11 +11,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 from minizero.lab.explorables.base import script
+from minizero.lab.explorables.timeline import Timeline
 
 FILE = "explorables.js"
+
+
+class Figure(SphinxDirective):
+    """The timeline as it opens: ZeRO-3 with all collectives beside computation."""
+
+    def run(self) -> list[nodes.Node]:
+        page = f'<div style="margin: 1.5rem 0">{Timeline().element()}</div>'
+        return [nodes.raw("", page, format="html")]
 
 
 def write(app: Sphinx) -> None:
@@ -33,6 +46,7 @@ def load(
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
+    app.add_directive("timeline", Figure)
     app.connect("builder-inited", write)
     app.connect("html-page-context", load)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -71,12 +71,37 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             uri = builder.get_relative_uri(name, chapter[1])
             told += f' Exported by <a href="{uri}">{html.escape(title)}</a>.'
         listed = builder.get_relative_uri(name, LIST)
-        code = builder.highlighter.highlight_block(text, LANGUAGES[path.suffix])
+        code = builder.highlighter.highlight_block(
+            text, LANGUAGES[path.suffix], lineanchors="line"
+        )
+        code = anchored(code, defined(text) if path.suffix == ".py" else {})
         inside = path.relative_to(PACKAGE).as_posix()
         body = (
             f'<h1><a href="{listed}">minizero</a>/{inside}</h1>\n<p>{told}</p>\n{code}'
         )
         yield name, {"title": f"minizero/{inside}", "body": body}, "page.html"
+
+
+def defined(text: str) -> dict[int, str]:
+    """The line of each function and class of a module, and its qualified name."""
+
+    def inside(node: Any, prefix: str) -> Iterator[tuple[int, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                yield child.lineno, prefix + child.name
+                yield from inside(child, f"{prefix}{child.name}.")
+
+    return dict(inside(ast.parse(text), ""))
+
+
+def anchored(code: str, names: dict[int, str]) -> str:
+    """Of the anchors of all lines keep those with a name, under that name."""
+
+    def anchor(found: re.Match[str]) -> str:
+        name = names.get(int(found[1]))
+        return f'<a id="{name}"></a>' if name else ""
+
+    return re.sub(r'<a id="line-(\d+)"[^>]*></a>', anchor, code)
 
 
 def about(path: Path) -> str:

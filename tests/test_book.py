@@ -16,6 +16,8 @@ import yaml
 from bs4 import BeautifulSoup, Tag
 from conftest import ROOT
 
+from minizero.lab.explorables.timeline import steps
+
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
 
@@ -174,6 +176,18 @@ def test_each_file_is_listed_with_its_page(
         if name.count("/") > 2 and not name.endswith(("__init__.py", ".js"))
     }
     assert found == wanted
+
+
+def test_lines_of_the_timeline_have_a_place(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    """Where the figure sends a reader who wants to see the code."""
+    sources = steps()["tables"]["sources"]
+    assert len(sources) > 10
+    for path, name, line in sources:
+        page = soup(book / f"source/{path}.html")
+        assert page.find(id=name)
+        assert line in page.get_text()
 
 
 def test_images_have_alt_text(

@@ -17,6 +17,7 @@ import pytest
 import traitlets
 from conftest import LIVE, ROOT, Show, find
 
+from minizero.lab.explorables.activations import ActivationExplorer
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.blocktime import BlockTime
 from minizero.lab.explorables.config import ConfigExplorer
@@ -29,9 +30,12 @@ from minizero.lab.explorables.interval import (
     lost,
 )
 from minizero.lab.explorables.memory import MemoryExplorer
+from minizero.lab.explorables.offload import OffloadEfficiency
 from minizero.lab.explorables.predict import Predict, choice, curve, number
+from minizero.lab.explorables.published import Published
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
+from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
 
 ALL: list[type[Explorable]] = [
@@ -43,6 +47,10 @@ ALL: list[type[Explorable]] = [
     BlockTime,
     SaveInterval,
     ConfigExplorer,
+    OffloadEfficiency,
+    ActivationExplorer,
+    Published,
+    Timeline,
 ]
 EVERY = [*ALL, Predict]
 """Those of questions too, which have nothing to set."""
@@ -137,7 +145,7 @@ def test_all_follow_the_theme(
                 assert scheme == theme
 
 
-@each
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not Published])
 def test_sliders_stay_where_python_follows(
     browser: Any, show: Show, kind: type[Explorable]
 ) -> None:
@@ -259,7 +267,9 @@ def test_address_holds_the_settings(browser: Any, show: Show) -> None:
     stored, prefixes = captions(roots), [kind.kind for kind in ALL]
     prefixes[0] = "memory-2"
     for root, prefix in zip(roots[1:], prefixes, strict=True):
-        find(root, "input[type=range]").send_keys(keys.ARROW_RIGHT)
+        sliders = root.find_elements("css selector", "input[type=range]")
+        control = sliders[0] if sliders else find(root, "select")
+        control.send_keys(keys.ARROW_UP)
         link = urlsplit(find(root, ".tools a").get_property("href"))
         assert f"{prefix}." in link.query and link.fragment == f"figure-{prefix}"
     setting = captions(roots)
@@ -311,7 +321,7 @@ def test_numbers_are_a_table_on_request(browser: Any, show: Show) -> None:
         heads = [find(line, "th").text for line in lines[1:]]
         assert heads == [str(row[0]) for row in kind().numbers()]
     first = find(roots[0], ".numbers tr:last-child").text
-    assert first == "ZeRO-3 1.75 GB 1.75 GB 10.5 GB 0 B"
+    assert first == "ZeRO-3 1.75 GB 1.75 GB 10.5 GB 0 B –"
     find(roots[0], "[aria-label=GPUs]").send_keys("\ue014")
     assert find(roots[0], ".numbers tr:last-child").text.startswith("ZeRO-3 875 MB")
 
@@ -576,6 +586,7 @@ Traits = Callable[..., Explorable]
         (BlockTime, "ranks", 1),
         (SaveInterval, "nodes", 0),
         (ConfigExplorer, "world_size", 0),
+        (Timeline, "moment", 1.1),
     ],
 )
 def test_impossible_values_are_refused(make: Traits, control: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from conftest import LIVE, Cells, Show, find
 
 from minizero import estimate
 from minizero.config import ConfigError
+from minizero.lab.explorables import measured
 from minizero.lab.explorables.config import ConfigExplorer, plans
 from minizero.lab.explorables.memory import (
     STATES,
@@ -24,6 +25,7 @@ from minizero.lab.explorables.memory import (
 from minizero.lab.plots.style import amount
 from minizero.memory.plan import OPTIMIZERS
 
+FOUND = ("css selector", ".found")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 CASES: list[dict[str, Any]] = [
@@ -237,6 +239,24 @@ def test_bars_are_in_proportion(show: Show) -> None:
     assert middle == pytest.approx(80 * unit, abs=1)
 
 
+def test_measured_bytes_stand_beside_the_estimate(show: Show) -> None:
+    """They are the file's, and differ by step counters and padding alone."""
+    (root,) = show(explorer().static_html())
+    assert not any(found.is_displayed() for found in root.find_elements(*FOUND))
+    buttons = root.find_elements("css selector", "[aria-label='Measured runs'] button")
+    for button, run in zip(buttons, measured.runs(), strict=True):
+        button.click()
+        widget = explorer(n_params=run["n_params"], world_size=run["world_size"])
+        for stage, found in enumerate(root.find_elements(*FOUND)):
+            more = run["held"][stage] - widget.breakdown(stage).total
+            assert 0 <= more < 1000
+            assert found.text == (
+                f"measured {amount(run['held'][stage])}: {amount(more)} more"
+            )
+    find(root, "input[type=checkbox]").click()  # nothing was measured with this
+    assert not any(found.is_displayed() for found in root.find_elements(*FOUND))
+
+
 def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> None:
     keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     actions = pytest.importorskip("selenium.webdriver").ActionChains
@@ -253,16 +273,15 @@ def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> N
         )
 
     reached = []
-    for _ in range(18):
+    for _ in range(21):
         press(keys.TAB)
         reached.append(focused())
     assert reached == [
         *("Parameters, as a number", "Parameters"),
         *("1.5B", "7B", "13B", "70B", "175B"),
         *("GPUs", "Precision", "Optimizer", "Memory of a GPU"),
+        *("optimizer state", "parameters", "1 rank", "2 ranks", "4 ranks"),
         *(
-            "optimizer state",
-            "parameters",
             "ZeRO-3",
             *("Link to this setting", "Numbers"),
             None,
@@ -317,8 +336,10 @@ def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
     widget = explorer()
     (root,) = show(LIVE % (widget._esm, json.dumps(widget.state())))
     select = find(root, "select")
-    selector = ".controls :is(button, input[type=checkbox])"
-    for control in root.find_elements("css selector", selector):
+    presets = find(root, ".presets").find_elements("css selector", "button")
+    for control in (
+        *presets, *root.find_elements("css selector", "input[type=checkbox]")
+    ):  # fmt: skip
         control.click()
     select.send_keys("fp32")
     rows(root)[1].click()

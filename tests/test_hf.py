@@ -147,9 +147,9 @@ def test_losses_are_equal_over_the_plans_and_near_those_of_ddp(two: Pool) -> Non
         return runs, grouped, losses(ddp)
 
     runs, grouped, ddp = two.run(run)[0]
-    assert len(ddp) == 20 and ddp[-1] < ddp[0] - 0.5
+    assert len(ddp) == 20 and ddp[-1] < ddp[0] - 0.3
     assert runs == [runs[0]] * 4 and grouped[0] == grouped[1]
-    torch.testing.assert_close(runs[0], ddp)
+    torch.testing.assert_close(runs[0], ddp, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

@@ -76,7 +76,8 @@ class Loop(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward inside does not reduce, where the plan keeps gradients."""
-        self._reduces, before = False, self._reduces
+        each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        self._reduces, before = each, self._reduces
         try:
             yield
         finally:
@@ -99,8 +100,7 @@ class Loop(accelerate.Accelerator):
         clips = max_norm < float("inf")
         norm = net.clip_grad_norm(max_norm) if clips else net.grad_norm()
         for p in trained if self.shows_gradients else ():
-            grad = safe_get_full_grad(p)
-            if grad is not None:
+            if (grad := safe_get_full_grad(p)) is not None:
                 self._hidden[p] = p.grad
                 p.grad = net.precision.unscaled(grad).to(p.dtype)
         return norm

@@ -74,6 +74,9 @@ class Making(AnyTrainer):
         # made without our `__init__`; the arguments have done what that does
         self.accelerator.__class__ = Accelerator
         self.accelerator.config = self._config
+        asked = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        if asked.get("sync_each_batch"):  # older releases do not hand it on
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
     def _config(self, model: nn.Module) -> dict[str, Any]:
         """The engine's, without what the Trainer does itself."""
@@ -144,12 +147,24 @@ class TrainerMixin(Running):
     Here are the private methods of transformers that it overrides.
     """
 
+    _weights: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        """Batches as the arguments say, which older releases forget on resuming."""
+        self._train_batch_size = self.args.train_batch_size
+        return super().get_train_dataloader()
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers'; every rank calls it, and joins what gathers weights."""
+        if self.model_wrapped is not self.model:
+            adapters = hasattr(self.model, "peft_config")
+            self._weights = self._engine().module_state_dict(adapters)
+        super().save_model(*args, **kwargs)
+        self._weights = None
+
     def _save(self, folder: str | None = None, state_dict: Any = None) -> None:
         """The whole model, as `from_pretrained` loads it, or its adapters."""
-        if state_dict is None and self.model_wrapped is not self.model:
-            adapters = hasattr(self.model, "peft_config")
-            state_dict = self._engine().module_state_dict(adapters)
-        super()._save(folder, state_dict)
+        super()._save(folder, self._weights if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, folder: str) -> None:
         """The run: the engine's checkpoint, and the schedule beside it."""

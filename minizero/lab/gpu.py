@@ -238,7 +238,7 @@ def shared() -> list[Any]:
 
 
 def cards() -> dict[str, list[Any]]:
-    """A rank a card, on NCCL: its own collectives, and those that sum in rank order."""
+    """A rank a card, on NCCL: its own collectives, and those that sum in one order."""
     ranks, ways = torch.cuda.device_count(), ("backend", "direct")
     return {way: launch(_stages, ranks, "nccl", way, backend="nccl") for way in ways}
 

@@ -2,7 +2,7 @@
 
 The simulator of chapter 8 gives a `Trace`, and so does a recorded run, `minizero.trace`.
 `chrome` is the format that Perfetto opens: slices, counters, and arrows from sends to
-receives (Trace Event Format, Google 2016). `small` is what the book's timeline draws.
+receives (Trace Event Format, Google 2016). The book's timeline draws it too.
 """
 
 from __future__ import annotations
@@ -133,60 +133,12 @@ class Trace:
             yield flow | {"ph": "s", "id": sent, "ts": begins}
             yield flow | {"ph": "f", "bp": "e", "id": got, "ts": ends}
 
-    def small(self, tick: float = 1e-6) -> dict[str, Any]:
-        """Numbers in place of names, and times in ticks: a trace as short JSON.
 
-        `slices`: rank, lane, begin, duration, verb, unit, bytes, call, source.
-        `moments`: rank, time, and four numbers a change: place, category, unit, bytes.
-        """
-        names: dict[str, list[str]] = {
-            "lanes": list(LANES),
-            "places": ["device", "host", "disk"],
-            "categories": list(CATEGORIES),
-            "units": [""],
-            "verbs": [],
-            "sources": [""],
-        }
-
-        def number(kind: str, name: str) -> int:
-            known = names[kind]
-            if name not in known:
-                known.append(name)
-            return known.index(name)
-
-        def ticks(time: float) -> int:
-            return round(time / tick)
-
-        slices = [
-            [
-                s.rank,
-                number("lanes", s.lane),
-                ticks(s.begin),
-                ticks(s.end) - ticks(s.begin),
-                number("verbs", s.verb),
-                number("units", s.unit),
-                s.nbytes,
-                s.call,
-                number("sources", s.source),
-            ]
-            for s in self.slices
-        ]
-        moments = [
-            [m.rank, ticks(m.time)]
-            + [
-                n
-                for c in m.changes
-                for n in (
-                    number("places", c.place),
-                    number("categories", c.category),
-                    number("units", c.unit),
-                    c.nbytes,
-                )
-            ]
-            for m in self.moments
-        ]
-        lists = {"slices": slices, "moments": moments}
-        return {"ranks": self.ranks, "tick": tick} | names | lists
+def joined(traces: Iterable[Trace]) -> Trace:
+    """One trace of several ranks' own, such as `minizero.trace` gives each."""
+    every = list(traces)
+    slices = [s for trace in every for s in trace.slices]
+    return Trace(every[0].ranks, slices, [m for trace in every for m in trace.moments])
 
 
 def moments(samples: Iterable[Sample], rank: int, shift: float) -> Iterator[Moment]:

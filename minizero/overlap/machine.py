@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..memory.trace import Change, Moment
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -17,6 +19,8 @@ class Machine:
         where the collective does it on the way.
     `contention`: share of its speed that computation loses while the link is
         busy. It is 0 where copies take no core from it.
+    `bus`, `disk`: bytes a second between device and host, each way, and of the
+        rank's part of a disk, for what rests there. Infinite, they take no time.
     """
 
     ranks: int
@@ -26,15 +30,17 @@ class Machine:
     copying: float = float("inf")
     adding: float = float("inf")
     contention: float = 0.0
+    bus: float = float("inf")
+    disk: float = float("inf")
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {self.ranks!r}")
-        rates = (self.bandwidth, self.copying, self.adding)
+        names = ("bandwidth", "copying", "adding", "bus", "disk")
+        rates = tuple(getattr(self, name) for name in names)
         if not min(rates) > 0:
             raise ValueError(
-                "bandwidth, copying and adding are bytes a second and must "
-                f"be above 0, not {rates}"
+                f"{', '.join(names)} are bytes a second and must be above 0, not {rates}"
             )
         if not 0 <= self.contention < 1:
             raise ValueError(
@@ -52,20 +58,28 @@ class Machine:
 class Buffer:
     """A flat buffer: its elements, a multiple of N, and bytes of each.
 
-    `reduced`: bytes of each as a gradient is sent; `itemsize` unless given.
+    `reduced`: bytes of each as a gradient is sent; `itemsize` unless given. `states`:
+    bytes of optimizer state of each.
     """
 
     padded: int
     itemsize: int = 4
     trainable: bool = True
     reduced: int | None = None
+    states: int = 0
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of an element as it is reduced."""
+        return self.reduced or self.itemsize
 
 
 @dataclass(eq=False)
 class Layer:
     """A unit: its buffers, and the seconds that one rank computes for it.
 
-    `update` is for all elements; a rank that owns 1/N takes 1/N of it.
+    `update` is for all elements; a rank that owns 1/N takes 1/N of it. `saved`: bytes
+    of activations from its forward to its backward, and `inside`: while it computes.
     """
 
     name: str
@@ -73,6 +87,8 @@ class Layer:
     forward: float
     backward: float
     update: float = 0.0
+    saved: int = 0
+    inside: int = 0
 
     @property
     def trainable(self) -> list[Buffer]:
@@ -81,10 +97,10 @@ class Layer:
 
 @dataclass
 class Interval:
-    """What one lane, "compute" or "link", did from `begin` to `end`.
+    """What one lane did from `begin` to `end`, in seconds since the step began.
 
-    `what` is a phase, "wait", or the op of a collective. Seconds since the
-    start of the step.
+    `lane`: "compute", "link", "bus" or "disk". `what`: a phase, "wait", the op of a
+    collective, or what a copy does. `nbytes`: that were sent or copied.
     """
 
     lane: str
@@ -92,13 +108,18 @@ class Interval:
     unit: str
     begin: float
     end: float
+    nbytes: float = 0
 
 
 @dataclass
 class Timeline:
-    """The intervals of one step, and how long it took, in seconds."""
+    """The intervals of one step, and how long it took, in seconds.
+
+    `moments`: when live bytes came and went that are there for a part of the step.
+    """
 
     intervals: list[Interval] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
     duration: float = 0.0
     calls: int = 0
     most_live: int = 0  # elements of sharded parameters, whole at once
@@ -108,3 +129,17 @@ class Timeline:
         """Seconds in waits: exposed communication."""
         waits = (i for i in self.intervals if i.what == "wait")
         return sum(i.end - i.begin for i in waits)
+
+    def shifted(self, start: float) -> Timeline:
+        """The same, `start` seconds earlier."""
+        for interval in self.intervals:
+            interval.begin -= start
+            interval.end -= start
+        self.moments = [m._replace(time=m.time - start) for m in self.moments]
+        return self
+
+    def changed(self, time: float, category: str, unit: str, nbytes: int) -> None:
+        """Note that bytes on the device came, or went if `nbytes` is below 0."""
+        if nbytes:
+            change = Change("device", category, nbytes, unit)
+            self.moments.append(Moment(0, time, (change,)))

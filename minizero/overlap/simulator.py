@@ -7,84 +7,22 @@ from typing import Any
 
 from ..memory.plan import Plan
 from ..zero.interfaces import Move, Schedule
-from .machine import Buffer, Interval, Layer, Machine, Timeline
-
-
-class _Rank:
-    """One rank's thread and its link."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.now = 0.0
-        self.line = Timeline()
-        self._busy: list[tuple[float, float]] = []  # the link, in order
-
-    def spend(self, what: str, unit: str, until: float) -> None:
-        if until > self.now:
-            interval = Interval("compute", what, unit, self.now, until)
-            self.line.intervals.append(interval)
-            self.now = until
-
-    def compute(self, what: str, unit: str, seconds: float) -> None:
-        """Compute; slower while something of the link's queue is moving."""
-        now, speed = self.now, 1 - self.machine.contention
-        for begin, end in self._busy:
-            if end <= now:
-                continue
-            alone = min(seconds, max(0.0, begin - now))
-            seconds, now = seconds - alone, now + alone
-            shared = min(seconds, (end - now) * speed) if now >= begin else 0
-            seconds, now = seconds - shared, now + shared / speed
-        self.spend(what, unit, now + seconds)
-
-    def transfer(self, op: str, unit: str, nbytes: float) -> float:
-        """Queue for the link; returns when the transfer ends."""
-        machine = self.machine
-        handed = machine.handling + nbytes / machine.copying
-        self.compute("launch", unit, handed if nbytes else 0.0)
-        free = self._busy[-1][1] if self._busy else 0.0
-        begin = max(self.now, free)
-        held = machine.latency + nbytes / machine.bandwidth
-        end = begin + held if nbytes else begin
-        self._busy = [b for b in self._busy if b[1] > self.now]
-        self._busy.append((begin, end))
-        self.line.intervals.append(Interval("link", op, unit, begin, end))
-        self.line.calls += 1
-        return end
-
-
-class _Transfer:
-    """A collective under way: a transfer, followed by some summing."""
-
-    def __init__(
-        self, rank: _Rank, op: str, unit: str, sent: float, adds: float = 0
-    ) -> None:
-        self._rank, self._unit, self._sent = rank, unit, sent
-        self._again = op == "all_reduce"
-        self._adds = adds / rank.machine.adding
-        self._end: float | None = rank.transfer(op, unit, sent)
-
-    def wait(self) -> None:
-        if self._end is None:
-            return
-        rank, end, self._end = self._rank, self._end, None
-        until = max(rank.now, end) + self._adds
-        if self._again:  # the sums go round in a second exchange
-            machine = rank.machine
-            until += machine.latency + self._sent / machine.bandwidth
-        rank.spend("wait", self._unit, until)
+from .machine import Buffer, Layer, Machine, Timeline
+from .simulated_home import SimulatedHome
+from .simulated_rank import Rank, Transfer
 
 
 class _Net:
     """Carries moves out in simulated time, on buffers that have no storage."""
 
     def __init__(
-        self, rank: _Rank, plan: Plan, schedule: Schedule, bucket_size: int
+        self, rank: Rank, plan: Plan, schedule: Schedule, bucket_size: int
     ) -> None:
         self.plan, self.schedule, self.bucket_size = plan, schedule, bucket_size
         self.rank = rank
-        self._whole: dict[Buffer, _Transfer] = {}
-        self._under_way: list[tuple[Layer, list[_Transfer]]] = []
+        self.home = SimulatedHome(rank, plan)
+        self._whole: dict[Buffer, Transfer] = {}
+        self._under_way: list[tuple[Layer, list[Transfer]]] = []
 
     def carry_out(self, moves: Iterable[Move]) -> None:
         for verb, unit in moves:
@@ -109,19 +47,36 @@ class _Net:
                 self._under_way.remove(entry)
                 for transfer in entry[1]:
                     transfer.wait()
+                if entry[1] and entry[1][0].op != "all_gather":
+                    self._reduced(entry[0])
 
-    def _launch(self, op: str, unit: Layer, flat: Buffer, elements: int) -> _Transfer:
+    def _reduced(self, unit: Layer) -> None:
+        """The means are there: they are kept, and the whole gradients are not."""
+        if self.plan.gradients.sharded:
+            self.grads(unit, -1)
+        self.home.add(unit)
+
+    def grads(self, unit: Layer, sign: int = 1) -> None:
+        """The unit's whole gradients come, or go."""
+        nbytes = sum(flat.padded * flat.gradient for flat in unit.trainable)
+        self.rank.line.changed(self.rank.now, "gradients", unit.name, sign * nbytes)
+
+    def _launch(
+        self, op: str, unit: Layer, flat: Buffer, elements: int, since: float = 0.0
+    ) -> Transfer:
         ranks = self.rank.machine.ranks
         gathers = op == "all_gather"
-        itemsize = flat.itemsize if gathers else flat.reduced or flat.itemsize
+        itemsize = flat.itemsize if gathers else flat.gradient
         shard = elements * itemsize / ranks
         adds = 0 if gathers else shard * (ranks - 1)
-        return _Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds)
+        return Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds, since)
 
     def _gather(self, unit: Layer) -> None:
         for flat in unit.flats:
             if flat not in self._whole:
-                gathered = self._launch("all_gather", unit, flat, flat.padded)
+                self._whole_bytes(unit, flat, 1)
+                loaded = self.home.load(unit, flat)
+                gathered = self._launch("all_gather", unit, flat, flat.padded, loaded)
                 self._whole[flat] = gathered
                 live = sum(whole.padded for whole in self._whole)
                 line = self.rank.line
@@ -132,8 +87,13 @@ class _Net:
             gathered = self._whole.pop(flat, None)
             if gathered is not None:
                 gathered.wait()
+                self._whole_bytes(unit, flat, -1)
 
-    def _reduce(self, unit: Layer) -> list[_Transfer]:
+    def _whole_bytes(self, unit: Layer, flat: Buffer, sign: int) -> None:
+        nbytes = sign * flat.padded * flat.itemsize
+        self.rank.line.changed(self.rank.now, "parameters", unit.name, nbytes)
+
+    def _reduce(self, unit: Layer) -> list[Transfer]:
         ranks = self.rank.machine.ranks
         op = "reduce_scatter" if self.plan.optimizer.sharded else "all_reduce"
         width = max(1, self.bucket_size // ranks)
@@ -143,12 +103,13 @@ class _Net:
             for a in range(0, flat.padded // ranks, width)
         ]
 
-    def _publish(self, unit: Layer) -> list[_Transfer]:
+    def _publish(self, unit: Layer) -> list[Transfer]:
         replicated = not self.plan.parameters.sharded
         if not (replicated and self.plan.optimizer.sharded):
             return []
+        since = self.home.arrives(unit)
         return [
-            self._launch("all_gather", unit, flat, flat.padded)
+            self._launch("all_gather", unit, flat, flat.padded, since)
             for flat in unit.trainable
         ]
 
@@ -168,18 +129,15 @@ def simulate(
     net is simulated. The second step counts: by then the order is recorded. `boundary`:
     whether the micro-batch is the last of its step, after which there is an update.
     """
-    rank = _Rank(machine)
+    rank = Rank(machine)
     net = _Net(rank, plan, schedule, bucket_size)
     units: Any = layers
     schedule.attach(units, plan)
     _step(net, layers, boundary)
     start, rank.line = rank.now, Timeline()
     _step(net, layers, boundary)
-    for interval in rank.line.intervals:
-        interval.begin -= start
-        interval.end -= start
     rank.line.duration = rank.now - start
-    return rank.line
+    return rank.line.shifted(start)
 
 
 def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
@@ -195,8 +153,14 @@ def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
     def leave(unit: Layer) -> None:
         net.carry_out(schedule.done(unit) if sharded else [])
 
-    def compute(what: str, unit: Layer, share: float = 1.0) -> None:
-        rank.compute(what, unit.name, getattr(unit, what) * share)
+    def compute(what: str, unit: Layer) -> None:
+        forward, line = what == "forward", rank.line
+        kept, more = unit.saved, unit.inside - unit.saved
+        line.changed(rank.now, "activations", unit.name, more + kept * forward)
+        if net.plan.gradients.sharded and not forward:
+            net.grads(unit)
+        rank.compute(what, unit.name, getattr(unit, what))
+        line.changed(rank.now, "activations", unit.name, -more - kept * (not forward))
 
     schedule.forward_begins()
     enter(root)
@@ -218,8 +182,8 @@ def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
     net.carry_out(schedule.grads_ready(root) if reduces else [])
     net.finish()
     schedule.backward_ends()
-    for unit in layers if boundary else ():
-        compute("update", unit, owned)
+    if boundary:
+        net.home.update(layers, owned)
     for unit in layers if boundary else ():
         net.carry_out(schedule.updated(unit))
     net.finish()

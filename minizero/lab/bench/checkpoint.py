@@ -1,13 +1,15 @@
-"""Checkpoints of a run of about 500 MB, against torch.distributed.checkpoint."""
+"""Checkpoints of a run of about 500 MB, against torch's own and DeepSpeed's."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from minizero.ranks.launch import device, launch
 from minizero.zero.data_parallel import DataParallel
 
 RANKS, LAYERS, WIDTH = 2, 8, 2240
+PEERS = {"torch's": "torch.distributed.checkpoint", "deepspeed's": "DeepSpeed"}
 MB = LAYERS * (WIDTH * WIDTH + WIDTH) * 12 // 10**6
 
 
@@ -34,21 +37,21 @@ def compare(repeats: int) -> list[Comparison]:
             f"{verb}, {RANKS} ranks, {MB} MB",
             "s",
             "minizero",
-            "torch.distributed.checkpoint",
+            name,
             seconds[f"{verb}, ours"],
-            seconds[f"{verb}, torch's"],
+            seconds[f"{verb}, {theirs}"],
             at_most=1.0,
         )
         for verb in ("save", "load")
+        for theirs, name in PEERS.items()
+        if f"{verb}, {theirs}" in seconds
     ]
 
 
 def _measure(folder: Path, repeats: int) -> dict[str, list[float]]:
-    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-    model = nn.Sequential(*layers).to(device())
+    model = _model()
     net = parallelize(model, torch.optim.AdamW(model.parameters()), Plan.stage(3))
-    net.backward(net(torch.ones(1, WIDTH, device=device())).sum())
-    net.step()
+    _step(net)
     shards, theirs = _as_dtensors(net), folder / "torch"
     cases = {
         "save, ours": lambda: checkpoint.save(net, folder / "ours", "a"),
@@ -56,8 +59,40 @@ def _measure(folder: Path, repeats: int) -> dict[str, list[float]]:
         "load, ours": lambda: checkpoint.load(net, folder / "ours"),
         "load, torch's": lambda: state_dict_loader.load(shards, checkpoint_id=theirs),
     }
+    if importlib.util.find_spec("deepspeed") is not None:
+        engine, where = _deepspeed(), folder / "deepspeed"
+        cases["save, deepspeed's"] = lambda: engine.save_checkpoint(where, "a")
+        cases["load, deepspeed's"] = lambda: engine.load_checkpoint(where, "a")
     timed = {name: _timed(folder, name, case) for name, case in cases.items()}
     return interleaved(timed, repeats)
+
+
+def _model() -> nn.Module:
+    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+    return nn.Sequential(*layers).to(device())
+
+
+def _step(net: Any) -> None:
+    net.backward(net(torch.ones(1, WIDTH, device=device())).sum())
+    net.step()
+
+
+def _deepspeed() -> Any:
+    """An engine of DeepSpeed's at stage 3, after a step."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    model = _model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": WIDTH * WIDTH},
+        },
+    )
+    _step(engine)
+    return engine
 
 
 def _as_dtensors(net: DataParallel) -> dict[str, Tensor]:
@@ -85,6 +120,8 @@ def _timed(folder: Path, name: str, case: Callable[[], object]) -> Callable[[], 
         comm.barrier()
         start = time.perf_counter()
         case()
+        if name.startswith("save"):
+            os.sync()  # DeepSpeed leaves what it wrote to the system
         comm.barrier()
         return time.perf_counter() - start
 

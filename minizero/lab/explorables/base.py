@@ -28,6 +28,10 @@ FIGURES = {
     "blocktime": ("blocktime.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
+    "offload": ("offload.js",),
+    "activations": ("activations.js",),
+    "published": ("published.js",),
+    "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""

@@ -79,6 +79,24 @@ function ranks(model) {
   return { box, update };
 }
 
+/** A button for each setting that was measured. */
+function measuredRuns(model) {
+  const buttons = model.get("measured").map((run) => make("button", { type: "button",
+    onclick: () => {
+      const setting = { n_params: run.n_params, world_size: run.world_size,
+        precision: "bf16", optimizer: "adam", offload_optimizer: false,
+        offload_param: false };
+      Object.entries(setting).forEach(([name, value]) => model.set(name, value));
+      model.save_changes();
+    } }, run.world_size === 1 ? "1 rank" : `${run.world_size} ranks`));
+  const box = make("div", { role: "group", "aria-label": "Measured runs" },
+    make("span", { class: "name" }, "As measured, on"),
+    make("div", { class: "presets" }, ...buttons));
+  const update = () => model.get("measured").forEach((run, i) => buttons[i].setAttribute(
+    "aria-pressed", String(run === measuredAt((name) => model.get(name)))));
+  return { box, update };
+}
+
 function choice(model, name, title, options, read = String) {
   const select = make("select", { onchange: () => put(model, name, read(select.value)) },
     ...Object.entries(options).map(([value, text]) => make("option", { value }, text)));
@@ -94,7 +112,9 @@ function tick(model, name, text) {
 }
 
 function render({ model, el }) {
+  const get = (name) => model.get(name);
   const memories = model.get("device_memories").map((gb) => [gb, `${gb} GB`]);
+  const runs = measuredRuns(model);
   const choices = [
     choice(model, "precision", "Precision", PRECISIONS),
     choice(model, "optimizer", "Optimizer", OPTIMIZERS),
@@ -110,15 +130,17 @@ function render({ model, el }) {
   const controls = make("div", { class: "controls" }, ...boxes(first),
     make("div", { class: "wide" }, ...boxes(choices),
       make("fieldset", {},
-        make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
-  const all = [...first, ...choices, ...ticks, chart];
+        make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks)),
+      runs.box));
+  const all = [...first, ...choices, ...ticks, runs, chart];
   const end = mount({ model, el }, {
     title: "Memory of the model states",
     names: NAMES,
     style: STYLE + CHART_STYLE,
     content: [controls, chart.box],
     update: () => all.forEach((part) => part.update()),
-    table: { head: HEAD, rows: () => numbers((name) => model.get(name)), say: amount },
+    table: { head: [...HEAD, "measured"], say: (x) => x === undefined ? "–" : amount(x),
+      rows: () => numbers(get).map((line, i) => [...line, measuredAt(get)?.held[i]]) },
   });
   // The chart alone: a half-written number in the text field stays as it is.
   const resized = new ResizeObserver(chart.update);

@@ -7,6 +7,7 @@ from typing import Any
 
 import traitlets
 
+from minizero.lab.explorables import measured
 from minizero.lab.explorables.base import (
     STRIPES,
     Amount,
@@ -41,6 +42,8 @@ class MemoryExplorer(Explorable):
     offload_optimizer, offload_param: keep these states in host memory, in the stages
         that shard them.
     device_memory: gigabytes (10^9 bytes) of a GPU, one of :data:`DEVICE_MEMORIES`.
+
+    Where ranks were measured with a setting, their bytes stand beside the estimate.
     """
 
     kind = "memory"
@@ -56,6 +59,7 @@ class MemoryExplorer(Explorable):
     device_memory = traitlets.Enum(DEVICE_MEMORIES, 80).tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
+    measured: traitlets.List[Any] = traitlets.List(measured.runs()).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
     @traitlets.default("coefficients")

@@ -24,6 +24,12 @@ const CHART_STYLE = `
   .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
+  .found { flex-basis: 100%; text-align: right; }
+  [hidden] { display: none; }
+  .mark { position: absolute; top: 50%; transform: translate(-50%, -50%);
+    font-size: 15px; line-height: 1; }
+  .small .track::after { display: none; }
+  .small .capacity span { right: 0; transform: none; }
   .sign { font-weight: 700; }
   .yes .sign { color: light-dark(#14704a, #55d19c); }
   .no .sign { color: light-dark(#b03d12, #ff9a6b); }
@@ -65,6 +71,14 @@ function fewest(rows, n, capacity) {
   return Math.ceil((n * split) / (capacity - n * whole));
 }
 
+/** The run that was measured with this setting, if there is one. */
+function measuredAt(get) {
+  const plain = get("precision") === "bf16" && get("optimizer") === "adam"
+    && !get("offload_optimizer") && !get("offload_param");
+  return get("measured").find((run) => plain && run.n_params === get("n_params")
+    && run.world_size === get("world_size"));
+}
+
 /** Bytes of each category and of the host, and whether a stage fits. */
 function state(get, stage) {
   const [n, capacity] = [get("n_params"), get("device_memory") * 1e9];
@@ -101,10 +115,15 @@ function memoryChart(model) {
     const states = STAGES.map((_, stage) => state(get, stage));
     const longest = Math.max(...states.map(({ total }) => total));
     // A bar far beyond the capacity is torn off, or the others would vanish.
-    const scale = Math.min(Math.max(longest, capacity * 1.2), capacity * 3);
-    tag.style.left = `${(100 * capacity) / scale}%`;
-    tag.textContent = `${get("device_memory")} GB`;
-    rows.forEach((row, stage) => row.update(states[stage], scale, capacity));
+    // One far below it is drawn large, and the capacity lies beyond the right.
+    const small = longest < capacity / 4;
+    const scale = small ? longest * 1.2
+      : Math.min(Math.max(longest, capacity * 1.2), capacity * 3);
+    box.classList.toggle("small", small);
+    tag.style.left = small ? "" : `${(100 * capacity) / scale}%`;
+    tag.textContent = `${get("device_memory")} GB${small ? " →" : ""}`;
+    const held = measuredAt(get)?.held;
+    rows.forEach((row, stage) => row.update(states[stage], scale, capacity, held?.[stage]));
     note.textContent = sentence(get, states[get("stage")]);
   };
   return { box, update };
@@ -130,17 +149,27 @@ function stageRow(model, name, stage) {
   const words = make("span");
   const verdict = make("span", { class: "verdict" }, sign, " ", words);
   const bar = make("div", { class: "bar" });
-  const track = make("div", { class: "track", role: "img" }, bar);
+  const mark = make("span", { class: "mark", "aria-hidden": "true" }, "◆");
+  const found = make("span", { class: "found" });
+  const track = make("div", { class: "track", role: "img" }, bar, mark);
   const box = make("label", { class: "row" },
     make("div", { class: "head" }, radio, make("span", { class: "stage" }, name),
-      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict),
+      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict, found),
     track);
-  const update = (state, scale, capacity) => {
+  const update = (state, scale, capacity, held) => {
     radio.checked = model.get("stage") === stage;
     total.textContent = amount(state.total);
     verdict.className = `verdict ${state.fits ? "yes" : "no"}`;
     sign.textContent = state.fits ? "✓" : "✗";
     words.textContent = judgement(state);
+    found.hidden = held === undefined;
+    mark.hidden = found.hidden;
+    if (held !== undefined) {
+      const error = held - state.total;
+      found.textContent = `measured ${amount(held)}: ${amount(Math.abs(error))} ` +
+        `${error < 0 ? "less" : "more"}`;
+      mark.style.left = `${(100 * held) / scale}%`;
+    }
     track.style.setProperty("--capacity", `calc(${(100 * capacity) / scale}% - 1px)`);
     track.setAttribute("aria-label",
       STATES.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));

@@ -1,0 +1,178 @@
+"""The steps that the timeline shows: simulated for every setting, and a recorded one.
+
+Simulated: four A100s, each in a host of its own, train four blocks of a 7-billion model
+in bf16. The schedules are those that train, and the seconds those of chapter 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+import minizero
+from minizero.engine.sources import source
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory.plan import PRECISIONS, Plan
+from minizero.memory.trace import Change, Moment, Slice, Trace
+from minizero.overlap.machine import Interval, Layer, Machine, Timeline
+from minizero.overlap.prefetch import Overlap
+from minizero.overlap.simulator import simulate
+from minizero.scale.machines import A100, BUS, STREAM, bus
+from minizero.scale.memory import saved
+from minizero.scale.operators import Costs
+from minizero.scale.predict import layers_of
+from minizero.scale.shapes import Shape
+from minizero.zero.data_parallel import DataParallel
+from minizero.zero.interfaces import Schedule
+from minizero.zero.stage1 import ZeRO1
+from minizero.zero.stage2 import ZeRO2
+from minizero.zero.stage3 import ZeRO3
+
+SHAPE = Shape(layers=4, hidden=4096, heads=32, vocab=32_000)
+KINDS: tuple[type[DataParallel], ...] = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
+RANKS, SEQUENCE, TOKENS = 4, 2048, 8192
+OFFLOADS = {"none": None, "host": "cpu", "disk": "nvme"}
+TICK = 1e-5
+"""Seconds: the unit of the simulated times that go into a page."""
+
+
+class Setting(NamedTuple):
+    """A plan and how it is carried out; see `Timeline`."""
+
+    stage: int
+    overlap: bool = False
+    prefetch: bool = False
+    offload: str = "none"
+    checkpointing: bool = False
+
+    @property
+    def key(self) -> str:
+        flags = "".join(str(int(x)) for x in (self.overlap, self.prefetch))
+        return f"{self.stage}{flags}{self.offload[0]}{int(self.checkpointing)}"
+
+    @property
+    def plan(self) -> Plan:
+        on = OFFLOADS[self.offload]
+        return Plan.stage(self.stage, on, on if self.stage == 3 else None)
+
+    def schedule(self) -> Schedule:
+        most = SHAPE.block + RANKS if self.prefetch else 0
+        return Overlap(most, 1 << 60, 0) if self.overlap else Schedule()
+
+
+def settings() -> Iterator[Setting]:
+    """Each that does something: stage 0 offloads nothing, stage 3 alone prefetches."""
+    for stage in range(4):
+        for overlap, prefetch in ((0, 0), (1, 0), (1, 1))[: 3 if stage == 3 else 2]:
+            for offload in OFFLOADS if stage else ("none",):
+                for again in (False, True):
+                    yield Setting(stage, bool(overlap), bool(prefetch), offload, again)
+
+
+def _layers(at: Setting) -> list[Layer]:
+    """The root and the blocks, with what an update needs and what activations take."""
+    costs = Costs(SHAPE, A100, TOKENS, SEQUENCE)
+    on_host = at.offload != "none"
+    update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
+    mode = "full" if at.checkpointing else "none"
+    root, *blocks = layers_of(costs, RANKS, mode, costs.itemsize, update)
+    inside = round(saved(SHAPE, TOKENS, SEQUENCE, True, costs.itemsize))
+    for block in blocks:
+        block.inside = inside
+        block.saved = 2 * TOKENS * SHAPE.hidden if at.checkpointing else inside
+    root.inside = root.saved = 10 * TOKENS * SHAPE.vocab  # logits, as `scale.memory`
+    _, _, master = PRECISIONS["bf16"]
+    for layer in (root, *blocks):
+        layer.flats[0].states = master + 8
+    return [root, *blocks]
+
+
+def line(at: Setting) -> Timeline:
+    """One step of a rank, simulated."""
+    latency, speed = bus(A100, RANKS, 1)
+    machine = Machine(
+        RANKS,
+        latency,
+        speed,
+        bus=BUS * A100.pcie,
+        disk=A100.disk * 2 / 3,  # as much is written as read, at half the speed
+    )
+    return simulate(_layers(at), machine, at.plan, at.schedule())
+
+
+def _rests(at: Setting) -> Iterator[Change]:
+    """What a rank has between two steps."""
+    for layer in _layers(at):
+        flat = layer.flats[0]
+        sizes = {
+            "parameters": flat.itemsize,
+            "gradients": flat.gradient,
+            "optimizer": flat.states,
+        }
+        for category, itemsize in sizes.items():
+            placed = getattr(at.plan, category)
+            share = RANKS if placed.sharded else 1
+            place = {"cpu": "host", "nvme": "disk"}.get(placed.on, "device")
+            nbytes = flat.padded // share * itemsize
+            yield Change(place, category, nbytes, layer.name)
+
+
+@cache
+def simulated(at: Setting) -> Trace:
+    """One step. What rank 0 does there, all do: they are equal."""
+    found, kind = line(at), KINDS[at.stage]
+
+    def cut(i: Interval, calls: Iterator[int]) -> Slice:
+        verb, lane, phase, call = i.what, i.lane, "", -1
+        if lane == "link":
+            call, gathers = next(calls), verb == "all_gather"
+            lane = "gather" if gathers else "reduce"
+            phase = "step" if gathers and at.stage < 3 else "backward"
+        elif lane == "bus":
+            lane = "to host"
+            if verb == "up":
+                verb = "load" if at.stage == 3 else "out"
+            else:
+                verb = "add" if at.stage >= 2 else "in"
+        elif lane == "disk":
+            lane = "to disk"
+        code = source(kind, verb, i.unit, phase)
+        nbytes = round(i.nbytes)
+        return Slice(0, lane, i.begin, i.end, verb, i.unit, nbytes, call, phase, code)
+
+    calls = iter(range(len(found.intervals)))
+    slices = [cut(i, calls) for i in found.intervals if i.end > i.begin]
+    for moment in found.moments:
+        for change in moment.changes:
+            if change.category == "parameters" and change.nbytes < 0:
+                freed = Interval("compute", "release", change.unit, *[moment.time] * 2)
+                slices.append(cut(freed, calls))
+    slices.sort(key=lambda s: s.begin)
+    rests = Moment(0, 0.0, tuple(_rests(at)))
+    return Trace(RANKS, slices, [rests, *found.moments])
+
+
+def one_step(stage: int = 3, overlap: bool = True) -> Trace:
+    """A step of a small GPT on this rank, recorded; the step before it is not."""
+    config = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
+    torch.manual_seed(0)
+    model = GPT(config)
+    net = minizero.parallelize(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        Plan.stage(stage),
+        schedule=Overlap(param_persistence_threshold=0) if overlap else None,
+    )
+    x = torch.zeros(2, config.sequence, dtype=torch.int64)
+
+    def step() -> None:
+        net.backward(net(x, x))
+        net.step()
+
+    step()
+    with minizero.trace(net) as run:
+        step()
+    return run.trace

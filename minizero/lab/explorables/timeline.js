@@ -1,0 +1,366 @@
+// The timeline: lanes of what each rank does in a step, its live bytes under them on the
+// same axis, and a row of memory a rank that says who holds what at the moment.
+
+const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing", "source",
+  "rank", "moment"];
+const CHOICES = {
+  stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
+  offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
+  source: ["events", ["simulated", "recorded"].map((source) => [source, source])],
+  rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
+};
+const SECONDS = 15;  // that playing a step takes
+
+const STYLE = `
+  .line { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: end; }
+  .line select { width: 100%; }
+  .check { min-height: 30px; display: flex; gap: 6px; align-items: center; }
+  :disabled, .check:has(:disabled) { opacity: 0.5; cursor: default; }
+  svg { display: block; width: 100%; overflow: visible; user-select: none;
+    font-size: 11px; fill: currentColor; }
+  .lanes { touch-action: pan-y; cursor: ew-resize; }
+  .s { stroke: color-mix(in srgb, CanvasText 55%, transparent); stroke-width: 0.5; }
+  .s.lit, .m.lit { stroke: CanvasText; stroke-width: 2; }
+  .now { stroke: CanvasText; stroke-width: 1.5; pointer-events: none; }
+  .arrow { stroke: CanvasText; stroke-width: 1; fill: none; pointer-events: none; }
+  .grid { stroke: color-mix(in srgb, CanvasText 22%, transparent); pointer-events: none; }
+  .off { fill: none; stroke: CanvasText; stroke-width: 1.2; }
+  .off.disk { stroke-dasharray: 2 2; } .off.host { stroke-dasharray: 6 2; }
+  input.scrub { width: calc(100% - 52px); margin-left: 56px; }
+  @container (max-width: 553px) {
+    input.scrub { width: calc(100% - 40px); margin-left: 44px; } }
+  .slot { fill: color-mix(in srgb, CanvasText 9%, transparent); }
+  .bold { font-weight: 600; }
+  .phases { display: flex; flex-wrap: wrap; gap: 6px; margin: 6px 0 0; }
+  .phases button { padding: 2px 10px; }
+  .phases [aria-current="true"] { background: #0460a9; color: white; }
+  .words { min-height: 3lh; }
+  .code { min-height: 3lh; margin: 4px 0 0; font-size: 13px; overflow-wrap: anywhere; }
+  @container (max-width: 553px) { .words { min-height: 5lh; } .code { min-height: 5lh; } }
+  .over { outline: 2px dashed #2f86c8; outline-offset: 4px; }
+  .open { position: relative; display: inline-block; cursor: pointer;
+    text-decoration: underline; line-height: 30px; }
+  .open input { position: absolute; inset: 0; opacity: 0; width: 100%; cursor: pointer; }
+  .open:focus-within { outline: 2px solid #2f86c8; }
+  @media (forced-colors: active) { .phases [aria-current="true"] { background: Highlight;
+    color: HighlightText; forced-color-adjust: none; } }
+  @media print { .phases, .open { display: none; } }
+`;
+
+// Words of the page's own text; a page without scripts has them plain.
+const WORD_STYLE = `
+  .timeline-word[role] { text-decoration: underline dotted; text-underline-offset: 3px;
+    cursor: pointer; border-radius: 3px; }
+  .timeline-word.lit { background: #0460a9; color: white; }
+  .timeline-word:focus-visible { outline: 2px solid #2f86c8; outline-offset: 2px; }
+`;
+const WORDS = [[/^gather/, "gather"], [/^comput/, "compute"], [/^releas|^free/, "release"],
+  [/^reduc/, "reduce"], [/^updat/, "update"]];
+
+/** The setting as Python's `Setting.key`: what does nothing at a stage is off. */
+function settingOf(get) {
+  const ahead = get("overlap") && get("prefetch") && get("stage") === 3;
+  const offload = get("stage") ? get("offload") : "none";
+  return [get("stage"), +get("overlap"), +ahead, offload[0], +get("checkpointing")].join("");
+}
+
+const unpacked = new Map();  // by their text
+
+/** The trace that a setting shows. */
+function chosen(get) {
+  const recorded = get("source") === "recorded";
+  const { tables, traces } = get(recorded ? "recorded" : "steps");
+  const packed = traces[recorded ? "recorded" : settingOf(get)];
+  const text = packed.slices + packed.moments;
+  if (!unpacked.has(text)) unpacked.set(text, unpack(tables, packed));
+  return unpacked.get(text);
+}
+
+const tickOf = (trace, moment) => Math.round(moment * trace.total);
+const deviceBytes = (row) => row.device.reduce((a, b) => a + b, 0);
+
+/** Rows of a name, bytes of a rank at the moment, and the most in the step. */
+function numbersOf(trace, get) {
+  const names = Object.keys(get("categories"));
+  const rank = Math.min(get("rank"), trace.ranks - 1);
+  const now = tickOf(trace, get("moment"));
+  const rows = live(trace, rank, names).map((row) => ({
+    time: row.time, all: [...row.device, deviceBytes(row), row.host, row.disk] }));
+  const then = rows.findLast(({ time }) => time <= now)?.all;
+  return [...names, "device", "host", "disk"].map((name, i) => [name, then?.[i] ?? 0,
+    rows.reduce((most, { all }) => Math.max(most, all[i]), 0)]);
+}
+
+const numbers = (get) => numbersOf(chosen(get), get);
+
+const ms = (trace, ticks) => `${short(1e3 * ticks * trace.tick)} ms`;
+const says = (s) => `${s.verb.replaceAll("_", "-")} ${s.unit}`.trim();
+
+/** Selects and ticks for the settings; `usable` says which of them do something. */
+function settings(model, before) {
+  const set = (name, value) => {
+    before(name);
+    put(model, name, value);
+  };
+  const selects = Object.entries(CHOICES).map(([name, [title, options]]) => {
+    const box = make("select", { onchange: () => set(name, options[box.selectedIndex][0]) },
+      ...options.map(([, text]) => make("option", {}, text)));
+    const outer = make("label", {},
+      make("span", { class: "name" }, make("span", {}, title)), box);
+    return [name, box, outer, (value) => {
+      box.selectedIndex = options.findIndex(([one]) => one === value);
+    }];
+  });
+  const ticks = ["overlap", "prefetch", "checkpointing"].map((name) => {
+    const box = make("input", { type: "checkbox", onchange: () => set(name, box.checked) });
+    return [name, box, make("label", { class: "check" }, box, name),
+      (value) => { box.checked = value; }];
+  });
+  const all = [...selects, ...ticks];
+  const update = (own) => {
+    const simulated = !own && model.get("source") === "simulated";
+    const usable = { stage: simulated, overlap: simulated, checkpointing: simulated,
+      prefetch: simulated && model.get("stage") === 3 && model.get("overlap"),
+      offload: simulated && model.get("stage") > 0, source: true, rank: true };
+    for (const [name, box, , show] of all) {
+      show(model.get(name));
+      box.disabled = !usable[name];
+    }
+  };
+  return { box: make("div", { class: "line" }, ...all.map(([, , outer]) => outer)), update };
+}
+
+/** Buttons that go to an event or a phase, and play the step. */
+function player({ model, trace, mine, go, next }) {
+  const calm = matchMedia("(prefers-reduced-motion: reduce)");
+  let ticking = 0;
+  const button = (text, title, onclick) =>
+    make("button", { type: "button", "aria-label": title, onclick }, text);
+  const stop = () => {
+    clearInterval(ticking);
+    ticking = 0;
+    play.textContent = "Play";
+  };
+  const start = () => {
+    if (model.get("moment") >= 1) go(0);
+    play.textContent = "Pause";
+    let last = performance.now();
+    ticking = setInterval(() => {
+      const since = performance.now() - last;
+      if (calm.matches && since < 1000) return;
+      const now = tickOf(trace(), model.get("moment"));
+      const later = mine().find((s) => s.begin > now)?.begin ?? trace().total;
+      go(calm.matches ? later : now + trace().total * since / 1000 / SECONDS);
+      last = performance.now();
+      if (!play.isConnected || model.get("moment") >= 1) stop();
+    }, 40);
+  };
+  const play = button("Play", "play", () => (ticking ? stop() : start()));
+  const jumps = Object.entries(PHASES).map(([name, wanted]) =>
+    [name, button(name, `to the next ${name}`, () => next(wanted))]);
+  const box = make("div", { class: "phases", role: "group", "aria-label": "moments" },
+    button("◀", "one event back", () => next(() => true, -1)), play,
+    button("▶", "one event on", () => next(() => true)), ...jumps.map(([, one]) => one));
+  const update = (on) =>
+    jumps.forEach(([name, one]) => one.setAttribute("aria-current", on.has(name)));
+  return { box, update, stop, playing: () => ticking !== 0 };
+}
+
+/** Words of the page's text: the first timeline of a page answers to them. */
+function textWords(host, next) {
+  host.dataset.timeline = "";
+  if (!document.querySelector("#timeline-words"))
+    document.head.append(make("style", { id: "timeline-words" }, WORD_STYLE));
+  const first = () => document.querySelector("[data-timeline]") === host;
+  const phaseOf = (word) => WORDS.find(([stem]) =>
+    stem.test(word.textContent.trim().toLowerCase()))?.[1];
+  const asked = (event) => {
+    const word = event.target.closest?.(".timeline-word");
+    const meant = event.type === "click" || event.key === "Enter" || event.key === " ";
+    if (!word || !meant || !first()) return;
+    event.preventDefault();
+    next(PHASES[phaseOf(word)]);
+  };
+  for (const kind of ["click", "keydown"]) document.addEventListener(kind, asked);
+  const update = (on) => {
+    for (const word of first() ? document.querySelectorAll(".timeline-word") : []) {
+      word.setAttribute("role", "button");
+      word.tabIndex = 0;
+      word.classList.toggle("lit", on.has(phaseOf(word)));
+    }
+  };
+  return { update, end: () => {
+    for (const kind of ["click", "keydown"]) document.removeEventListener(kind, asked);
+  } };
+}
+
+/** Opens traces of the reader's own, here and nowhere else: `opened` gets each, or null,
+ *  and a sentence. */
+function files(opened) {
+  const take = async (list) => {
+    const names = list.map((one) => one.name).join(", ");
+    try {
+      const texts = await Promise.all(list.map((one) => one.text()));
+      const trace = fromChrome(...texts.map((text) => JSON.parse(text)));
+      opened(trace, `${names}: ${trace.slices.length} slices of ${trace.ranks} ` +
+        `${trace.ranks > 1 ? "ranks" : "rank"}. `);
+    } catch (error) {
+      opened(null, `${names} is no trace that can be drawn: ${error.message}. `);
+    }
+  };
+  const picker = make("input", { type: "file", accept: ".json,application/json", multiple: "",
+    "aria-label": "open a trace", onchange: () => {
+      take([...picker.files]);
+      picker.value = "";  // the next choice does not add to this one
+    } });
+  const drops = (box) => {
+    for (const kind of ["dragenter", "dragover", "dragleave", "drop"])
+      box.addEventListener(kind, (event) => {
+        event.preventDefault();
+        box.classList.toggle("over", kind === "dragenter" || kind === "dragover");
+        if (kind === "drop") take([...event.dataTransfer.files]);
+      });
+  };
+  return { box: make("label", { class: "open" }, "Open a trace, or drop one here", picker),
+    drops };
+}
+
+/** The drawing: pressing and dragging asks to `go` to a time, pointing to `light` one. */
+function drawing(trace, go, light) {
+  const svg = (kind) => {
+    const box = make("div");
+    box.innerHTML = `<svg role="img" class="${kind}"><g></g><g></g><path class="now"/></svg>`;
+    return box.firstChild;
+  };
+  const [lanes, blocks] = [svg("lanes"), svg("blocks")];
+  const [all, arrows, now] = lanes.children;
+  let [parts, drawn, lit] = [null, "", null];
+  const scrub = (event) => {
+    const { left, width } = lanes.getBoundingClientRect();
+    const gutter = gutterOf(width);
+    go((event.clientX - left - gutter) / (width - gutter - RIGHT) * trace().total);
+  };
+  lanes.addEventListener("pointerdown", (event) => {
+    lanes.setPointerCapture(event.pointerId);
+    scrub(event);
+  });
+  const point = (slice) => { if (lit !== slice) light(lit = slice); };
+  lanes.addEventListener("pointermove", (event) => {
+    if (event.buttons) scrub(event);
+    else point(trace().slices[event.target.dataset.i] ?? null);
+  });
+  lanes.addEventListener("pointerleave", () => point(null));
+  const size = (box, width, height) => {
+    box.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    box.style.height = `${height}px`;
+  };
+  /** `state`: what the picture depends on, beside the trace. `scale`: traces that are
+   *  drawn to one scale with it. */
+  const update = (state, scale, rank, time, slice, { verbs, categories }) => {
+    const [one, width] = [trace(), lanes.clientWidth || 640];
+    if (drawn !== `${width} ${state}`) {
+      const most = scale.flatMap((other) => live(other, rank, Object.keys(categories)).map(
+        (row) => Math.max(deviceBytes(row), row.host, row.disk)));
+      const top = 1.05 * most.reduce((a, b) => Math.max(a, b), 1);
+      parts = picture(one, rank, width, top, verbs, categories);
+      parts.slots = slots([...scale, one], Object.keys(categories));
+      all.innerHTML = parts.html;
+      size(lanes, width, parts.height);
+      drawn = `${width} ${state}`;
+    }
+    now.setAttribute("d", `M${parts.x(time)} 0V${parts.base}`);
+    all.querySelector(".lit")?.classList.remove("lit");
+    if (slice) all.querySelector(`[data-i="${one.slices.indexOf(slice)}"]`)?.classList.add("lit");
+    arrows.innerHTML = slice && slice.call >= 0 ? flows(one, slice.call, parts.spots) : "";
+    const rows = memory(one, time, parts.slots, width, slice, categories);
+    blocks.firstChild.innerHTML = rows.html;
+    size(blocks, width, rows.height);
+  };
+  return { lanes, blocks, update, lit: () => lit };
+}
+
+function render({ model, el }) {
+  let [file, told, opened, asked] = [null, "", 0, null];  // `asked`: a slice
+  const get = (name) => model.get(name);
+  const trace = () => file ?? chosen(get);
+  const rank = () => Math.min(get("rank"), trace().ranks - 1);
+  const mine = () => trace().slices.filter((s) => s.rank === rank());
+  const go = (time) => put(model, "moment", Math.max(0, Math.min(1, time / trace().total)));
+  const next = (wanted, by = 1) => {
+    const [all, now] = [mine(), tickOf(trace(), get("moment"))];
+    const from = asked?.begin === now ? all.indexOf(asked)
+      : by > 0 ? all.findLastIndex((s) => s.begin <= now) : all.findIndex((s) => s.begin >= now);
+    const found = by > 0 ? all.find((s, i) => i > from && wanted(s)) ?? all.find(wanted)
+      : all.findLast((s, i) => i < from && wanted(s)) ?? all.findLast(wanted);
+    if (!found) return;
+    asked = found;
+    if (found.begin === now) changed();
+    else go(found.begin);
+  };
+  const controls = settings(model, (name) => {
+    if (name === "source") [file, told] = [null, ""];
+  });
+  const buttons = player({ model, trace, mine, go, next });
+  const text = textWords(el, next);
+  const own = files((found, sentence) => {
+    [file, told, opened] = [found, sentence, opened + 1];
+    changed();
+  });
+  const shown = drawing(trace, go, () => changed());
+  const words = make("p", { class: "words", role: "status" });
+  const code = make("p", { class: "code" });
+  const scrub = make("input", { type: "range", class: "scrub", min: 0, max: 1, step: 0.001,
+    "aria-label": "moment", oninput: () => put(model, "moment", scrub.valueAsNumber) });
+
+  const changed = () => {
+    const [one, rows] = [trace(), mine()];
+    const time = tickOf(one, get("moment"));
+    const begun = rows.filter((s) => s.begin <= time);
+    const slice = shown.lit() ?? (asked?.begin === time && rows.includes(asked) ? asked
+      : begun.findLast((s) => s.end > time || s.begin === time));
+    // One scale for all that is simulated: less memory looks like less.
+    const zero = { stage: 0, overlap: false, checkpointing: false };
+    const scale = file || get("source") === "recorded" ? [one]
+      : [chosen((name) => zero[name] ?? get(name))];
+    controls.update(file);
+    shown.update(`${settingOf(get)} ${get("source")} ${rank()} ${opened} ${!file}`, scale,
+      rank(), time, slice, { verbs: get("verbs"), categories: get("categories") });
+    scrub.value = get("moment");
+    scrub.setAttribute("aria-valuetext", `${ms(one, time)} of ${ms(one, one.total)}`);
+    const doing = begun.filter((s) => s.end > time).map((s) => `${s.lane}: ${says(s)}`);
+    const bytes = numbersOf(one, get).find(([name]) => name === "device")[1];
+    words.setAttribute("aria-live", buttons.playing() ? "off" : "polite");
+    words.textContent = `${told}At ${ms(one, time)} of ${ms(one, one.total)}, rank ${rank()}. ` +
+      `${doing.join("; ") || "Nothing is under way"}. ${amount(bytes)} are live on its device.`;
+    shown.lanes.setAttribute("aria-label", `Lanes and live bytes. ${words.textContent}`);
+    shown.blocks.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
+    code.replaceChildren(...(slice ? about(one, slice) : []));
+    const near = (s) => time < Math.max(s.end, s.begin + one.total / 60);
+    const on = new Set(Object.keys(PHASES).filter((name) =>
+      begun.some((s) => near(s) && PHASES[name](s))));
+    buttons.update(on);
+    text.update(on);
+  };
+
+  const chart = make("div", { class: "chart" }, key(get("verbs")), shown.lanes, scrub, buttons.box,
+    words, code, make("div", { class: "name" }, "memory of each rank"),
+    key(get("categories")), shown.blocks, own.box);
+  own.drops(chart);
+  const end = mount({ model, el }, {
+    title: "A step of each rank", names: NAMES, style: STYLE, update: changed,
+    content: [controls.box, chart],
+    table: { head: ["bytes of the rank", "now", "at most"],
+      rows: () => numbersOf(trace(), get), say: amount },
+  });
+  const resized = new ResizeObserver(() => requestAnimationFrame(changed));
+  resized.observe(shown.lanes);
+  document.addEventListener("DOMContentLoaded", changed, { once: true });  // later words
+  return () => {
+    buttons.stop();
+    resized.disconnect();
+    text.end();
+    end();
+  };
+}
+
+export default { render, numbers };

@@ -1,0 +1,161 @@
+"""The timeline: what each rank does in a step, and which bytes are live meanwhile."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import traitlets
+
+from minizero.lab.explorables.base import (
+    STRIPES,
+    Amount,
+    Explorable,
+    look,
+    module,
+    table,
+)
+from minizero.lab.explorables.packing import Pack
+from minizero.lab.explorables.steps import (
+    OFFLOADS,
+    TICK,
+    Setting,
+    settings,
+    simulated,
+)
+from minizero.lab.plots.lanes import PHASE_COLOURS
+from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, OP_COLOURS, amount
+from minizero.memory.trace import Trace
+
+RECORDED = Path(__file__).with_name("recorded.json")
+"""A step of two ranks, which `minizero.trace` has recorded."""
+COLOURS = {
+    **PHASE_COLOURS,
+    "wait": "transparent",
+    "gather": OP_COLOURS["all_gather"],
+    "reduce": OP_COLOURS["reduce_scatter"],
+    "to host": "#C4C4C4",
+    "to disk": GREY,
+}
+VERBS = {
+    name: look(colour, STRIPES if name == "wait" else None)
+    for name, colour in COLOURS.items()
+}
+CATEGORIES = {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}
+PLANS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+@cache
+def steps() -> dict[str, Any]:
+    """The simulated step of every setting, packed."""
+    pack = Pack(TICK)
+    packed = {at.key: pack.add(simulated(at)) for at in settings()}
+    return {"tables": pack.tables(), "traces": packed}
+
+
+def packed(trace: Trace) -> dict[str, Any]:
+    """A recorded trace, packed: its times to the microsecond."""
+    pack = Pack(1e-6)
+    traces = {"recorded": pack.add(trace)}
+    return {"tables": pack.tables(), "traces": traces}
+
+
+class Timeline(Explorable):
+    """A step of each rank: lanes of what it does, and its live bytes under them.
+
+    stage: 0 to 3. overlap: collectives beside computation. prefetch: parameters are
+        gathered a block ahead; for stage 3, with overlap. offload: "none", or optimizer
+        state and, at stage 3, parameters on the "host" or the "disk". checkpointing: of
+        each block.
+    source: "simulated", or "recorded" with what `minizero.trace` gave.
+    rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
+    """
+
+    kind = "timeline"
+    _esm = module(kind)
+
+    stage = traitlets.Enum([0, 1, 2, 3], 3).tag(sync=True)
+    overlap = traitlets.Bool(True).tag(sync=True)
+    prefetch = traitlets.Bool(True).tag(sync=True)
+    offload = traitlets.Enum(list(OFFLOADS), "none").tag(sync=True)
+    checkpointing = traitlets.Bool(False).tag(sync=True)
+    source = traitlets.Enum(["simulated", "recorded"], "simulated").tag(sync=True)
+    rank = traitlets.Enum([0, 1, 2, 3], 0).tag(sync=True)
+    moment = Amount(0.4, 0, 1).tag(sync=True)
+    steps = traitlets.Dict().tag(sync=True)
+    recorded = traitlets.Dict().tag(sync=True)
+    verbs = traitlets.Dict(VERBS).tag(sync=True)
+    categories = traitlets.Dict(CATEGORIES).tag(sync=True)
+
+    @traitlets.default("steps")
+    def _steps(self) -> dict[str, Any]:
+        return steps()
+
+    @traitlets.default("recorded")
+    def _recorded(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(RECORDED.read_text())
+        return found
+
+    def setting(self) -> Setting:
+        """What is shown: what does nothing at a stage is off."""
+        ahead = self.overlap and self.prefetch and self.stage == 3
+        offload = self.offload if self.stage else "none"
+        return Setting(self.stage, self.overlap, ahead, offload, self.checkpointing)
+
+    def numbers(self) -> list[list[Any]]:
+        """Bytes of the rank at the moment, and at most, by category and by place."""
+        key = "recorded" if self.source == "recorded" else self.setting().key
+        packs = self.recorded if self.source == "recorded" else self.steps
+        tables, packed = packs["tables"], packs["traces"][key]
+        lines, total = unpacked_moments(tables, packed)
+        rank = min(self.rank, packed["ranks"] - 1)
+        alike = len({of for of, *_ in lines}) == 1
+        at = round(self.moment * total)
+        names = [*CATEGORY_COLOURS, "device", "host", "disk"]
+        now, then, most = (dict.fromkeys(names, 0) for _ in range(3))
+        for of, time, changes in lines:
+            if not alike and of != rank:
+                continue
+            for place, category, _, nbytes in changes:
+                now[place] += nbytes
+                if place == "device":
+                    now[category] += nbytes
+            most = {name: max(most[name], now[name]) for name in names}
+            if time <= at:
+                then = dict(now)
+        return [[name, then[name], most[name]] for name in names]
+
+    def describe(self) -> str:
+        most = {name: number for name, _, number in self.numbers()}
+        which = self.source if self.source == "recorded" else PLANS[self.stage]
+        return f"A step, {which}: at most {amount(most['device'])} live on a device."
+
+    def fallback(self) -> str:
+        """The most of a step under each plan, as it is carried out here."""
+        at = self.setting()._replace(offload="none")
+        steps = [simulated(at._replace(stage=stage)) for stage in range(4)]
+        most = [amount(step.peak(0)) for step in steps]
+        rows = dict(zip(PLANS, most, strict=True))
+        return table("Live bytes in a step, at most", ("plan", "on a device"), rows)
+
+
+def unpacked_moments(
+    tables: dict[str, Any], packed: dict[str, Any]
+) -> tuple[list[tuple[int, int, list[Any]]], int]:
+    """Rank, time and changes of each moment, and when the step ends, in ticks."""
+    numbers = [int(word, 36) for word in packed["moments"].split()]
+    lines, time, i = [], 0, 0
+    while i < len(numbers):
+        rank, later, count = numbers[i : i + 3]
+        time += later
+        kinds = numbers[i + 3 : i + 3 + count]
+        lines.append((rank, time, [tables["changes"][kind] for kind in kinds]))
+        i += 3 + count
+    begin, total = 0, time
+    slices = [int(word, 36) for word in packed["slices"].split()]
+    for later, duration in zip(slices[2::4], slices[3::4], strict=True):
+        begin += later
+        total = max(total, begin + duration, 1)
+    return lines, total

@@ -1,0 +1,354 @@
+"""The timeline: its steps, the traces it draws, and the figure in a real browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Show, find
+from test_explorables import in_page
+
+from minizero.lab.explorables.base import module
+from minizero.lab.explorables.packing import Pack, base36
+from minizero.lab.explorables.steps import TICK, Setting, line, settings, simulated
+from minizero.lab.explorables.timeline import RECORDED, Timeline, packed, steps
+from minizero.memory.plan import estimate
+from minizero.memory.trace import Change, Moment, Slice, Trace
+
+SOURCE = module("timeline").replace("export default", "window.figure =")
+TOLD = """(trace) => ({
+  ranks: trace.ranks, total: trace.total,
+  slices: trace.slices.map((s) => [s.rank, s.lane, s.begin, s.end, s.verb, s.unit,
+    s.bytes, s.call, s.source.join("#")]),
+  moments: trace.moments.map((m) => [m.rank, m.time, m.changes]),
+})"""
+
+
+# --- The steps ---
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_steps_begin_with_what_the_formula_says(stage: int) -> None:
+    """The state at rest, on the device and off it, as `estimate` has it."""
+    for at in settings():
+        if at.stage != stage:
+            continue
+        trace = simulated(at)
+        time, rest = next(trace.live(0))
+        assert time == 0
+        placed = {"device": 0, "host": 0, "disk": 0}
+        for (place, _), nbytes in rest.items():
+            placed[place] += nbytes
+        elements = sum(
+            change.nbytes // 2 * (trace.ranks if stage == 3 else 1)
+            for change in trace.moments[0].changes
+            if change.category == "parameters"
+        )
+        formula = estimate(elements, trace.ranks, at.plan)
+        wanted = (formula.total, formula.host.total, formula.disk.total)
+        assert tuple(placed.values()) == wanted
+        *_, (_, last) = trace.live(0)
+        there = {where: nbytes for where, nbytes in last.items() if nbytes}
+        assert there == rest  # what came has gone
+
+
+def test_slices_are_the_simulators() -> None:
+    for at in settings():
+        found, trace = line(at), simulated(at)
+        lasting = [s for s in trace.slices if s.end > s.begin]
+        assert len(lasting) == sum(i.end > i.begin for i in found.intervals)
+        waits = sum(s.end - s.begin for s in lasting if s.verb == "wait")
+        assert waits == pytest.approx(found.exposed)
+        assert max(s.end for s in lasting) == pytest.approx(found.duration, rel=0.3)
+
+
+def test_settings_do_what_they_are_there_for() -> None:
+    def step(**how: Any) -> tuple[float, int]:
+        at = Setting(**how)
+        return line(at).duration, simulated(at).peak(0)
+
+    plain, late, ahead = (
+        step(stage=3, overlap=overlap, prefetch=prefetch)
+        for overlap, prefetch in ((False, False), (True, False), (True, True))
+    )
+    assert ahead[0] < late[0] <= plain[0] and plain[1] < ahead[1]
+    again = step(stage=3, checkpointing=True)
+    assert again[0] > plain[0] and again[1] < plain[1]
+    host, disk = (step(stage=3, offload=place) for place in ("host", "disk"))
+    assert plain[0] < host[0] < disk[0] and host[1] < plain[1]
+    peaks = [step(stage=stage)[1] for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+# --- From Python to the page ---
+
+
+def own_trace() -> Trace:
+    """Two ranks and every kind of thing."""
+    code = "minizero/zero/stage1.py#ZeRO1.reduce#yield comm.reduce_scatter("
+    return Trace(
+        2,
+        [
+            Slice(
+                r, lane, 0.001 * r + 2e-4 * i, 0.001 * r + 9e-4 * i, *what, source=code
+            )
+            for r in (0, 1)
+            for i, (lane, *what) in enumerate(
+                (
+                    ("compute", "release", "a", 0, -1),
+                    ("gather", "all_gather", "a", 4096, 0),
+                    ("reduce", "reduce_scatter", "b & c", 123_456_789, 1),
+                )
+            )
+        ],
+        [
+            Moment(r, 1e-4 * i, (Change("device", "gradients", n, ""),))
+            for r in (0, 1)
+            for i, n in enumerate((5000, 7, -5007))
+        ],
+    )
+
+
+def wanted(trace: Trace, tick: float) -> dict[str, Any]:
+    def ticks(time: float) -> int:
+        return round(time / tick)
+
+    of = range(trace.ranks)
+    alike = {s.rank for s in trace.slices} == {0}
+    ranks = [(r, s) for s in trace.slices for r in (of if alike else [s.rank])]
+    changed = [(r, m) for m in trace.moments for r in (of if alike else [m.rank])]
+    ends = [ticks(s.end) for _, s in ranks] + [ticks(m.time) for _, m in changed]
+    return {
+        "ranks": trace.ranks,
+        "total": max(ends),
+        "slices": sorted(
+            [
+                r,
+                s.lane,
+                ticks(s.begin),
+                ticks(s.end),
+                s.verb,
+                s.unit,
+                s.nbytes,
+                s.source,
+            ]
+            for r, s in ranks
+        ),
+        "moments": sorted(
+            [
+                r,
+                ticks(m.time),
+                [[c.place, c.category, c.unit, c.nbytes] for c in m.changes],
+            ]
+            for r, m in changed
+        ),
+    }
+
+
+def found(told: dict[str, Any]) -> dict[str, Any]:
+    """As `wanted`, and calls are numbered in order on each rank."""
+    calls = [s.pop(7) for s in told["slices"]]
+    for rank in range(told["ranks"]):
+        own = zip(told["slices"], calls, strict=True)
+        numbers = [call for s, call in own if s[0] == rank and call >= 0]
+        assert numbers == list(range(len(numbers)))
+    return told | {k: sorted(told[k]) for k in ("slices", "moments")}
+
+
+def test_every_step_arrives_in_the_page(browser: Any, show: Show) -> None:
+    keys = {at.key: at for at in settings()}
+    script = f"(key) => ({TOLD})(unpack(steps.tables, steps.traces[key]))"
+    source = f"{SOURCE}\nconst steps = {json.dumps(steps())};"
+    told = in_page(browser, show, source, script, *keys)
+    for one, at in zip(told, keys.values(), strict=True):
+        assert found(one) == wanted(simulated(at), TICK)
+    get = "(s) => settingOf((name) => s[name])"
+    states = [at._asdict() for at in keys.values()]
+    assert in_page(browser, show, SOURCE, get, *states) == list(keys)
+
+
+def test_recorded_and_exported_traces_arrive(browser: Any, show: Show) -> None:
+    trace = own_trace()
+    pack = Pack(1e-6)
+    one = {"packed": pack.add(trace), "tables": pack.tables()}
+    script = f"(one) => ({TOLD})(unpack(one.tables, one.packed))"
+    (told,) = in_page(browser, show, SOURCE, script, one)
+    assert found(told) == wanted(trace, 1e-6)
+    script = f"(file) => ({TOLD})(fromChrome(file))"
+    (told,) = in_page(browser, show, SOURCE, script, trace.chrome())
+    assert found(told) == wanted(trace, 1e-6)
+
+
+def test_base36() -> None:
+    numbers = [0, 1, 35, 36, -37, 123_456_789]
+    assert [int(base36(n), 36) for n in numbers] == numbers
+
+
+def test_shipped_recording_is_whole() -> None:
+    tables = json.loads(RECORDED.read_text())["tables"]
+    assert {s[0] for s in tables["slices"]} >= {"compute", "gather", "reduce"}
+    widget = Timeline(source="recorded")
+    most = {name: number for name, _, number in widget.numbers()}
+    assert most["parameters"] > 0 and most["activations"] > 0
+    with pytest.raises(KeyError):
+        Timeline(source="recorded", recorded={}).numbers()
+    assert packed(own_trace())["traces"]["recorded"]["ranks"] == 2
+
+
+# --- In a browser ---
+
+PROSE = """<p>First <span class="timeline-word">gather</span>, then
+<span class="timeline-word">releases</span>.</p>"""
+
+
+def moment(root: Any) -> float:
+    return float(find(root, ".scrub").get_property("value"))
+
+
+def code(root: Any) -> str:
+    return str(find(root, ".code").text)
+
+
+def test_keyboard(browser: Any, show: Show) -> None:
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    (root,) = show(PROSE, Timeline(moment=0).static_html())
+    find(root, ".scrub").send_keys(keys.ARROW_RIGHT)
+    assert moment(root) == 0.001
+    phases = root.find_elements("css selector", ".phases [aria-current]")
+    assert [one.text for one in phases] == [
+        *("gather", "compute", "release", "reduce", "update"),
+    ]
+    for one in phases:
+        one.send_keys(keys.ENTER)
+        assert one.get_dom_attribute("aria-current") == "true"
+    assert "update root, rank 0" in code(root)
+    back = find(root, "[aria-label='one event back']")
+    back.send_keys(keys.ENTER)
+    assert "wait" in code(root) or "reduce-scatter" in code(root)
+    gather, release = browser.find_elements("class name", "timeline-word")
+    gather.send_keys(keys.ENTER)
+    assert "all-gather" in code(root)
+    assert "lit" in gather.get_dom_attribute("class")
+    release.send_keys(" ")
+    assert code(root).startswith("release block 0, rank 0, ")
+    assert "resize_(0)" in code(root)
+    assert "lit" in release.get_dom_attribute("class")
+
+
+def test_pointer(browser: Any, show: Show) -> None:
+    actions = pytest.importorskip("selenium.webdriver").ActionChains
+    (root,) = show(Timeline(moment=0).static_html(), width=768)
+    slices = root.find_elements("css selector", ".lanes rect.s")
+    assert len(slices) == 4 * sum(
+        s.end > s.begin for s in simulated(Timeline().setting()).slices
+    )
+    trace = simulated(Timeline().setting())
+    wide = max(slices, key=lambda one: one.size["width"])
+    actions(browser).move_to_element(wide).perform()
+    assert "lit" in wide.get_dom_attribute("class")
+    assert code(root).startswith("backward block") and "scaled.backward(" in code(root)
+    reduce = next(
+        one
+        for one in slices
+        if one.rect["width"] > 20 and "ECAB25" in one.get_dom_attribute("fill")
+    )
+    actions(browser).move_to_element(reduce).perform()
+    (sent,) = {s.nbytes for s in trace.slices if s.verb == "reduce_scatter"} - {
+        min(s.nbytes for s in trace.slices if s.verb == "reduce_scatter")
+    }
+    assert f"{sent / 1e6:.0f}" in code(root).split(" MB")[0]
+    assert len(root.find_elements("css selector", ".arrow")) == 4 * 3
+    lit = root.find_elements("css selector", ".blocks .lit")
+    assert len(lit) == 1
+    assert moment(root) == 0
+    actions(browser).move_to_element(wide).click_and_hold().release().perform()
+    middle = wide.rect["x"] + wide.rect["width"] / 2
+    lanes = find(root, ".lanes").rect
+    share = (middle - lanes["x"] - 66) / (lanes["width"] - 72)
+    assert moment(root) == pytest.approx(share, abs=0.003)
+
+
+def test_source_is_linked_in_the_book_only(browser: Any, show: Show) -> None:
+    (root,) = show(Timeline().static_html())
+    assert not root.find_elements("css selector", ".code a")
+    script = "document.documentElement.dataset.content_root = '../'"
+    (root,) = show(f"<script>{script}</script>", Timeline().static_html())
+    link = find(root, ".code a").get_dom_attribute("href")
+    assert link == "../source/minizero/zero/backward.py.html#Backward.backward"
+
+
+def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> None:
+    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+    select = pytest.importorskip("selenium.webdriver.support.select").Select
+    whole, other = tmp_path / "run.json", tmp_path / "other.json"
+    whole.write_text(json.dumps(own_trace().chrome()))
+    other.write_text('{"loss": 1}')
+    (root,) = show(Timeline(moment=1).static_html())
+    words = find(root, ".words")
+
+    def opened(path: Path) -> str:
+        find(root, ".open input").send_keys(str(path))
+        wait(browser, 10).until(lambda _: words.text.startswith(path.name))
+        return str(words.text)
+
+    assert opened(other).startswith(
+        "other.json is no trace that can be drawn: it has no traceEvents. "
+    )
+    assert opened(whole).startswith(
+        "run.json: 6 slices of 2 ranks. At 2.8 ms of 2.8 ms"
+    )
+    assert len(root.find_elements("css selector", ".lanes rect.s")) == 4
+    assert (
+        not select(find(root, "select")).options[0].is_enabled()
+        or not find(root, "select").is_enabled()
+    )
+    source = select(root.find_elements("css selector", "select")[2])
+    source.select_by_visible_text("recorded")
+    assert not words.text.startswith("run.json")
+
+
+@pytest.mark.parametrize("calm", [False, True])
+def test_it_plays(browser: Any, show: Show, calm: bool) -> None:
+    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+    (root,) = show(Timeline(moment=0).static_html())
+    value = "reduce" if calm else "no-preference"
+    media = {"features": [{"name": "prefers-reduced-motion", "value": value}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        play = find(root, "[aria-label=play]")
+        play.click()
+        assert play.text == "Pause"
+        begins = {round(s.begin / TICK) for s in simulated(Timeline().setting()).slices}
+        wait(browser, 10).until(lambda _: moment(root) > 0)
+        if calm:  # from event to event
+            _, total = (
+                0,
+                max(
+                    round(s.end / TICK) for s in simulated(Timeline().setting()).slices
+                ),
+            )
+            assert any(abs(moment(root) * total - b) < total / 1000 for b in begins)
+        play.click()
+        assert play.text == "Play"
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_nothing_moves_when_it_is_set(browser: Any, show: Show, width: int) -> None:
+    """Whatever is set, what follows the figure stays where it is."""
+    select = pytest.importorskip("selenium.webdriver.support.select").Select
+    (root,) = show(Timeline().static_html(), width=width)
+    before = find(root, ".box").size["height"]
+    plan, offload, *_ = (
+        select(e) for e in root.find_elements("css selector", "select")
+    )
+    for stage in ("ZeRO-1", "data parallel", "ZeRO-3"):
+        plan.select_by_visible_text(stage)
+        if stage != "data parallel":
+            offload.select_by_visible_text("disk")
+        for phase in root.find_elements("css selector", ".phases [aria-current]"):
+            phase.click()
+            assert find(root, ".box").size["height"] == before
