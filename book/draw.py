@@ -7,11 +7,13 @@ that the timeline has recorded is recorded anew.
 import json
 from pathlib import Path
 
-from minizero.lab.explorables.steps import record
+from minizero.lab.explorables.steps import one_step
 from minizero.lab.explorables.timeline import RECORDED, packed
 from minizero.lab.plots import memory_bars, use
 from minizero.lab.plots.style import CATEGORY_COLOURS
 from minizero.memory.plan import estimate
+from minizero.memory.trace import joined
+from minizero.ranks.launch import launch
 
 ASSETS = Path(__file__).parent / "assets"
 LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -27,7 +29,7 @@ def main() -> None:
     bars.savefig(ASSETS / "stages.svg", metadata={"Date": None})
     (ASSETS / "logo.svg").write_text(ring(width=14))
     (ASSETS / "favicon.svg").write_text(ring(width=20))
-    RECORDED.write_text(json.dumps(packed(record())))
+    RECORDED.write_text(json.dumps(packed(joined(launch(one_step, 2)))))
 
 
 def ring(width: int, shards: int = 4, gap: float = 4) -> str:

@@ -134,6 +134,13 @@ class Trace:
             yield flow | {"ph": "f", "bp": "e", "id": got, "ts": ends}
 
 
+def joined(traces: Iterable[Trace]) -> Trace:
+    """One trace of several ranks' own, such as `minizero.trace` gives each."""
+    every = list(traces)
+    slices = [s for trace in every for s in trace.slices]
+    return Trace(every[0].ranks, slices, [m for trace in every for m in trace.moments])
+
+
 def moments(samples: Iterable[Sample], rank: int, shift: float) -> Iterator[Moment]:
     """What changed from one sample of a tracker to the next, `shift` seconds later."""
     before: dict[tuple[str, str], int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from minizero.memory.trace import Change, Moment, Slice, Trace
 from minizero.overlap.machine import Interval, Layer, Machine, Timeline
 from minizero.overlap.prefetch import Overlap
 from minizero.overlap.simulator import simulate
-from minizero.ranks.launch import launch
 from minizero.scale.machines import A100, BUS, STREAM, bus
 from minizero.scale.memory import saved
 from minizero.scale.operators import Costs
@@ -177,10 +176,3 @@ def one_step(stage: int = 3, overlap: bool = True) -> Trace:
     with minizero.trace(net) as run:
         step()
     return run.trace
-
-
-def record(ranks: int = 2, **how: Any) -> Trace:
-    """The same of all ranks."""
-    found: list[Trace] = launch(one_step, ranks, **how)
-    slices = [s for trace in found for s in trace.slices]
-    return Trace(ranks, slices, [m for trace in found for m in trace.moments])
