@@ -140,9 +140,12 @@ class Gradients(Layout):
         p, view = slot.parameter, slot.view(self.new_grad())
         assert p.grad is not None
         if p.grad.is_sparse or p.grad.data_ptr() != view.data_ptr():
-            if p not in self.came:
-                view.zero_()  # and -0.0 becomes 0.0: it is not nothing
-            view.add_(p.grad)
+            first = p not in self.came
+            if first and not p.grad.is_sparse:
+                # -0.0 + 0.0 is 0.0: this gradient is not nothing
+                torch.add(p.grad, 0.0, out=view)
+            else:
+                (view.zero_() if first else view).add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
         self.came.add(p)
 
