@@ -6,7 +6,6 @@ Read `point_to_point` (send and receive), `algorithms` (collectives made of them
 (what everybody calls), `all_to_all`, `grid` (a group as the whole world), and
 `agreement` (one rank's bytes, anybody's error). Imports `ranks` and `memory`. Nothing
 outside this folder calls a collective of torch.
-
 """
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
