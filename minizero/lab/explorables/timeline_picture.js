@@ -18,7 +18,7 @@ function rounds(most, count) {
 function shares(slices) {
   const ends = [];
   const rows = slices.map((s) => {
-    const free = ends.findIndex((end) => end <= s.begin);
+    const free = ends.findIndex((end) => end <= s.begin + 1);  // ticks are rounded
     const row = free < 0 ? ends.length : free;
     ends[row] = s.end;
     return row;
