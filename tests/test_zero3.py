@@ -125,8 +125,6 @@ def absent() -> list[Any]:
     model = nn.Sequential(nn.Linear(4, 3))
     parallelize(model, sgd(model))
     weight = model[0].weight
-    with pytest.raises(RuntimeError), torch.no_grad():
-        weight.add_(1)
     return [tuple(weight.shape), bool(weight.isnan().all())]
 
 
@@ -134,18 +132,37 @@ def test_absent_parameters_keep_their_shape_and_read_as_nan(pool: Pool) -> None:
     assert pool.run(absent) == [[(3, 4), True]] * 2
 
 
-def filled() -> str:
-    """One value for all elements could be written, and would be lost."""
-    model = nn.Sequential(nn.Linear(4, 3))
+def written() -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 1))
     net = parallelize(model, sgd(model))
-    nn.init.zeros_(model[0].weight)
-    with pytest.raises(RuntimeError) as error:
+    [weight, bias] = model.parameters()
+    told = []
+    for write in (
+        lambda: weight.add_(1),
+        lambda: nn.init.zeros_(weight),
+        lambda: weight.data.copy_(torch.ones(1, 4)),
+        lambda: weight.__setitem__(0, 1.0),
+        lambda: bias.__imul__(2.0),
+        lambda: bias.data.clamp_(0, 1),  # of one element: torch would let it pass
+    ):
+        with pytest.raises(RuntimeError) as error, torch.no_grad():
+            write()
+        told.append(str(error.value))
+    with zero.GatheredParameters([bias], modifier_rank=0):
+        bias.data.fill_(7.0)
+    bias.detach().fill_(0.0)
+    with pytest.raises(RuntimeError, match="'0.bias' was written to while absent"):
         net(torch.zeros(1, 4))
-    return str(error.value)
+    assert torch.equal(net(torch.zeros(1, 4)), torch.full((1, 1), 7.0))
+    return told
 
 
-def test_a_filled_absent_parameter_is_told(pool: Pool) -> None:
-    assert "was filled while absent" in pool.run(filled)[0]
+def test_writes_to_absent_parameters_are_refused(pool: Pool) -> None:
+    """Where they are made, in a sentence; the values stay as they were."""
+    names = ["0.weight"] * 4 + ["0.bias"] * 2
+    for name, message in zip(names, pool.run(written)[0], strict=True):
+        assert f"would write to parameter {name!r}" in message
+        assert "zero.GatheredParameters([p], modifier_rank=0)" in message
 
 
 def set_weights(modifier: int | None) -> list[Any]:

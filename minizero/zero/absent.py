@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import labels
+from .absent_parameter import set_absent
 from .flat_buffer import Flat, Place, Slot, in_order
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ _numbers = count()
 class AbsentFlat(Flat):
     """Points its parameters at the buffer, or at a single NaN that stands for all.
 
-    A write to an absent parameter is refused by torch. (`fill_` gets through; it makes
-    the next `gather` raise.) What saves models asks parameters for `ds_id`, `ds_shape`,
+    A write to an absent parameter is refused; what goes past `AbsentParameter`, such as
+    one to `p.detach()`, makes the next `gather` raise. What saves models asks parameters for `ds_id`, `ds_shape`,
     `ds_numel` and `ds_status`, as DeepSpeed's have them; ours keep their own shape too.
     """
 
@@ -136,7 +137,7 @@ class AbsentFlat(Flat):
             self.nan.fill_(self._nothing)
             self.hide()
             raise RuntimeError(
-                f"parameter {slot.name!r} was filled while absent, and what was "
+                f"parameter {slot.name!r} was written to while absent, and what was "
                 "written is lost; write to it inside "
                 "zero.GatheredParameters(..., modifier_rank=0)"
             )
@@ -147,6 +148,7 @@ class AbsentFlat(Flat):
             p = slot.parameter
             if self.holds(slot):  # no other buffer has taken it over
                 p.data = tensor
+                set_absent(p, tensors is self.absent)
                 p.ds_status = status  # type: ignore[attr-defined]
 
 
