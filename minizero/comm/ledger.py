@@ -146,7 +146,7 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
     finally:
         _where.update(before)
 
-
+# %% ../../notebooks/02_ranks.ipynb #ledger-enter
 def enter(
     op: str,
     elements: int,
