@@ -9,7 +9,7 @@ import torch
 
 from minizero import comm
 from minizero.lab.models.gpt import GPTConfig
-from minizero.lab.toymachine import TOY, measured, shape_of, slow_link
+from minizero.lab.toymachine import TOY, measured, paced, shape_of
 from minizero.offload.copy_streams import CopyStream
 from minizero.ranks.launch import Pool
 from minizero.scale.machines import BUS, bus
@@ -21,7 +21,7 @@ GPT = GPTConfig(2, 32, 2, sequence=16)
 def two_calls() -> tuple[list[float], int, float]:
     """Seconds from the first launch to each end, their bytes; and of a copy."""
     x = torch.ones(40_000)
-    with comm.ledger() as calls, slow_link(TOY):
+    with comm.ledger() as calls, paced(TOY):
         under_way = [comm.all_reduce(x.clone(), async_op=True) for _ in range(2)]
         for work in under_way:
             work.wait()
@@ -42,7 +42,7 @@ def test_calls_queue_for_the_link(two: Pool) -> None:
 def plain(slow: bool) -> torch.Tensor:
     x = torch.arange(10.0)
     if slow:
-        with slow_link(TOY):
+        with paced(TOY):
             comm.all_reduce(x)
     comm.all_reduce(x)  # outside, as before
     return x

@@ -2,7 +2,7 @@
 
 `models/` (a GPT, its text, other models to measure) and `training/` (the main job, its
 report, its recovery) train; `toygpu` enforces a budget of bytes, and
-`toymachine` has a slow link; `magic` is `%%ranks`; `plots/` draws figures and
+`toymachine` makes bytes cost time; `magic` is `%%ranks`; `plots/` draws figures and
 `explorables/` figures to play with; `bench/` measures speed; `hardware`,
 `config_reference` and `units` are what several of them share. Imports anything of
 minizero; nothing that trains imports it.

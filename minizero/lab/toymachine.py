@@ -1,8 +1,9 @@
 """A toy machine: a data sheet that ranks on this computer are made to feel.
 
-A `ToyGPU` has them feel its memory, `slow_link` its link and its slot to the host: a
-plan's bytes cost seconds here too. `measured` writes a data sheet with this computer's
-own arithmetic; the planner takes either.
+A `ToyGPU` has them feel how much memory there is, `paced` how fast bytes move: over the
+link, over the slot to the host, and through memory in an update. So what a plan moves
+costs seconds here too. `measured` writes a data sheet with this computer's own
+arithmetic; the planner takes either.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from minizero.comm.collectives import Work
 from minizero.lab.models.gpt import Block, GPTConfig
 from minizero.offload.copy_streams import CopyStream
 from minizero.ranks.launch import world_size
-from minizero.scale.machines import BUS, NETWORK, STREAM, Machine, bus
+from minizero.scale.machines import BUS, NETWORK, Machine, bus
 from minizero.scale.operators import Costs
+from minizero.scale.predict import update_seconds
 from minizero.scale.shapes import Shape
+from minizero.zero.interfaces import Home, Near
 
 TOY = Machine(
     "toy machine",
     gpus=1,
     peak=50e9,  # so 25e9 in fp32, on half a core
     memory=8.5e6,
-    hbm=6e9,
+    hbm=2e9,
     link=float("inf"),
     network=50e6 / NETWORK,
     pcie=200e6 / BUS,
     host=64e6,
-    dram=8e9,
+    dram=1e9,
     drives=1,
     drive=1e9,
     matmul=1.0,
@@ -53,17 +56,17 @@ def shape_of(config: GPTConfig) -> Shape:
 
 
 @contextmanager
-def slow_link(machine: Machine) -> Iterator[None]:
-    """Collectives, and copies to or from the host, take as long as on `machine`.
+def paced(machine: Machine) -> Iterator[None]:
+    """Collectives, copies to or from the host, and updates take as on `machine`.
 
-    A collective is over when the link has carried it, after those launched before it:
-    latency and speed are those of `scale.machines.bus`, as the planner has them. A rank
-    that waits for that sleeps, so what it computes meanwhile is hidden as on a GPU.
+    As the planner counts them: a collective is over when the link has carried it, after
+    those launched before it, and an update when its bytes have passed through the
+    memory of where it is made. A rank sleeps as long, so others can compute.
     """
     latency, speed = bus(machine, world_size(), machine.gpus)
     arrives: dict[int, float] = {}
     free, counted = 0.0, 0
-    wait, copy = Work.wait, CopyStream.copy
+    wait, copy, update = Work.wait, CopyStream.copy, Home.update
 
     def waiting(work: Work) -> None:
         nonlocal free, counted
@@ -80,8 +83,14 @@ def slow_link(machine: Machine) -> Iterator[None]:
         until = time.perf_counter() + source.nbytes / (BUS * machine.pcie)
         _not_before(until, partial(copy, stream, out, source))
 
+    def updating(home: Home, near: Near, *rest: Any) -> None:
+        elements = sum(shard.master.numel() for shard in near.shards)
+        seconds = elements * update_seconds(machine, machine.gpus, home.plan)
+        _not_before(time.perf_counter() + seconds, partial(update, home, near, *rest))
+
     with (
         comm.ledger() as calls,
+        mock.patch.object(Home, "update", updating),
         mock.patch.object(Work, "wait", waiting),
         mock.patch.object(CopyStream, "copy", copying),
     ):
@@ -99,36 +108,35 @@ def measured(config: GPTConfig, tokens: int, machine: Machine = TOY) -> Machine:
     """`machine` with this computer's arithmetic, in fp32, for a block of `config`.
 
     All ranks call it at once, since they share the cores. Products and attention are
-    timed alone. What a whole block takes longer goes to its passes over memory.
+    timed alone; what a whole block takes longer than these, and than its passes over
+    memory would at `machine`'s speed, goes to its products.
     """
     hidden, sequence = config.hidden, config.sequence
     x = torch.randn(tokens // sequence, sequence, hidden)
     heads = (len(x), config.heads, sequence, hidden // config.heads)
     weight, q = torch.randn(4 * hidden, hidden), torch.randn(heads, requires_grad=True)
     attend = partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
-    block, state = Block(config), torch.randn(3, 1 << 20)
+    block = Block(config)
     comm.barrier()
     product = seconds(lambda: F.linear(x, weight))
     scores = seconds(lambda: attend().sum().backward())
     whole = seconds(lambda: block(x).sum().backward())
-    update = seconds(lambda: state[0].addcmul_(state[1], state[2]))
-    stream = 16 * state.shape[1] / update
     # `Costs` takes 16-bit peaks, and half of them for fp32
     peak = 2 * 8 * hidden * hidden * tokens / product
-    found = replace(machine, peak=peak, matmul=1.0, attention=1.0, hbm=1e18)
+    found = replace(machine, peak=peak, matmul=1.0, attention=1.0)
     costs = Costs(shape_of(config), found, tokens, sequence, precision="fp32")
-    found = replace(found, attention=sum(costs.scores()) / scores)
-    costs = replace(costs, machine=found)
-    rest = max(whole - sum(costs.block("none")), 0.1 * whole)
-    hbm = sum(costs.passes()) / rest / STREAM
-    return replace(found, hbm=hbm, dram=stream / BUS)
+    passes = sum(map(costs.memory, costs.passes()))
+    products = sum(costs.block("none")) - passes - sum(costs.scores())
+    slower = max(whole - passes - scores, product) / products
+    attention = sum(costs.scores()) / scores
+    return replace(found, matmul=1 / slower, attention=attention)
 
 
-def seconds(function: Callable[[], Any], turns: int = 7) -> float:
-    """The median time of a call."""
+def seconds(function: Callable[[], Any], turns: int = 20) -> float:
+    """The shortest time of a call: what others take from a core adds to the rest."""
     times = []
-    for _ in range(turns + 1):
+    for _ in range(turns):
         begin = time.perf_counter()
         function()
         times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[turns // 2]
+    return min(times)

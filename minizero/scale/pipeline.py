@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers are cut over ranks, and micro-batches flow (1F1B)."""
+"""Pipeline parallelism: layers cut over ranks, micro-batches that flow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Neighbours:
     `shape`: of the float32 activations between stages, for one micro-batch.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shape: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, shape: Sequence[int]
+    ) -> None:
         self.group, self.shape = group, tuple(shape)
         self.place, self.stages = group.rank(), group.size()
         self.last = self.place == self.stages - 1
@@ -49,11 +51,11 @@ class Neighbours:
 
 
 class Pipeline(Neighbours):
-    """One stage of a model (Narayanan et al. 2021, sec. 2.2), as `net`.
+    """One stage of a model, `net` (Narayanan et al. 2021, sec. 2.2).
 
-    The first stage is called with a micro-batch's inputs, the others with
-    what comes in, and the last one with the targets as well: it returns a
-    loss. `most`: micro-batches that were under way here at once.
+    The first is called with a micro-batch's inputs, the others with what
+    comes in, the last one with the targets too: it returns a loss. `most`:
+    micro-batches that were under way here at once.
     """
 
     def __init__(
@@ -67,10 +69,9 @@ class Pipeline(Neighbours):
         self.kept: deque[tuple[Tensor | None, Tensor]] = deque()
 
     def backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Gradients of the mean loss of all micro-batches.
+        """Gradients of the mean loss, which the last stage returns (else 0).
 
-        Forwards until the stages behind are busy, then a backward for each
-        forward. Returns the mean loss on the last stage, elsewhere 0.
+        Forwards until the stages behind are busy, then 1F1B.
         """
         count, loss = len(batches), 0.0
         ahead = min(self.stages - 1 - self.place, count)
@@ -102,10 +103,9 @@ class Pipeline(Neighbours):
         return y
 
     def _back(self, grad: Tensor | None, last: bool) -> Tensor | None:
-        """Of the oldest micro-batch; only its last backward need reduce."""
+        """Of the oldest micro-batch, from its output's gradient."""
         x, y = self.kept.popleft()
         sharded = self.net.plan.gradients.sharded
         with nullcontext() if last or sharded else self.net.no_sync():
-            # for the sum, y has `grad` as its gradient
             self.net.backward(y if grad is None else (y * grad).sum())
         return None if x is None else x.grad

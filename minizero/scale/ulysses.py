@@ -1,4 +1,4 @@
-"""Sequence parallelism: tokens are cut over ranks, and inside attention its heads are."""
+"""Sequence parallelism: tokens are cut over ranks, in attention heads are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minizero.comm.grid import world
 
 
 class Swap(torch.autograd.Function):
-    """An all-to-all of rows, [P, ...]; it is its own inverse, and its backward."""
+    """An all-to-all of rows, [P, ...]: its own inverse, its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -30,9 +30,10 @@ class Swap(torch.autograd.Function):
 
 
 class UlyssesAttention(nn.Module):
-    """Causal attention of 1/P of the tokens, [batch, s/P, hidden] (Jacobs et al. 2023).
+    """Causal attention of 1/P of the tokens, [batch, s/P, hidden].
 
-    `qkv`, `out`: as in the attention that is replaced, whole on every rank.
+    Jacobs et al. 2023, sec. 3. `qkv`, `out`: those of the attention that it
+    replaces, whole on every rank.
     """
 
     def __init__(self, whole: Any, group: dist.ProcessGroup) -> None:
@@ -41,8 +42,8 @@ class UlyssesAttention(nn.Module):
         self.group, self.parts = group, group.size()
         if self.heads % self.parts:
             raise ValueError(
-                f"{self.heads} heads cannot be cut over {self.parts} ranks; choose a "
-                "group that divides them"
+                f"{self.heads} heads cannot be cut over {self.parts} ranks; "
+                "choose a group that divides them"
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +51,8 @@ class UlyssesAttention(nn.Module):
         p, heads = self.parts, self.heads // self.parts
         # all heads of my tokens, to my heads of all tokens
         qkv = self.qkv(x).view(batch, length, 3, p, heads, -1)
-        qkv = Swap.apply(qkv.permute(3, 0, 1, 2, 4, 5).contiguous(), self.group)
+        qkv = qkv.permute(3, 0, 1, 2, 4, 5).contiguous()
+        qkv = Swap.apply(qkv, self.group)
         q, k, v = qkv.permute(3, 1, 4, 0, 2, 5).flatten(3, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         # and back
