@@ -44,7 +44,7 @@ def load(
     body = context.get("body", "")
     if "<explorable-" in body:
         app.add_js_file(FILE)
-    context["body"] = body.replace('<div role="list" class="citation-list">', "<div>")
+    context["body"] = body.replace('<div role="list" class="cit', '<div class="cit')
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
