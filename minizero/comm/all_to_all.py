@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..ranks.launch import rank, world_size
 from .collectives import Work
 from .ledger import enter
 from .point_to_point import backend_of, exchange
+from .scope import rank, world_size
 
 
 def all_to_all(out: Tensor, inp: Tensor, async_op: bool = False) -> Work:

@@ -20,7 +20,7 @@ from .algorithms import (
     store,
 )
 from .point_to_point import Cuts, Rows, backend_of, staged
-from .quantized import current_code
+from .quantized import coded_all_gather, coded_reduce_scatter, current_code
 from .scope import Scope, current_scope, rank, world_size
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
@@ -187,7 +187,10 @@ def halves(tensor: Tensor) -> Halves:
     inner, code = _HALVES[current_algorithm(tensor)], current_code()
     if code is None:
         return inner
-    return Halves(code.reduce_scatter, partial(code.all_gather, inner.all_gather))
+    return Halves(
+        partial(coded_reduce_scatter, code),
+        partial(coded_all_gather, code, inner.all_gather),
+    )
 
 
 def natively(tensor: Tensor) -> bool:

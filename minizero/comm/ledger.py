@@ -148,22 +148,16 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
 
 
 def enter(
-    op: str,
-    elements: int,
-    sent: int,
-    dtype: torch.dtype,
-    queued: bool = False,
-    row: int = 1,
-) -> Call:
+    op: str, elements: int, sent: int, dtype: torch.dtype,
+    queued: bool = False, row: int = 1,
+) -> Call:  # fmt: skip
     """Write a call that is being launched into every open ledger.
 
     `row`: elements of one row, in which quantized ones are weighed.
     """
     name, nbytes = weight(sent, row, dtype)
-    call = Call(
-        op, elements, sent, nbytes, name, **_where, scope=scope_name(),
-        queued=queued,
-    )  # fmt: skip
+    call = Call(op, elements, sent, nbytes, name, **_where, queued=queued)
+    call.scope = scope_name()
     call.stamp("launched")
     for book in _ledgers:
         book.append(call)

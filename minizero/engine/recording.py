@@ -162,7 +162,8 @@ class Recording:
         for i, c in enumerate(self.calls):
             span = Span(c.launched, c.finished or now, c.op, c.unit)
             lane = "gather" if c.op in ("all_gather", "broadcast") else "reduce"
-            slices.append(cut(lane, span, c.bytes, i, c.phase))
+            call = i if c.scope == "all" else -1
+            slices.append(cut(lane, span, c.bytes, call, c.phase))
             waits.append(Span(c.launched, c.returned or now, "launch", c.unit))
             if c.waited:
                 waits.append(Span(c.waited, c.finished or now, "wait", c.unit))

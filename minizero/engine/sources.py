@@ -36,7 +36,7 @@ _LINES: dict[str, tuple[Function, str]] = {
     "out": (UnitCopies.send, "self._outward.copy("),
     "read": (SwappedShard.read, "return self._swap.read("),
     "write": (SwappedShard.write, "return self._swap.write("),
-    "gradient norm": (Clipping._shard_norms, "comm.all_gather("),
+    "gradient norm": (Clipping._shard_norms, "return self.of_all("),
     "all_gather": (comm.all_gather, "return _begin("),
     "all_reduce": (comm.all_reduce, "return _begin("),
     "reduce_scatter": (comm.reduce_scatter, "return _begin("),
@@ -47,11 +47,9 @@ _LINES: dict[str, tuple[Function, str]] = {
 
 @cache
 def line(function: Function, start: str) -> str:
-    """The line of a function that begins so, as `path#name#line`; ValueError for none."""
-    lines = map(str.strip, inspect.getsource(function).splitlines())
-    found = next((text for text in lines if text.startswith(start)), None)
-    if found is None:
-        raise ValueError(f"{function.__qualname__} has no line that begins {start!r}")
+    """The line of a function that begins so, else its first, as `path#name#line`."""
+    lines = [text.strip() for text in inspect.getsource(function).splitlines()]
+    found = next((text for text in lines if text.startswith(start)), lines[0])
     path = Path(inspect.getfile(function)).resolve().relative_to(PACKAGE.parent)
     return f"{path.as_posix()}#{function.__qualname__}#{found}"
 

@@ -22,9 +22,9 @@ ARRIVED = 1e-9
 class Slice(NamedTuple):
     """What a rank did on one of `LANES`, in seconds since the recording began.
 
-    `nbytes`: that it sent or copied. `call`: which collective of its rank, the same
-    number on all that take part; -1 for what is none. `source`: the line that does it,
-    as `path#name#line`. A slice without duration marks a moment.
+    `nbytes`: that it sent or copied. `call`: which collective among all ranks, the same
+    number on each; -1 for what is none. `source`: the line that does it, as
+    `path#name#line`. A slice without duration marks a moment.
     """
 
     rank: int

@@ -19,6 +19,8 @@ class Machine:
         where the collective does it on the way.
     `contention`: share of its speed that computation loses while the link is
         busy. It is 0 where copies take no core from it.
+    `across`: where these N ranks are one group of several, the groups and the link
+        between them; None: there are no others.
     `bus`, `disk`: bytes a second between device and host, each way, and of the
         rank's part of a disk, for what rests there. Infinite, they take no time.
     """
@@ -30,6 +32,7 @@ class Machine:
     copying: float = float("inf")
     adding: float = float("inf")
     contention: float = 0.0
+    across: Machine | None = None
     bus: float = float("inf")
     disk: float = float("inf")
 

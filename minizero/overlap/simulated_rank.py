@@ -74,18 +74,20 @@ class Transfer:
         sent: float,
         adds: float = 0,
         since: float = 0.0,
+        across: float = 0.0,
     ) -> None:
-        self._rank, self._unit, self._sent = rank, unit, sent
-        self.op, self._again = op, op == "all_reduce"
-        self._adds = adds / rank.machine.adding
+        self._rank, self._unit, self.op = rank, unit, op
+        machine = rank.machine
+        self._after = adds / machine.adding
+        if op == "all_reduce":  # the sums go round in a second exchange
+            self._after += machine.latency + sent / machine.bandwidth
+        if machine.across and across:  # a second hop follows the wait
+            other = machine.across
+            self._after += 2 * (other.latency + across / other.bandwidth)
         self._end: float | None = rank.transfer(op, unit, sent, since)
 
     def wait(self) -> None:
         if self._end is None:
             return
         rank, end, self._end = self._rank, self._end, None
-        until = max(rank.now, end) + self._adds
-        if self._again:  # the sums go round in a second exchange
-            machine = rank.machine
-            until += machine.latency + self._sent / machine.bandwidth
-        rank.spend("wait", self._unit, until)
+        rank.spend("wait", self._unit, max(rank.now, end) + self._after)

@@ -69,7 +69,11 @@ class _Net:
         itemsize = flat.itemsize if gathers else flat.gradient
         shard = elements * itemsize / ranks
         adds = 0 if gathers else shard * (ranks - 1)
-        return Transfer(self.rank, op, unit.name, shard * (ranks - 1), adds, since)
+        others, across = self.rank.machine.across, 0.0
+        if others and not gathers:
+            across = shard * (others.ranks - 1) / others.ranks
+        sent = shard * (ranks - 1)
+        return Transfer(self.rank, op, unit.name, sent, adds, since, across)
 
     def _gather(self, unit: Layer) -> None:
         for flat in unit.flats:

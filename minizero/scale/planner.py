@@ -61,6 +61,7 @@ class Candidate:
     accumulation: int
     offload_optimizer: str | None = None
     offload_param: str | None = None
+    group: int | None = None
 
     def predict(self, job: Job) -> Prediction:
         """A step of this job in this way."""
@@ -79,7 +80,8 @@ class Candidate:
         """Stage and offload, in words."""
         moved = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         off = " and ".join(name for name, place in moved.items() if place)
-        return f"stage {self.stage}" + (f", {off} on the CPU" if off else "")
+        groups = f" in groups of {self.group}" if self.group else ""
+        return f"stage {self.stage}{groups}" + (f", {off} on the CPU" if off else "")
 
     def __str__(self) -> str:
         words = {"none": "no checkpointing"}
@@ -88,7 +90,10 @@ class Candidate:
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
-    """All plans, offloads, checkpointings and micro-batches that make the batch."""
+    """All plans, offloads, checkpointings and micro-batches that make the batch.
+
+    In groups: of a node's GPUs, where there are several nodes.
+    """
     sizes = [size for size in (1 << i for i in range(9)) if job.each % size == 0]
     places: list[tuple[int, str | None, str | None]] = [
         (s, None, None) for s in range(4)
@@ -99,6 +104,11 @@ def candidates(job: Job) -> Iterator[Candidate]:
             for size in sizes:
                 count = job.each // size
                 yield Candidate(stage, how, size, count, optimizer, param)
+    node = job.machine.gpus
+    if node > 1 and job.gpus > node and job.gpus % node == 0:
+        for how in ("none", "selective", "full"):
+            for size in sizes:
+                yield Candidate(3, how, size, job.each // size, group=node)
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,12 @@ def warnings(choice: Choice, result: Result) -> list[str]:
             f"stage 3 waits {waits:.0%} of its time for the link, and stage "
             f"{best.candidate.stage} fits: parameters need not be sharded"
         )
+    group = best.candidate.group
+    if candidate.stage == 3 and group and not candidate.group and waits > 0.1:
+        found.append(
+            f"stage 3 waits {waits:.0%} of its time for the link; in groups of {group} "
+            "it gathers within a node"
+        )
     device = replace(candidate, offload_optimizer=None, offload_param=None)
     if candidate.offload_optimizer and candidate.checkpointing != "full":
         kept = replace(device, checkpointing="full").predict(job)
@@ -208,6 +224,8 @@ def ds_config(choice: Choice) -> dict[str, Any]:
             "stage3_max_live_parameters": 3 * unit + 4 * job.gpus,
             "stage3_param_persistence_threshold": 0,
         }
+    if best.group:
+        zero["mics_shard_size"] = best.group
     for name in ("offload_optimizer", "offload_param"):
         if place := getattr(best, name):
             zero[name] = {"device": place, "pin_memory": True}

@@ -60,12 +60,20 @@ def layers_of(
 # %% ../../notebooks/16_scale.ipynb #predict-link
 def link_of(machine: Machine, ranks: int, per_node: int, plan: Plan) -> Link:
     """A rank's link; what rests off the device crosses its slot as well."""
+    across = None
+    if plan.group:
+        # each rank of a group has its own port to the others at its place
+        copies, ranks = ranks // plan.group, plan.group
+        if copies > 1:
+            across = Link(copies, *bus(machine, copies, 1))
     latency, speed = bus(machine, ranks, per_node)
     if plan.parameters.on != "device" and ranks > 1:
         # its own shard comes in, while N - 1 others come over the link
         slot = BUS * machine.pcie * (ranks - 1)
         speed = 1 / (1 / speed + 1 / slot)
-    return Link(ranks, latency, speed, contention=CONTENTION)
+    return Link(
+        ranks, latency, speed, contention=CONTENTION, across=across
+    )
 
 
 def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
@@ -134,6 +142,7 @@ def predict(
     tied: bool | None = None, offload_optimizer: str | None = None,
     offload_param: str | None = None, machine: str | Machine = "a100-80gb",
     reduce: str | None = None, attention: str = "flash",
+    group: int | None = None,
     schedule: Callable[[int], Schedule] = ahead,
 ) -> Prediction:  # fmt: skip
     """Predict one step of a decoder under ZeRO `stage`.
@@ -142,7 +151,8 @@ def predict(
     checkpointing: none, full, or selective: only products' results are kept.
     reduce: what gradients are sent in; as `precision`, unless given.
     attention: flash or eager. schedule: makes one, of the largest unit's
-    elements. The rest as for `Shape` and `Plan.stage`.
+    elements. The rest as for `Shape` and `Plan.stage`: a `group` of ranks
+    shares a copy of what is sharded.
     """
     shape = Shape(
         layers, hidden, heads, vocab, kv_heads, ffn_hidden, gated, tied
@@ -158,7 +168,7 @@ def predict(
         attention=(attention, ("flash", "eager")),
     )
     node, reduced = find(machine), ITEMSIZES[reduce or precision]
-    plan = Plan.stage(stage, offload_optimizer, offload_param)
+    plan = Plan.stage(stage, offload_optimizer, offload_param, group)
     tokens = micro_batch * sequence
     costs = Costs(shape, node, tokens, sequence, attention, precision)
     largest = max(shape.block, shape.root) + world_size

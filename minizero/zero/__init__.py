@@ -11,7 +11,8 @@ Read in the order of the chapters:
 - chapters 5 and 6: `stage1`, `stage2`;
 - chapter 7: `absent_parameter`, `absent` and `sharded_buffer` (a buffer that is whole
   while it is used), `autograd_hooks`, `module_hooks`, `absent_use`, `stage3`;
-  `parallelize`, `loading` and `init`.
+  `parallelize`, `loading` and `init`;
+- chapter 17: `group_buffers`, `group_shards`, `hierarchical` (the stages in groups).
 
 Imports `comm`, `config`, `ranks` and `memory`.
 """
