@@ -105,7 +105,7 @@ class Gradients(Layout):
 
     `grad`: [padded], or None; in `grad_dtype` it is kept, added up, reduced.
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
-    `grad_shard`: [own_size], the own reduced gradients, where a plan shards them.
+    `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
     `came`: the parameters that have brought this rank one since `zero_grad`.
     `shown`: what `.grad` of each parameter was, when a backward had ended.
     """
