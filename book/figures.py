@@ -3,7 +3,8 @@
 The directive `timeline` draws that figure in a page that is no notebook.
 
 The script stands in the page's head and is not deferred: an explorable draws itself
-before what follows it is laid out, so nothing moves.
+before what follows it is laid out, so nothing moves. And the list
+of references is none to a screen reader, since its entries have a role of their own.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def load(
     app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Load it in pages with an explorable."""
-    if "<explorable-" in context.get("body", ""):
+    body = context.get("body", "")
+    if "<explorable-" in body:
         app.add_js_file(FILE)
+    context["body"] = body.replace('<div role="list" class="cit', '<div class="cit')
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

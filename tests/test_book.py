@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import selenium_axe_python
 import yaml
 from bs4 import BeautifulSoup, Tag
 from conftest import ROOT
@@ -242,39 +243,67 @@ def complaints(browser: Any) -> list[str]:
     ]
 
 
+AXE = Path(selenium_axe_python.__file__).parent / "axe-core" / "axe.min.js"
+CODE = [".highlight", "mjx-container"]
+"""Thousands of spans of a few colours; one page is looked at with them."""
+
+
+def barriers(browser: Any, rules: list[str], without: list[str]) -> list[Any]:
+    """What axe-core finds serious: each rule, with the first elements that break it."""
+    return browser.execute_async_script(
+        """
+        const [values, exclude, done] = arguments;
+        axe.run({ exclude }, { resultTypes: ["violations"], runOnly: values }).then(
+            ({ violations }) => done(violations
+                .filter(({ impact }) => ["serious", "critical"].includes(impact))
+                .map(({ id, nodes }) => [id, nodes.slice(0, 3).map((n) => n.html)])),
+            (error) => done([String(error)]));
+        """,
+        rules,
+        without,
+    )
+
+
 @each_page
 def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
-    """From a folder, with the network off: no error, formulas set, pictures shown."""
-    open_page(browser, book / f"{page}.html")
-    assert not complaints(browser)
-    elsewhere = [u for u in requests(browser) if not re.match("(file|data|blob):", u)]
-    assert not elsewhere
-    unset, broken = browser.execute_script(
-        """
-        const all = query => [...document.querySelectorAll(query)];
-        return [
-            all(".math").filter(e => !e.querySelector("mjx-container")).length,
-            all("article img").filter(e => !e.naturalWidth).map(e => e.src),
-        ];
-        """
-    )
-    assert not unset
-    assert not broken
+    """From a folder, with the network off, on a desk and on a phone, light and dark.
 
-
-@each_page
-@pytest.mark.parametrize("width", [360, 1280])
-def test_page_does_not_scroll_sideways(
-    book: Path, browser: Any, page: str, width: int
-) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    No error, formulas set, pictures shown, no wider than the window; and nothing that
+    axe-core finds a serious barrier to a reader.
+    """
+    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         open_page(browser, book / f"{page}.html")
-        wide = browser.execute_script("return document.documentElement.scrollWidth")
+        assert not complaints(browser)
+        assert not [
+            u for u in requests(browser) if not re.match("(file|data|blob):", u)
+        ]
+        unset, broken = browser.execute_script(
+            """
+            const all = query => [...document.querySelectorAll(query)];
+            return [
+                all(".math").filter(e => !e.querySelector("mjx-container")).length,
+                all("article img").filter(e => !e.naturalWidth).map(e => e.src),
+            ];
+            """
+        )
+        assert not unset
+        assert not broken
+        wide = "return document.documentElement.scrollWidth"
+        assert browser.execute_script(wide) <= 1280
+        browser.execute_script(AXE.read_text())
+        without = [] if page == A_SOURCE else CODE
+        levels = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+        browser.execute_script("document.documentElement.dataset.theme = 'light'")
+        assert barriers(browser, levels, without) == []
+        browser.execute_script("document.documentElement.dataset.theme = 'dark'")
+        assert barriers(browser, ["color-contrast"], without) == []
+        size["width"] = 360
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert browser.execute_script(wide) <= 360
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert wide <= width
 
 
 @pytest.mark.skipif(
@@ -284,8 +313,7 @@ def test_memory_explorer_reacts(book: Path, browser: Any) -> None:
     """The explorable of chapter 1 draws itself, and answers when a slider moves."""
     open_page(browser, book / "notebooks/01_memory.html")
     inside = """
-        const nodes = [...document.querySelectorAll(".explorable-frame")];
-        const drawn = nodes.find(node => node.shadowRoot)?.shadowRoot ?? nodes[0];
+        const drawn = document.querySelector("explorable-memory").shadowRoot;
     """
     text = f"{inside} return drawn.textContent"
     before = browser.execute_script(text)

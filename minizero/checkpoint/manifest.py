@@ -129,8 +129,6 @@ class Index:
         """The checksum of all that is known before a file is written."""
         facts = asdict(self)
         del facts["number"], facts["files"]
-        if self.group is None:  # as it was said before there were groups
-            del facts["group"]
         return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
     def saver(self, shard: int) -> int:
@@ -147,7 +145,7 @@ class Index:
         for name, buffer in self.buffers.items():
             yield f"buffers/{name}", buffer.dtype, buffer.shape
 
-
+# %% ../../notebooks/12_checkpoint.ipynb #manifest-file-name
 def file_name(r: int, world_size: int) -> str:
     """What rank r writes."""
     return f"rank-{r:04d}-of-{world_size:04d}.safetensors"

@@ -146,24 +146,18 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
     finally:
         _where.update(before)
 
-
+# %% ../../notebooks/02_ranks.ipynb #ledger-enter
 def enter(
-    op: str,
-    elements: int,
-    sent: int,
-    dtype: torch.dtype,
-    queued: bool = False,
-    row: int = 1,
-) -> Call:
+    op: str, elements: int, sent: int, dtype: torch.dtype,
+    queued: bool = False, row: int = 1,
+) -> Call:  # fmt: skip
     """Write a call that is being launched into every open ledger.
 
     `row`: elements of one row, in which quantized ones are weighed.
     """
     name, nbytes = weight(sent, row, dtype)
-    call = Call(
-        op, elements, sent, nbytes, name, **_where, scope=scope_name(),
-        queued=queued,
-    )  # fmt: skip
+    call = Call(op, elements, sent, nbytes, name, **_where, queued=queued)
+    call.scope = scope_name()
     call.stamp("launched")
     for book in _ledgers:
         book.append(call)

@@ -174,6 +174,10 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
     The ranks find each other through the file `rendezvous`, or else as
     torchrun says.
     """
+    # Buffers come and go in a step, and their memory goes back to the system. Torch, which
+    # reads this at its first tensor, asks for huge pages: else a new buffer costs a fault
+    # for every 4 KiB, which is many times what it costs to fill it.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     store: Store | None = None
     if rendezvous is not None:

@@ -167,7 +167,7 @@ function render({ model, el }) {
     oninput: () => put(model, "text", area.value) });
   const controls = selects(model, () => update());
   const chart = places(get("palette"));
-  const said = make("ul", { role: "status" });
+  const said = make("ul");
   const say = (sentences) => said.replaceChildren(...sentences.map(([fine, text]) =>
     make("li", fine ? {} : { class: "wrong" }, text)));
   const judge = (fine) => {
@@ -205,7 +205,7 @@ function render({ model, el }) {
     title: "A config and its bytes",
     names: ["text", ...Object.keys(CONTROLS)],
     style: STYLE,
-    content: [sides, chart.box, said],
+    content: [sides, chart.box, make("div", { role: "status" }, said)],
     update,
     table: { head: ["place", ...STATES], rows, say: amount },
   });
