@@ -125,6 +125,8 @@ def absent() -> list[Any]:
     model = nn.Sequential(nn.Linear(4, 3))
     parallelize(model, sgd(model))
     weight = model[0].weight
+    other = nn.Parameter(weight.data)  # as torch.nn.utils.weight_norm does
+    assert isinstance(other, nn.Parameter) and other.isnan().all()
     return [tuple(weight.shape), bool(weight.isnan().all())]
 
 

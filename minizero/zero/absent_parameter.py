@@ -56,6 +56,12 @@ class AbsentData(_Refuses, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     stands_for: nn.Parameter
 
+    def detach(self) -> Tensor:
+        """Of this class too, or `nn.Parameter` would not take it."""
+        made = super().detach().as_subclass(AbsentData)
+        made.stands_for = self.stands_for
+        return made
+
 
 class AbsentParameter(_Refuses, nn.Parameter):
     """The class of a parameter as long as it is absent."""
