@@ -53,7 +53,9 @@ def nothing_left() -> Iterator[None]:
     makes it one of many, would refuse.
     """
     gc.collect()
+    gc.freeze()  # what is there now need not be looked at by each collection
     yield
+    gc.unfreeze()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -179,7 +179,8 @@ def estimate(
     for category in ("parameters", "gradients", "optimizer"):
         placement: Placement = getattr(plan, category)
         ranks = placement.ranks(world_size)
-        nbytes = n_params / ranks * getattr(cost, category)
+        share = n_params if ranks == 1 else n_params / ranks
+        nbytes = share * getattr(cost, category)
         setattr(where[placement.on], category, nbytes)
     return result
 
