@@ -38,8 +38,10 @@ def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
     while len(sums) > 1:
         last = sums.pop()
         sums[-1] = sums[-1] + last
-    # before it is rounded: a mean of fp16 fits where their sum may not
-    return sums[0] / len(parts) if average else sums[0]
+    if average and len(parts) > 1:
+        # before it is rounded: a mean of fp16 fits where their sum may not
+        sums[0].div_(len(parts))
+    return sums[0]
 
 
 def store(out: Tensor, total: Tensor) -> None:
