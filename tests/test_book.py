@@ -244,6 +244,12 @@ def complaints(browser: Any) -> list[str]:
 
 
 AXE = Path(selenium_axe_python.__file__).parent / "axe-core" / "axe.min.js"
+STILL = """
+const style = document.createElement("style");
+style.textContent = "* { transition: none !important }";
+document.head.append(style);
+"""
+"""A colour on its way from one scheme's to the other's is neither."""
 CODE = [".highlight", "mjx-container"]
 """Thousands of spans of a few colours; one page is looked at with them."""
 
@@ -293,6 +299,7 @@ def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
         wide = "return document.documentElement.scrollWidth"
         assert browser.execute_script(wide) <= 1280
         browser.execute_script(AXE.read_text())
+        browser.execute_script(STILL)
         without = [] if page == A_SOURCE else CODE
         levels = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
         browser.execute_script("document.documentElement.dataset.theme = 'light'")

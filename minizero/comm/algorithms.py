@@ -38,10 +38,8 @@ def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
     while len(sums) > 1:
         last = sums.pop()
         sums[-1] = sums[-1] + last
-    if average and len(parts) > 1:
-        # before it is rounded: a mean of fp16 fits where their sum may not
-        sums[0].div_(len(parts))
-    return sums[0]
+    # before it is rounded: a mean of fp16 fits where their sum may not
+    return sums[0].div_(len(parts)) if average and len(parts) > 1 else sums[0]
 
 
 def store(out: Tensor, total: Tensor) -> None:
