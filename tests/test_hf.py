@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_example import EXAMPLE
 from torch import Tensor, nn
 
 from minizero import launch, zero
@@ -730,22 +731,6 @@ trainer = Trainer(
 
 trainer.train()
 """
-CONFIG = {
-    "train_batch_size": 256,
-    "gradient_accumulation_steps": 16,
-    "gradient_clipping": 1.0,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 500000000,
-        "stage3_prefetch_bucket_size": 500000000,
-        "stage3_param_persistence_threshold": 1000000,
-    },
-}
 
 
 def test_a_script_runs_with_its_imports_changed(tmp_path: Path) -> None:
@@ -766,7 +751,7 @@ def test_a_script_runs_with_its_imports_changed(tmp_path: Path) -> None:
         return found
 
     for name in ("fp16", "bf16"):
-        config: dict[str, Any] = dict(CONFIG)
+        config: dict[str, Any] = dict(EXAMPLE)
         if name != "fp16":
             del config["fp16"]  # in which the arguments put what they say
         (tmp_path / name).mkdir()
