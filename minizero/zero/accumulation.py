@@ -160,7 +160,6 @@ class Accumulation(ScriptChanges):
                 "a backward of the script's own has failed, and with it the gradients of "
                 "this step; go on with the next forward"
             )
-        self._take_over()
         self._take_back_gradients(again=False)
         if self._unsynced:
             for unit in reversed(self.units):

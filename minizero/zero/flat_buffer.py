@@ -35,7 +35,9 @@ class Slot:
 
     def view(self, buffer: Tensor) -> Tensor:
         """The part of `buffer` that is this parameter, in its shape."""
-        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+        part = buffer[self.offset : self.offset + self.numel]
+        # sizes one by one: torch takes three times as long over a Size
+        return part.view(*self.shape) if self.shape else part[0]
 
 
 Place = Callable[[list[nn.Parameter]], tuple[list[int], int]]
@@ -206,10 +208,13 @@ class Flat(Gradients):
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-unit
 @dataclass(eq=False)
 class Unit:
-    """What communicates together: a block's parameters, or the leftovers."""
+    """What communicates together: a block's parameters, or the leftovers.
+
+    `modules`: mostly one; neighbours that share the unit, in their order.
+    """
 
     name: str
-    module: nn.Module
+    modules: list[nn.Module]
     flats: list[Flat] = field(default_factory=list)
 
     @property

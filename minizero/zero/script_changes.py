@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..memory.bytes import versions
 from ..ranks.launch import rank, world_size
 from .flat_buffer import NOTHING, Flat, Slot, Unit
 from .interfaces import Home
@@ -98,7 +99,7 @@ class ScriptChanges(Moves):
         ]
 
     def _now(self) -> list[int]:
-        return [0 if p.is_inference() else p._version for p in self._owner]
+        return versions(self._owner)
 
     def _in_groups(self) -> int:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -167,10 +168,13 @@ class ScriptChanges(Moves):
     @contextmanager
     def _forward_writes(self) -> Iterator[None]:
         """What a forward writes to parameters is this rank's alone."""
+        if world_size() == 1:
+            yield
+            return
         before = self._now()
         yield
         after = self._now()
-        if before == after or world_size() == 1:
+        if before == after:
             return
         slots = (slot for _, _, slot in self._owner.values())
         for slot, a, b in zip(slots, before, after, strict=True):
