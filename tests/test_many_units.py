@@ -74,7 +74,9 @@ def there(net: Any) -> int:
     return sum(getattr(flat, "there", True) for flat in flats)
 
 
-def trained(how: str, stage: int, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
+def trained(
+    how: str, stage: int, **options: Any
+) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after two steps; the units that the second gathered."""
     torch.manual_seed(3)
     model = Deep(how)
