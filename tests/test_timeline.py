@@ -245,10 +245,10 @@ def test_pointer(browser: Any, show: Show) -> None:
         s.end > s.begin for s in simulated(Timeline().setting()).slices
     )
     trace = simulated(Timeline().setting())
-    looks = browser.execute_script(
-        "return arguments[0].map((e) => [+e.getAttribute('width'), e.dataset.i])", slices
+    widths = browser.execute_script(
+        "return arguments[0].map((e) => +e.getAttribute('width'))", slices
     )
-    wide = slices[looks.index(max(looks))]
+    wide = slices[widths.index(max(widths))]
     actions(browser).move_to_element(wide).perform()
     assert "lit" in wide.get_dom_attribute("class")
     assert code(root).startswith("backward block") and "scaled.backward(" in code(root)
