@@ -424,6 +424,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'minizero/offload/nvme.py'),
                                        'minizero.offload.nvme.StagedSlice.leave': ( 'nvme.html#stagedslice.leave',
                                                                                     'minizero/offload/nvme.py'),
+                                       'minizero.offload.nvme.StagedSlice.matrices': ( 'nvme.html#stagedslice.matrices',
+                                                                                       'minizero/offload/nvme.py'),
                                        'minizero.offload.nvme.StagedSlice.tensors': ( 'nvme.html#stagedslice.tensors',
                                                                                       'minizero/offload/nvme.py'),
                                        'minizero.offload.nvme._FirstStates': ('nvme.html#_firststates', 'minizero/offload/nvme.py'),

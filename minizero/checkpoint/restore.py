@@ -268,7 +268,7 @@ class Restore:
         if old is not None:
             home.write_back(old, room)
         elif home.plan.optimizer.on != "device":
-            owned.state[key] = home.store(room, "optimizer")
+            owned.state[key] = home.store(room, "optimizer", flat)
         else:
             near = torch.empty(room.shape, dtype=dtype, device=flat.full.device)
             owned.state[key] = labels.label(near.copy_(room), "optimizer", on="device")

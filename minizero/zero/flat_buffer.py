@@ -52,7 +52,8 @@ class Layout:
 
     The buffer is padded to N equal shards of `size` elements; shard r is
     rank r's. `place` says where each parameter begins, and how large a shard
-    is; here, one parameter follows the other.
+    is; here, one parameter follows the other. `uncut`: another does, and
+    each parameter is whole in one shard.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Layout:
     ) -> None:
         every = list(named)
         starts, self.size = place([p for _, p in every])
+        self.uncut = place is not in_order
         self.slots = [
             Slot(name, p, p.shape, start)
             for (name, p), start in zip(every, starts, strict=True)

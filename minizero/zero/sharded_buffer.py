@@ -43,7 +43,8 @@ class ShardedFlat(AbsentFlat):
 
     def split(self) -> None:
         """Keep the own shard, free the rest."""
-        self.shard = self.home.store(self.kept(self.full), "parameters")
+        kept = self.kept(self.full)
+        self.shard = self.home.store(kept, "parameters", self)
         self.free()
 
     def gather(self) -> Work:
