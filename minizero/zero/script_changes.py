@@ -228,7 +228,8 @@ class ScriptChanges(Moves):
                         self._take_back(flat, slot)
                     elif p.grad is not None:  # set before: more is added to it
                         flat.collect(slot)
-                if again and elsewhere and p.grad is shown:
+                # what was reduced is set aside, and its buffer is written anew
+                if again and p.grad is shown and (elsewhere or flat.reduced):
                     p.grad = None
             if again:
                 flat.shown.clear()
@@ -243,7 +244,7 @@ class ScriptChanges(Moves):
             self._fill_grad(flat, slot, 0.0)
             shown.zeroed = False
         elif not isinstance(shown, GradientElsewhere) and flat.grad is not None:
-            view = slot.view(flat.grad).copy_(p.grad)
+            view = slot.view(flat.new_grad()).copy_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
             flat.came.add(p)
         else:
@@ -256,7 +257,7 @@ class ScriptChanges(Moves):
         """Fill all that there is of a parameter's gradient."""
         self.home.finish_adds()
         if flat.grad is not None:
-            slot.view(flat.grad).fill_(value)
+            slot.view(flat.new_grad()).fill_(value)
         shard = [] if flat.grad_shard is None else self.owned_grads(flat)
         for parts in (shard, flat.total or []):
             for number, part in zip(self.numbers(parts), parts, strict=True):
