@@ -14,7 +14,7 @@ import pytest
 from minizero import comm
 from minizero.__main__ import main
 from minizero.config.read import read
-from minizero.lab.bench.planner import WIDE, Case, build, step
+from minizero.lab.bench.planner import Case, build, step
 from minizero.ranks.launch import Pool
 from minizero.scale import MACHINES, MODELS, Job, choose
 from minizero.scale.advice import candidate_of, describe, large_buckets, warnings
@@ -75,10 +75,10 @@ GROUPED = [
 
 def ledger(job: Job, candidate: Candidate) -> set[tuple[str, str, str]]:
     """Scope, op and dtype of what two steps send, but for the norm and the barrier."""
-    engine = build(job, WIDE, candidate)
+    engine = build(job, candidate)
     with comm.ledger() as calls:
         for _ in range(2):
-            step(engine, candidate, WIDE.sequence)
+            step(engine, candidate)
     return {
         (c.scope, c.op, c.dtype) for c in calls if c.unit not in ("", "gradient norm")
     }
@@ -86,7 +86,7 @@ def ledger(job: Job, candidate: Candidate) -> set[tuple[str, str, str]]:
 
 def test_a_config_of_groups_does_what_was_predicted(pool: Pool) -> None:
     """Accepted by the engine, read back as the candidate, and seen in the ledger."""
-    toy = Case(WIDE, 1e9, 1e6, ranks=4, gpus=2).job
+    toy = Case(1e9, 1e6, ranks=4, gpus=2).job
     for candidate in GROUPED:
         config = ds_config(Choice(toy, Result(toy, candidate), []))
         read_back = candidate_of(toy, json.loads(json.dumps(config)))
@@ -242,7 +242,7 @@ def test_batches_are_near_what_was_asked_for() -> None:
 
 
 def test_sizes_are_told_in_units_that_fit() -> None:
-    tiny = Case(WIDE, 3e6, 1e6).job
+    tiny = Case(3e6, 1e6).job
     text = describe(choose(tiny))
     assert " MB of 2.7 MB" in text and "0.0" not in text.split("why not")[0]
     assert "parameters on 2 GPUs of toy machine" in text

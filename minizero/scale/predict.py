@@ -128,7 +128,7 @@ def planned(
     gradient_bits: int | None,
     world_size: int,
 ) -> Plan:
-    """The plan with a copy of the parameters a group, if the engine does it."""
+    """The plan, with copies of the parameters, if the engine does it."""
     if secondary is not None:
         if plan.group or not plan.parameters.sharded:
             raise ValueError(

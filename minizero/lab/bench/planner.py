@@ -37,20 +37,18 @@ from minizero.scale.planner import (
     ds_config,
 )
 
-SHEET = replace(TOY, peak=2e9, hbm=0.2e9, dram=0.2e9, contention=0.0, host=1e9)
-WIDE = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
-DEEP = GPTConfig(layers=6, hidden=48, heads=2, sequence=32)
+SHEET = replace(TOY, peak=3e9, hbm=0.3e9, dram=0.3e9, contention=0.0, host=1e9)
+MODEL = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many ranks of a toy machine, each with `each` sequences a step.
+    """So many ranks of a toy machine, each with `each` sequences a step.
 
     memory: bytes of a device. network, slot: bytes a second. gpus: of a node, whose
     link is ten times as fast as `network`.
     """
 
-    model: GPTConfig
     memory: float
     network: float
     slot: float = 40e6
@@ -69,40 +67,40 @@ class Case:
             network=self.network / NETWORK,
             pcie=self.slot / BUS,
         )
-        count, length = self.ranks * self.each, self.model.sequence
-        return Job(shape_of(self.model), machine, self.ranks, count, length, "fp32")
+        count, length = self.ranks * self.each, MODEL.sequence
+        return Job(shape_of(MODEL), machine, self.ranks, count, length, "fp32")
 
 
 CASES = {
-    "wide, all fits": Case(WIDE, 60e6, 20e6),
-    "wide, fast link, 3.6 MB": Case(WIDE, 3.6e6, 80e6),
-    "wide, 3 MB": Case(WIDE, 3e6, 20e6),
-    "wide, 2.6 MB, slow slot": Case(WIDE, 2.6e6, 20e6, 4e6),
-    "wide, 2.2 MB": Case(WIDE, 2.2e6, 20e6),
-    "deep, all fits": Case(DEEP, 60e6, 10e6),
-    "deep, 2 MB": Case(DEEP, 2e6, 20e6),
-    "two nodes of 2, all fits": Case(WIDE, 60e6, 3e6, ranks=4, gpus=2),
-    "two nodes of 2, 2.6 MB": Case(WIDE, 2.6e6, 3e6, ranks=4, gpus=2),
-    "two nodes of 2, 2 MB": Case(WIDE, 2e6, 10e6, ranks=4, gpus=2, each=1),
+    "all fits": Case(60e6, 20e6),
+    "3.6 MB, fast link": Case(3.6e6, 80e6),
+    "3 MB": Case(3e6, 20e6),
+    "2.6 MB, slow slot": Case(2.6e6, 20e6, 4e6),
+    "2.2 MB": Case(2.2e6, 20e6),
+    "1.9 MB, slow link": Case(1.9e6, 5e6),
+    "1.6 MB, slow slot": Case(1.6e6, 20e6, 8e6),
+    "two nodes, all fits": Case(60e6, 3e6, ranks=4, gpus=2, each=1),
+    "two nodes, 2.6 MB": Case(2.6e6, 3e6, ranks=4, gpus=2, each=1),
+    "two nodes, 1.7 MB": Case(1.7e6, 10e6, ranks=4, gpus=2, each=1),
 }
 
 
-def build(job: Job, model: GPTConfig, candidate: Candidate) -> Engine:
+def build(job: Job, candidate: Candidate) -> Engine:
     """The engine that trains so, on this rank, with one thread."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = ds_config(Choice(job, Result(job, candidate), []))
     with zero.Init(config=config):
-        net = GPT(model)
+        net = GPT(MODEL)
     engine = minizero.initialize(model=net, config=config)[0]
     kept = {"matmuls": "selective"}.get(candidate.checkpointing)
     recompute_units(net, kept or candidate.checkpointing)
     return engine
 
 
-def step(engine: Engine, candidate: Candidate, sequence: int) -> float:
+def step(engine: Engine, candidate: Candidate) -> float:
     """Seconds of a step, after a barrier."""
-    tokens = torch.full((candidate.micro_batch, sequence), rank())
+    tokens = torch.full((candidate.micro_batch, MODEL.sequence), rank())
     comm.barrier()
     begin = time.perf_counter()
     for _ in range(candidate.accumulation):
@@ -111,34 +109,32 @@ def step(engine: Engine, candidate: Candidate, sequence: int) -> float:
     return time.perf_counter() - begin
 
 
-def peak(job: Job, model: GPTConfig, candidate: Candidate) -> int:
+def peak(job: Job, candidate: Candidate) -> int:
     """Bytes on the device at most, in two steps."""
     gc.collect()
     with ToyGPU(1e18) as gpu:
-        engine = build(job, model, candidate)
+        engine = build(job, candidate)
         for _ in range(2):
-            step(engine, candidate, model.sequence)
+            step(engine, candidate)
     return gpu.peak
 
 
-def timed(job: Job, model: GPTConfig, candidate: Candidate, steps: int = 2) -> float:
+def timed(job: Job, candidate: Candidate, steps: int = 2) -> float:
     """Seconds of the quickest of some steps, after a first one."""
     gc.collect()
-    engine = build(job, model, candidate)
-    tokens = candidate.micro_batch * model.sequence
-    costs = Costs(
-        job.shape, job.machine, tokens, model.sequence, precision=job.precision
-    )
+    engine = build(job, candidate)
+    tokens, length = candidate.micro_batch * MODEL.sequence, MODEL.sequence
+    costs = Costs(job.shape, job.machine, tokens, length, precision=job.precision)
     group = candidate.group or candidate.secondary
     with (
         paced(job.machine, group),
         computing(costs, job.gpus, candidate.checkpointing),
     ):
-        every = [step(engine, candidate, model.sequence) for _ in range(steps + 1)]
+        every = [step(engine, candidate) for _ in range(steps + 1)]
     return min(every[1:])
 
 
-Peaks = dict[tuple[GPTConfig, int, int, Candidate], int]
+Peaks = dict[tuple[int, Candidate], int]
 
 
 def fitting(pool: Pool, case: Case, peaks: Peaks) -> Iterator[Candidate]:
@@ -147,9 +143,9 @@ def fitting(pool: Pool, case: Case, peaks: Peaks) -> Iterator[Candidate]:
     for candidate in candidates(job):
         if candidate.weight_bits:
             continue
-        key = case.model, case.ranks, case.gpus, candidate
+        key = case.ranks, candidate
         if key not in peaks:
-            peaks[key] = max(pool.run(peak, job, case.model, candidate))
+            peaks[key] = max(pool.run(peak, job, candidate))
         if peaks[key] <= job.machine.memory:
             yield candidate
 
@@ -165,7 +161,7 @@ def compare_case(pool: Pool, name: str, peaks: Peaks, repeats: int) -> Compariso
     job = case.job
 
     def run(candidate: Candidate) -> float:
-        return max(pool.run(timed, job, case.model, candidate))
+        return max(pool.run(timed, job, candidate))
 
     seconds = {c: run(c) for c in fitting(pool, case, peaks)}
     best = choose(job).best.candidate
