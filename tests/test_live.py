@@ -28,7 +28,7 @@ CELLS = (
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
+def lab(browser: Any, tmp_path: Path) -> Iterator[str]:
     """The address of a JupyterLab with a notebook of `CELLS`, and nobody's settings."""
     folders = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     settings = {f"JUPYTER_{name}": str(tmp_path / name) for name in folders}
@@ -66,6 +66,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
                 time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/lab/tree/live.ipynb?token={token}"
     finally:
+        browser.get("about:blank")  # a page would miss its server
         server.terminate()
         server.wait()
 
