@@ -73,8 +73,9 @@ class Recording:
         home: Any = net.home
         for unit in net.units:
             before, after = self._around(unit.name)
-            stack.callback(unit.module.register_forward_pre_hook(before).remove)
-            stack.callback(unit.module.register_forward_hook(after).remove)
+            for module in unit.modules:
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after).remove)
         for verb, name in (("backward", "backward"), ("update", "step")):
             stack.enter_context(_instead(net, name, partial(self._timed, verb)))
         for stream in ("up", "down"):
