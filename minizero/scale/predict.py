@@ -28,7 +28,7 @@ from ..zero.group_shards import check
 from ..zero.interfaces import Schedule
 
 # %% auto #0
-__all__ = ['ITEMSIZES', 'CHECKPOINTING', 'layers_of', 'link_of', 'adam_seconds', 'update_seconds', 'ahead', 'planned',
+__all__ = ['ITEMSIZES', 'CHECKPOINTING', 'layers_of', 'link_of', 'ahead', 'adam_seconds', 'update_seconds', 'planned',
            'Prediction', 'simulated', 'predict']
 
 # %% ../../notebooks/16_scale.ipynb #predict-layers
@@ -88,6 +88,11 @@ def link_of(machine: Machine, ranks: int, per_node: int, plan: Plan) -> Link:
     )
 
 
+def ahead(largest: int) -> Schedule:
+    """Overlap that gathers one unit ahead of its use."""
+    return Overlap(largest, 1 << 60, 0)
+
+# %% ../../notebooks/16_scale.ipynb #predict-update
 def adam_seconds(machine: Machine, per_node: int, on: str) -> float:
     """Seconds an element for Adam's arithmetic, where its states are.
 
@@ -115,12 +120,7 @@ def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
     files = 16 * 3 * per_node / machine.disk if on == "nvme" else 0.0
     return max(arithmetic, slot, files)
 
-
-def ahead(largest: int) -> Schedule:
-    """Overlap that gathers one unit ahead of its use."""
-    return Overlap(largest, 1 << 60, 0)
-
-
+# %% ../../notebooks/16_scale.ipynb #predict-planned
 def planned(
     plan: Plan,
     secondary: int | None,
@@ -206,9 +206,8 @@ def predict(
     secondary: of the parameters alone (hpZ). weight_bits, gradient_bits: in
     which these are sent (qwZ, qgZ). The rest as for `Shape`, `Plan.stage`.
     """
-    shape = Shape(
-        layers, hidden, heads, vocab, kv_heads, ffn_hidden, gated, tied
-    )
+    sizes = layers, hidden, heads, vocab, kv_heads, ffn_hidden, gated, tied
+    shape = Shape(*sizes)
     check_counts(
         sequence=sequence, micro_batch=micro_batch, world_size=world_size,
         accumulation=accumulation, gpus_per_node=gpus_per_node,
@@ -240,6 +239,5 @@ def predict(
         shape, tokens, sequence, world_size, plan, precision, checkpointing,
         reduced, attention == "flash",
     )  # fmt: skip
-    return Prediction(
-        seconds, rate, waits, rate * flops / node.peak, memory, last
-    )
+    mfu = rate * flops / node.peak
+    return Prediction(seconds, rate, waits, mfu, memory, last)
