@@ -26,7 +26,8 @@ from minizero.lab.plots.engine import config_map, decisions, phase_bars, rate_cu
 from minizero.memory.plan import Plan
 
 TYPES = (
-    '"Adam", "AdamW", "SGD", "Adagrad", "FusedAdam", "CPUAdam" or "DeepSpeedCPUAdam"'
+    '"Adam", "AdamW", "SGD", "Adagrad", "Muon", "FusedAdam", "CPUAdam" or '
+    '"DeepSpeedCPUAdam"'
 )
 
 ROOT = Path(__file__).parent.parent

@@ -441,18 +441,18 @@ def test_records_come_back(
     swap = SwapFile(tmp_path, block_size=ALIGN, queue_depth=3)
     if not direct:
         assert not swap.direct
-    shard = SwappedShard(swap, "optimizer", 10_001, dtype, 4_000)
+    shard = SwappedShard(swap, "optimizer", 10_001, dtype, (0, 4_000, 8_000))
     values = torch.randn(10_001).to(dtype)
     for _ in range(2):
-        buffers = [aligned_buffer(shard.stride) for _ in range(shard.records)]
+        buffers = [aligned_buffer(shard.largest) for _ in range(shard.records)]
         writes = []
-        for record, (a, b) in enumerate(shard.ranges()):
+        for record, (a, b) in enumerate(shard.ranges):
             shard.elements(record, buffers[record]).copy_(values[a:b])
             writes.append(shard.write(record, buffers[record]))
         for write in writes:
             write.wait()
-        for record, (a, b) in enumerate(shard.ranges()):
-            buffer = aligned_buffer(shard.stride)
+        for record, (a, b) in enumerate(shard.ranges):
+            buffer = aligned_buffer(shard.largest)
             shard.read(record, buffer).wait()
             assert torch.equal(shard.elements(record, buffer), values[a:b])
     assert os.fstat(swap.fd).st_size == swap.size == shard.nbytes
@@ -462,10 +462,11 @@ def test_records_come_back(
 
 def test_what_a_shard_leaves_is_used_again(tmp_path: Path) -> None:
     swap = SwapFile(tmp_path)
-    shards = [SwappedShard(swap, "optimizer", 5_000, torch.float32, 1024) for _ in "ab"]
+    size = 5_000, torch.float32, range(0, 5_000, 1024)
+    shards = [SwappedShard(swap, "optimizer", *size) for _ in "ab"]
     assert shards[0].offset != shards[1].offset
     shards[0].free()
-    again = SwappedShard(swap, "parameters", 5_000, torch.float32, 1024)
+    again = SwappedShard(swap, "parameters", *size)
     assert again.offset == shards[0].offset and swap.size == 2 * again.nbytes
     swap.close()
 
@@ -754,8 +755,8 @@ def test_intensity_and_efficiency() -> None:
 def test_records_are_whole_pages(tmp_path: Path) -> None:
     swap = SwapFile(tmp_path)
     for size, pages in ((1, 1), (1024, 1), (1025, 2)):
-        shard = SwappedShard(swap, "optimizer", size, torch.float32, size)
-        assert shard.stride == shard.nbytes == pages * ALIGN
+        shard = SwappedShard(swap, "optimizer", size, torch.float32, [0])
+        assert shard.largest == shard.nbytes == pages * ALIGN
     swap.close()
 
 

@@ -71,7 +71,8 @@ class Code:
         if self.bits == 4:
             q = torch.stack([(q << 4) >> 4, q >> 4], 2).flatten(1)
         scale = code[blocks * width :].int()[:, None]
-        x = torch.ldexp(q.float(), scale - 127)
+        most = torch.finfo(out.dtype).max  # what was rounded up may exceed it
+        x = torch.ldexp(q.float(), scale - 127).clamp(-most, most)
         x = torch.where(q == -self.most - 1, -0.0, x)
         x = torch.where(scale == 255, torch.nan, x)
         rows = out.view(-1, self.segment or max(out.numel(), 1))

@@ -91,11 +91,51 @@ class AdagradParams(Section):
     """Added to the root. Done: `eps`."""
 
 
+class MuonParams(Section):
+    """`torch.optim.Muon` for the matrices inside a model, AdamW for all else."""
+
+    lr: NotNegative | None = None
+    """Learning rate of both. Unset: 0.02 for matrices, 0.0003 for all else. Done:
+    `lr`."""
+    muon_lr: NotNegative | None = None
+    """That of matrices. Unset: lr. Done: `lr` of Muon's groups."""
+    adam_lr: NotNegative | None = None
+    """That of all else. Unset: lr. Done: `lr` of AdamW's groups."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay of both. Done: `weight_decay`."""
+    momentum: Share = 0.95
+    """Decay of the momentum of matrices. Done: `momentum`."""
+    nesterov: bool = True
+    """Nesterov momentum. Done: `nesterov`."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """Of a Newton-Schulz iteration. Done: `ns_coefficients`."""
+    ns_steps: Annotated[int, "iterations", Ge(1), Le(99)] = 5
+    """Newton-Schulz iterations. Done: `ns_steps`."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """How the rate follows a matrix's shape. Done: `adjust_lr_fn`."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Of AdamW, for all else. Done: `betas`."""
+    eps: NotNegative = 1e-10
+    """Of AdamW too. Done: `eps`."""
+
+    def halves(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of Muon's groups, and those of AdamW's."""
+        muon = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+        rates = (self.muon_lr, self.lr, 0.02), (self.adam_lr, self.lr, 3e-4)
+        first, second = (next(r for r in rate if r is not None) for rate in rates)
+        decay = {"weight_decay": self.weight_decay}
+        return (
+            {"lr": first, **decay, **{name: getattr(self, name) for name in muon}},
+            {"lr": second, **decay, "betas": self.betas, "eps": self.eps},
+        )
+
+
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "SGD": SGDParams,
     "Adagrad": AdagradParams,
+    "Muon": MuonParams,
     "FusedAdam": KernelAdamParams,
     "CPUAdam": KernelAdamParams,
     "DeepSpeedCPUAdam": KernelAdamParams,
@@ -108,17 +148,24 @@ class Optimizer(Section):
     variants: ClassVar[dict[str, type[Section]]] = OPTIMIZERS
 
     type: Literal[
-        "Adam", "AdamW", "SGD", "Adagrad", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"
-    ]
+        "Adam", "AdamW", "SGD", "Adagrad", "Muon", "FusedAdam", "CPUAdam",
+        "DeepSpeedCPUAdam",
+    ]  # fmt: skip
     """Which optimizer. Done: `torch.optim`; FusedAdam is Triton's kernel on a GPU and
-    CPUAdam the C++ kernel on the host, both of `minizero.kernels`."""
-    params: AdamParams | SGDParams | AdagradParams | KernelAdamParams = UNSET
+    CPUAdam the C++ kernel on the host, both of `minizero.kernels`; Muon leaves matrices
+    whole, `minizero.zero.Muon`."""
+    params: (
+        AdamParams | SGDParams | AdagradParams | MuonParams | KernelAdamParams
+    ) = UNSET
     """Its options. Unset: all at their defaults. Done: the arguments of the class."""
     legacy_fusion: bool = False
     """The older way of fusing fp16 updates. No effect: there is one way."""
 
     def torch_call(self) -> tuple[str, dict[str, Any]]:
-        """A name for `kernels.optimizer_class`, and the arguments but the parameters."""
+        """A name for `kernels.optimizer_class`, and the arguments but the parameters.
+
+        Not of Muon, whose groups need the model: see `MuonParams.halves`.
+        """
         options = dict(vars(self.params))
         if isinstance(self.params, KernelAdamParams):
             return self.type, options

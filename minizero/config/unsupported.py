@@ -92,7 +92,7 @@ ZERO = {
     ),
     "zenflow": Refused(None, 'use "offload_optimizer"'),
     "save_muon_momentum_buffer_in_memory": Refused(
-        False, "Muon needs the shapes of parameters; use AdamW"
+        False, "the momentum rests where the plan places optimizer state; remove it"
     ),
     "offload_optimizer.ratio": Refused(
         1.0, "all of the optimizer state is offloaded; leave it at 1"
@@ -121,6 +121,12 @@ INNER = {
     ),
     "optimizer.params.amsgrad": Refused(
         False, "make the optimizer yourself and pass it to initialize"
+    ),
+    "optimizer.params.ns_method": Refused(
+        "standard", "torch.optim.Muon iterates on the matrix itself; remove it"
+    ),
+    "optimizer.params.per_head_muon": Refused(
+        False, "a matrix is made orthogonal as a whole; remove it"
     ),
     "optimizer.params.set_grad_none": Refused(
         True, "gradients are views of a buffer; remove it"
@@ -153,7 +159,7 @@ _MUP = "make it with the package mup, and pass it to minizero.initialize"
 ADVICE = {
     "optimizer.type": {
         "": "pass another element-wise optimizer to minizero.initialize",
-        **dict.fromkeys(("lamb", "fusedlamb", "muon", "onebitlamb"), _SHAPES),
+        **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb"), _SHAPES),
         **dict.fromkeys(("onebitadam", "zerooneadam"), _SPARSE),
         **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
     },

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
+from ..config.sections import MuonParams
 from ..config.source import Source
 from ..kernels import optimizer_class
 from ..ranks.launch import rank
 from ..zero.construction import nets_of
 from ..zero.elementwise import groups_of
 from ..zero.flat_buffer import Layout, in_order
-from ..zero.units import Policy, assign, find_units, split
+from ..zero.muon import Muon
+from ..zero.muon_groups import muon_groups
+from ..zero.units import Policy, assign, split, units_of
 from .lr_schedules import SCHEDULES
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -117,7 +120,7 @@ def live_parameters(
     group_of = groups_of(model, optimizer)
     sizes = {
         name: sum(Layout(part, in_order).padded for _, part in split(named, group_of))
-        for name, named in assign(model, find_units(model, units)).items()
+        for name, named in assign(model, units_of(model, units)).items()
     }
     least = sizes.pop("") + max(sizes.values(), default=0)
     if least > most and rank() == 0:
@@ -132,6 +135,7 @@ def live_parameters(
 def make_optimizer(
     config: Config,
     given: torch.optim.Optimizer | MakeOptimizer | None,
+    model: nn.Module,
     parameters: Parameters,
 ) -> torch.optim.Optimizer | None:
     """The optimizer: the client's, what its factory makes, or the config's.
@@ -142,6 +146,9 @@ def make_optimizer(
     if isinstance(given, torch.optim.Optimizer):
         return given
     if given is None and config.optimizer is not None:
+        if isinstance(config.optimizer.params, MuonParams):
+            halves = config.optimizer.params.halves()
+            return Muon(muon_groups(model, parameters, *halves))
         name, options = config.optimizer.torch_call()
         return optimizer_class(name)(parameters, **options)
     if given is None and config.zero_optimization.stage in (1, 2):

@@ -365,7 +365,7 @@ class Engine(nn.Module):
         if self.is_compiled:
             return
         self.is_compiled = True
-        modules = [unit.module for unit in self.net.units]
+        modules = [module for unit in self.net.units for module in unit.modules]
         inner = [module for module in modules if module is not self.module]
         for module in inner or modules:
             module.forward = torch.compile(
@@ -452,7 +452,7 @@ def initialize(
     settings = read(source, world_size())
     if model_parameters is None:
         model_parameters = model.parameters()
-    made = make_optimizer(settings, optimizer, [*model_parameters])
+    made = make_optimizer(settings, optimizer, model, [*model_parameters])
     idle = overruled(settings, optimizer=optimizer, scheduler=lr_scheduler)
     if made is None and settings.scheduler is not None:
         idle.append("scheduler has no effect: there is no optimizer")

@@ -17,8 +17,8 @@ from ..config.source import Source
 from ..engine import Engine, initialize
 from ..ranks import init_distributed
 from ..ranks.launch import world_size
-from .config import ZeroConfig
-from .environment import check_adapters, keep_in_step, plain_cpu
+from .environment import check_adapters, keep_in_step
+from .environment import loop_config, plain_cpu
 from .loop import EngineStep
 from .state import State
 
@@ -95,19 +95,11 @@ def start(
             return
     elif engine is not None:
         engine.destroy()
-    check_adapters(model)
     if callable(config):
         config = config(model)
     else:
-        filled = ZeroConfig(config)
-        filled.config.setdefault("gradient_clipping", 0.0)
-        micro_batches = accelerator.gradient_accumulation_steps
-        filled.fill("gradient_accumulation_steps", micro_batches)
-        for loader in objects:
-            if getattr(loader, "batch_size", None):
-                size = loader.batch_size
-                filled.fill("train_micro_batch_size_per_gpu", size)
-        config = filled.for_engine()
+        config = loop_config(accelerator, model, objects)
+    check_adapters(model, config)
     engine = initialize(model=model, optimizer=optimizer, config=config)[0]
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:

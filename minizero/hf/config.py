@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..config.source import Source
+from ..config.source import Source, load
 
 # %% auto #0
 __all__ = ['ZeroConfig']
@@ -26,10 +25,8 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
     """
 
     def __init__(self, source: Source) -> None:
-        if isinstance(source, str) and source.lstrip().startswith("{"):
-            source = json.loads(source)
         # not the one of transformers, which asks for a package deepspeed
-        HfDeepSpeedConfig.__init__(self, source)
+        HfDeepSpeedConfig.__init__(self, dict(load(source)[0]))
         self._dtype = None
         self.mismatches: list[str] = []
 

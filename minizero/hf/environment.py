@@ -1,4 +1,4 @@
-"""What an integration finds when it comes: devices, arguments, models, folders."""
+"""What an integration finds when it comes: devices, arguments, models, loops, folders."""
 
 from __future__ import annotations
 
@@ -51,8 +51,15 @@ def check_evaluation(args: Any, config: ZeroConfig) -> None:
         setattr(args, f"{name}_full_eval", False)  # nothing is left to do
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for what was computed of parameters that were absent."""
+def check_adapters(model: Any, config: dict[str, Any]) -> None:
+    """Raise ValueError for what is computed of parameters that are absent."""
+    sharded = config.get("zero_optimization", {}).get("stage") == 3
+    for made in getattr(model, "peft_config", {}).values():
+        if sharded and made.peft_type == "ADALORA":
+            raise ValueError(
+                "AdaLoRA's loss reads every adapter after the layers that have them, "
+                "which ZeRO-3 has released by then; train it at stage 2"
+            )
     if not owners(model.parameters()):
         return
     for name, p in model.named_parameters():
@@ -75,6 +82,41 @@ def keep_in_step(model: nn.Module) -> None:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own, on all ranks together."""
     return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
+
+
+def loop_config(accelerator: Any, model: Any, objects: tuple[Any, ...]) -> Any:
+    """The config of a loop of one's own, "auto" filled in by Accelerate's rules.
+
+    The accelerator then counts as many micro-batches as the config says. Raises
+    ValueError if it was told another number.
+    """
+    filled = ZeroConfig(accelerator.config)
+    filled.config.setdefault("gradient_clipping", 0.0)  # the loop clips
+    steps = accelerator.gradient_accumulation_steps
+    values = {"gradient_accumulation_steps": steps, "gradient_clipping": 1.0}
+    for loader in objects:
+        if getattr(loader, "batch_size", None):
+            values.setdefault("train_micro_batch_size_per_gpu", loader.batch_size)
+    for key, value in values.items():
+        filled.fill(key, value)
+    if filled.is_auto("train_batch_size"):
+        del filled.config["train_batch_size"]  # the engine's product
+    values = {"fp16.enabled": False, "bf16.enabled": False}
+    if hidden := getattr(getattr(model, "config", None), "hidden_size", 0):
+        zero = "zero_optimization."
+        values[zero + "reduce_bucket_size"] = hidden**2
+        values[zero + "stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
+        values[zero + "stage3_param_persistence_threshold"] = 10 * hidden
+    for key, value in values.items():
+        filled.fill_only(key, value)
+    asked = filled.config["gradient_accumulation_steps"]
+    if steps not in (1, asked):
+        raise ValueError(
+            f"the accelerator was given gradient_accumulation_steps={steps}, and the "
+            f"config {asked}; give one of them"
+        )
+    accelerator.gradient_accumulation_steps = asked
+    return filled.for_engine()
 
 
 @contextmanager

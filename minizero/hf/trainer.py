@@ -97,7 +97,7 @@ class Making(AnyTrainer):
         keys = ("params", "weight_decay")
         groups = [{key: g[key] for key in keys} for g in made.param_groups]
         settings = read(config, world_size())
-        self.optimizer = make_optimizer(settings, None, groups)
+        self.optimizer = make_optimizer(settings, None, self.model, groups)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

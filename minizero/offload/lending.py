@@ -42,7 +42,7 @@ class Lending(Home):
         if masters[0] is not shards[0]:
             if self.at == "device":
                 return masters
-            return [self.store(master, "optimizer") for master in masters]
+            return [self.store(master, "optimizer", flat) for master in masters]
         if not self.moves_parameters:
             return masters
         return self.lend(flat, masters)

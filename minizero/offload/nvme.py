@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..memory import labels
 from ..zero.elementwise import state_layout
 from ..zero.flat_buffer import Unit
 from ..zero.interfaces import Near, NearShard
+from ..zero.muon import Cut, adopt, cuts
 from ..zero.owned import Owned
 from .nvme_storage import DiskStorage
 from .staging import StagedTensor
@@ -54,7 +56,7 @@ def activities(part: StagedSlice) -> Iterator[Activity]:
 # %% ../../notebooks/11_nvme.ipynb #nvme-staged-slice
 @dataclass(eq=False)
 class StagedSlice:
-    """Elements a to b of an owned shard, and all that their update needs.
+    """An owned shard from element `a` on, and all that its update needs.
 
     `values`: of the parameters. `master`: the same where no copy is kept.
     `states`: the optimizer's, with one value for each element; they are
@@ -70,6 +72,7 @@ class StagedSlice:
     states: dict[str, StagedTensor]
     others: dict[str, Any]
     fresh: bool
+    a: int
     alone: list[tuple[int, int]]
 
     @property
@@ -90,6 +93,8 @@ class StagedSlice:
             tensor.arrive()
         given, state = self.owned.given, self.owned.state
         given.data = self.master.here
+        if self.owned.flat.uncut:
+            adopt(given, self.matrices())
         state.clear()
         state.update(copy.deepcopy(self.others))
         if not self.fresh:
@@ -97,6 +102,11 @@ class StagedSlice:
         self.began = time.perf_counter()
         near = self.grad.here, self.values.here
         return NearShard(self.owned.flat, given, *near, self.alone)
+
+    def matrices(self) -> list[Cut]:
+        """What lies here whole, for an optimizer that needs matrices."""
+        every, b = cuts(self.owned.flat, self.owned.index), self.master.b
+        return [(i - self.a, n) for i, n in every if self.a <= i < b]
 
     def leave(self) -> None:
         """Launch all writes; the optimizer is left with the stand-ins."""
@@ -152,9 +162,9 @@ def slices(
             for key, dtype in layout.items()
         }
     apart, dtype = owned.master is not owned.shard, owned.given.dtype
-    for a in range(0, owned.flat.size, home.buffer_size):
-        b = min(a + home.buffer_size, owned.flat.size)
-        stage = partial(home.stage, owned.flat, a, b)
+    starts = home.starts(owned.flat)
+    for record, (a, b) in enumerate(pairwise([*starts, owned.flat.size])):
+        stage = partial(home.stage, owned.flat, record, a, b)
         # where masters are apart, they are rounded into the parameters
         values = stage("parameters", owned.shard, read=not apart)
         yield StagedSlice(
@@ -169,6 +179,7 @@ def slices(
             },
             others,
             fresh,
+            a,
             [
                 (max(start, a) - a, min(end, b) - a)
                 for start, end in owned.alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..memory import labels
 from ..memory.bytes import host_empty
 from ..memory.plan import Bytes, Plan
+from ..ranks.launch import rank
 from ..zero.flat_buffer import Flat
+from ..zero.muon import cuts
 from .host import HostStorage
 from .read_ahead import ReadAhead
 from .staging import StagedTensor, StagingBuffers
@@ -39,12 +41,12 @@ class DiskStorage(HostStorage):
 
     `folder`: of the swap file (default: the environment's MINIZERO_NVME, or the folder
     for temporary files). `buffer_count`, `buffer_size`: staging buffers, and elements
-    that are updated in one. `block_size`, `queue_depth`: bytes of a request, requests
-    in flight.
+    that are updated in one; of what an optimizer needs whole, one parameter. `block_size`,
+    `queue_depth`: bytes of a request, requests in flight.
     """
 
     places: tuple[str, ...] = ("device", "cpu", "nvme")
-    slices, several = True, False
+    several = False
 
     def __init__(
         self,
@@ -108,13 +110,25 @@ class DiskStorage(HostStorage):
         """Bytes that these shards take in the swap file."""
         return sum(shard.nbytes for shard in self._swapped.values())
 
+    def starts(self, flat: Flat) -> Sequence[int]:
+        """Where each part of the own shard begins that is updated at once."""
+        if flat.uncut and (matrices := cuts(flat, rank())):
+            _, *others = sorted(start for start, _ in matrices)
+            return 0, *others  # what fills the shard up goes with the last
+        return range(0, flat.size, self.buffer_size)
+
     def new_shard(
-        self, category: str, size: int, dtype: torch.dtype, device: torch.device
+        self,
+        category: str,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        flat: Flat | None,
     ) -> Tensor:
         """Allocate in the swap file; what stands for the shard, [size]."""
-        width = max(1, min(self.buffer_size, size))  # 1 where all is empty
+        starts = range(0, size, self.buffer_size) if flat is None else self.starts(flat)
         with self.guard():
-            shard = SwappedShard(self.swap, category, size, dtype, width)
+            shard = SwappedShard(self.swap, category, size, dtype, starts)
         stand_in = self._nan(dtype, device).expand(size)
         self._swapped[stand_in] = shard
         weakref.finalize(stand_in, shard.free).atexit = False
@@ -128,14 +142,16 @@ class DiskStorage(HostStorage):
             self._nans[dtype, device] = labels.label(nan, "buffers", on=on)
         return self._nans[dtype, device]
 
-    def store(self, values: Tensor, category: str) -> Tensor:
+    def store(
+        self, values: Tensor, category: str, flat: Flat | None = None
+    ) -> Tensor:
         if getattr(self.plan, category).on != "nvme":
             return super().store(values, category)
         if values.ndim == 0:  # a step counter
             return host_empty((), values.dtype, category).copy_(values)
         # the optimizer's tensors are the host's, where it works
         device = values.device if category == "parameters" else CPU
-        shard = self.new_shard(category, values.numel(), values.dtype, device)
+        shard = self.new_shard(category, values.numel(), values.dtype, device, flat)
         self.write_back(shard, values)
         return shard
 
@@ -181,8 +197,8 @@ class DiskStorage(HostStorage):
     ) -> Iterator[tuple[int, int, int, int]]:
         """Records that have some of elements a to b: number, start, first and last."""
         self.ahead.cancel()
-        self.buffers.reserve(swapped.stride)
-        for record, (start, stop) in enumerate(swapped.ranges()):
+        self.buffers.reserve(swapped.largest)
+        for record, (start, stop) in enumerate(swapped.ranges):
             low, high = max(a, start), min(b, stop)
             if low < high:
                 yield record, start, low, high
@@ -192,7 +208,7 @@ class DiskStorage(HostStorage):
     ) -> list[Tensor]:
         apart = masters[0] is not shards[0]
         self._apart[flat] = [
-            self.store(master, "optimizer") if apart else None for master in masters
+            self.store(master, "optimizer", flat) if apart else None for master in masters
         ]
         return self.lend(flat, masters)
 
@@ -228,20 +244,27 @@ class DiskStorage(HostStorage):
         """Room for a state that the optimizer has yet to make, [size]."""
         on = self.plan.optimizer.on
         if on == "nvme":
-            return self.new_shard("optimizer", flat.size, dtype, CPU)
+            return self.new_shard("optimizer", flat.size, dtype, CPU, flat)
         if on == "cpu":
             return host_empty((flat.size,), dtype, "optimizer")
         empty = flat.full.new_empty(flat.size, dtype=dtype)
         return labels.label(empty, "optimizer", on="device")
 
     def stage(
-        self, flat: Flat, a: int, b: int, category: str, tensor: Tensor, **options: Any
+        self,
+        flat: Flat,
+        record: int,
+        a: int,
+        b: int,
+        category: str,
+        tensor: Tensor,
+        **options: Any,
     ) -> StagedTensor:
-        """Elements a to b of a tensor of that category, to be updated."""
+        """A record, elements a to b, of a tensor of that category, to be updated."""
         return StagedTensor(
             tensor,
             self._swapped.get(tensor),
-            a // self.buffer_size,
+            record,
             getattr(self.plan, category).on,
             self.at,
             CPU if self.at == "cpu" else flat.full.device,

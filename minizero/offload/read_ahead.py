@@ -39,7 +39,7 @@ class ReadAhead:
 
     def read(self, shard: SwappedShard, into: Tensor, copies: CopyStream) -> None:
         """Launch copies that bring a shard into `into`, [size]."""
-        for record, (a, b) in enumerate(shard.ranges()):
+        for record, (a, b) in enumerate(shard.ranges):
             reading = self.take(shard, record)
             self._launch_after(shard, record)
             reading.transfer.wait()

@@ -43,7 +43,7 @@ class SecondSet(Offload):
     def masters(
         self, flat: Flat, shards: list[Tensor], masters: list[Tensor]
     ) -> list[Tensor]:
-        given = [self.store(master, "optimizer") for master in masters]
+        given = [self.store(master, "optimizer", flat) for master in masters]
         self._new[flat] = given
         if masters[0] is not shards[0]:
             self._new[flat] = [

@@ -8,7 +8,8 @@ import os
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -90,34 +91,36 @@ def _made_direct(fd: int) -> bool:
 
 
 class SwappedShard:
-    """The place of one shard, [size], in a swap file: records of `width`.
+    """The place of one shard, [size], in a swap file: records of its elements.
 
     A record starts at a page, as direct I/O asks, so that each can be read
-    and written alone. `payload`, `nbytes`: the shard's bytes, without and
-    with what fills pages up.
+    and written alone. `starts`: the first element of each. `payload`, `nbytes`: the
+    shard's bytes, without and with what fills pages up. `largest`: those of a record.
     """
 
     def __init__(
-        self, swap: SwapFile, category: str, size: int, dtype: torch.dtype, width: int
+        self,
+        swap: SwapFile,
+        category: str,
+        size: int,
+        dtype: torch.dtype,
+        starts: Sequence[int],
     ) -> None:
-        self.category, self.size, self.dtype, self.width = category, size, dtype, width
-        self.records = -(-size // width)
-        self.stride = self.room(width)
+        self.category, self.size, self.dtype = category, size, dtype
+        self.ranges = list(pairwise([*starts, size]))
+        self.records = len(self.ranges)
+        rooms = [self.room(b - a) for a, b in self.ranges]
         self.payload = size * dtype.itemsize
-        self.nbytes = sum(self.room(b - a) for a, b in self.ranges())
+        self.nbytes, self.largest = sum(rooms), max(rooms, default=0)
         self._swap, self.offset = swap, swap.allocate(self.nbytes)
+        self._offsets = list(accumulate(rooms, initial=self.offset))
 
     def room(self, elements: int) -> int:
         """Bytes of whole pages that so many elements take."""
         return aligned(elements * self.dtype.itemsize, ALIGN)
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """First and last element (exclusive) of each record."""
-        for a in range(0, self.size, self.width):
-            yield a, min(a + self.width, self.size)
-
     def read(self, record: int, buffer: Tensor) -> Transfer:
-        """Launch the read of a record into an aligned buffer of `stride` bytes."""
+        """Launch the read of a record into an aligned buffer that has room for it."""
         at, data = self._place(record, buffer)
         return self._swap.read(at, data)
 
@@ -127,9 +130,9 @@ class SwappedShard:
         return self._swap.write(at, data)
 
     def elements(self, record: int, buffer: Tensor) -> Tensor:
-        """The elements of a record in such a buffer, at most [width]."""
-        count = min(self.width, self.size - record * self.width)
-        return buffer[: count * self.dtype.itemsize].view(self.dtype)
+        """The elements of a record in such a buffer."""
+        a, b = self.ranges[record]
+        return buffer[: (b - a) * self.dtype.itemsize].view(self.dtype)
 
     def free(self) -> None:
         """Give the place to another shard."""
@@ -137,4 +140,4 @@ class SwappedShard:
 
     def _place(self, record: int, buffer: Tensor) -> tuple[int, Tensor]:
         used = self.room(self.elements(record, buffer).numel())
-        return self.offset + record * self.stride, buffer[:used]
+        return self._offsets[record], buffer[:used]

@@ -3,7 +3,8 @@
 Read in the order of the chapters:
 
 - chapter 3: `units` and `flat_buffer` (what communicates together), `elementwise` (which
-  optimizers can update shards) and `muon` (one that needs whole matrices), `interfaces`
+  optimizers can update shards), `muon` and `muon_groups` (one that needs whole matrices,
+  and which), `interfaces`
   (what later chapters pass in), `verbs` (what a stage changes), `moves` (verbs launched
   when a schedule says so), `script_changes` (what a script does by itself),
   `accumulation` and `backward` (gradients), `adopted`, `owned` and `update` (the step),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import labels
+from ..memory.bytes import versions
 from .absent_parameter import set_absent
 from .flat_buffer import Flat, Place, Slot, in_order
 
@@ -111,23 +112,19 @@ class AbsentFlat(Flat):
     def show(self) -> None:
         """The parameters are views of the buffer from now on."""
         self._point(self.views, ZeroParamStatus.AVAILABLE)
-        self.note_versions()
 
-    def note_versions(self) -> None:
-        """What is written to parameters from now on counts as a write."""
-        self._versions = [_version(s.parameter) for s in self.slots]
-
-    def written(self) -> Iterator[Slot]:
-        """Parameters that were written to since."""
-        now = [_version(s.parameter) for s in self.slots]
-        before = self._versions or now
+    def written(self) -> list[Slot]:
+        """Parameters that were written to since this was asked last."""
+        now = versions(slot.parameter for slot in self.slots)
+        before, self._versions = self._versions, now
+        if before in (None, now):
+            return []
         pairs = zip(self.slots, before, now, strict=True)
-        return (slot for slot, old, new in pairs if old != new)
+        return [slot for slot, old, new in pairs if old != new]
 
     def hide(self) -> None:
         """The parameters are absent from now on."""
         self._point(self.absent, ZeroParamStatus.NOT_AVAILABLE)
-        self.note_versions()
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a parameter was written to while it was absent."""
@@ -144,11 +141,15 @@ class AbsentFlat(Flat):
 
     def _point(self, tensors: list[Tensor], status: ZeroParamStatus) -> None:
         self._pointed = tensors
+        absent = tensors is self.absent
         for slot, tensor in zip(self.slots, tensors, strict=True):
             p = slot.parameter
             if self.holds(slot):  # no other buffer has taken it over
+                if not absent:
+                    set_absent(p, False)
                 p.data = tensor
-                set_absent(p, tensors is self.absent)
+                if absent:
+                    set_absent(p, True)
                 p.ds_status = status  # type: ignore[attr-defined]
 
 
@@ -199,11 +200,6 @@ def check_present(params: Iterable[nn.Parameter], done: str) -> None:
 
 def _is_integer(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex())
-
-
-def _version(p: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd keeps count."""
-    return 0 if p.is_inference() else p._version
 
 
 def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:

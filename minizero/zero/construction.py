@@ -14,14 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
 from ..memory import labels
-from ..ranks.launch import rank
+from ..ranks.launch import rank, world_size
 from .adopted import adopt_optimizer
 from .elementwise import groups_of, take_state
 from .flat_buffer import Flat, Place, Unit, in_order
 from .interfaces import Home
 from .materialise import blank_modules, materialise
-from .muon import Muon, Owners, adopt
-from .units import NO_GROUP, Policy, assign, find_units, split
+from .muon import Muon, Owners, adopt, cuts
+from .units import NO_GROUP, Policy, assign, split, units_of
 from .update import Step
 
 # the wrapper of each parameter; neither is kept alive
@@ -56,13 +56,13 @@ class Construction(Step):
     def _build(self, policy: Policy | None) -> None:
         """Units and their buffers, with rank 0's values, placed as the plan says."""
         group_of = groups_of(self.model, self.optimizer)
-        modules, blank = find_units(self.model, policy), blank_modules(self.model)
+        modules, blank = units_of(self.model, policy), blank_modules(self.model)
         self.units, self._masters = [], {}
-        owners = Owners()
+        owners = Owners(world_size())
         with comm.phase("init"):
             for name, named in assign(self.model, modules).items():
                 materialise(blank.get(p) for _, p in named)
-                unit = Unit(name or "root", modules[name])
+                unit = Unit(name or "root", list(modules[name].values()))
                 for group, part in split(named, group_of):
                     whole = self._owns_whole(group)
                     place = owners if whole else in_order
@@ -78,13 +78,7 @@ class Construction(Step):
         """Whether the optimizer needs the tensors of this group whole."""
         if group is None or not isinstance(self.optimizer, Muon):
             return False
-        whole = self.optimizer.owns_whole(group)
-        if whole and self.home.slices:
-            raise ValueError(
-                f"Muon needs whole matrices, and {type(self.home).__name__} updates "
-                "shards in slices; keep the optimizer state on the device or on 'cpu'"
-            )
-        return whole
+        return self.optimizer.owns_whole(group)
 
     def _new_flat(
         self, named: list[tuple[str, nn.Parameter]], group: int | None, place: Place
@@ -180,8 +174,9 @@ class Construction(Step):
         self._adopt_state(flat, masters)
         assert flat.group is not None
         self.optimizer.param_groups[flat.group]["params"] += masters
-        if self._owns_whole(flat.group):
-            adopt(flat, masters, self.numbers(masters))
+        if flat.uncut:
+            for number, master in zip(self.numbers(masters), masters, strict=True):
+                adopt(master, cuts(flat, number))
 
     def _adopt_state(self, flat: Flat, masters: list[Tensor]) -> None:
         """Cut the state that the optimizer has already into shards."""
@@ -193,7 +188,7 @@ class Construction(Step):
                     if whole and part.is_floating_point():
                         # a 16-bit model's state gets an fp32 master's dtype
                         part = part.to(torch.promote_types(part.dtype, master.dtype))
-                    part = self.home.store(part, "optimizer")
+                    part = self.home.store(part, "optimizer", flat)
                 self.optimizer.state[master][key] = part
 
     def refresh(self) -> None:

@@ -185,8 +185,6 @@ class Home:
     """
 
     places: tuple[str, ...] = ("device",)
-    slices = False
-    """Whether an update sees a shard in slices, cut at any element."""
     several = True
     """Whether it serves a rank that owns several shards of a buffer, but not all."""
 
@@ -207,8 +205,10 @@ class Home:
     def attach(self) -> None:
         """Called once by the net that it serves."""
 
-    def store(self, values: Tensor, category: str) -> Tensor:
-        """A copy of `values`, [size], where its category rests."""
+    def store(
+        self, values: Tensor, category: str, flat: Flat | None = None
+    ) -> Tensor:
+        """A copy of `values`, [size], where its category rests; a shard of `flat`."""
         on = getattr(self.plan, category).on
         if on == "device":
             return labels.label(values.clone(), category)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..ranks.launch import world_size
 from .flat_buffer import Layout
 
 Cut = tuple[int, torch.Size]
@@ -35,8 +34,8 @@ class Owners:
     of several to the one with the least in all units.
     """
 
-    def __init__(self) -> None:
-        self.work = [0] * world_size()
+    def __init__(self, ranks: int) -> None:
+        self.work = [0] * ranks
 
     def __call__(self, params: Sequence[nn.Parameter]) -> tuple[list[int], int]:
         """Where each matrix begins in the buffer, and the size of a shard: a `Place`."""
@@ -109,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         """Let torch's Muon update the matrices that lie in `p`."""
         state = self.state[p]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
+            state["momentum_buffer"] = torch.zeros_like(p)
         # one of no net: a plain matrix, or what states are tried on
         whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
         muon = torch.optim.Muon([torch.empty(0, 0)])
@@ -155,10 +154,9 @@ def cuts(layout: Layout, shard: int) -> list[Cut]:
     return [(s.offset - low, s.shape) for s in layout.slots if low <= s.offset < high]
 
 
-def adopt(layout: Layout, masters: Sequence[Tensor], shards: Sequence[int]) -> None:
-    """Let Muon take what it is given, the masters of these shards, as matrices."""
-    for shard, master in zip(shards, masters, strict=True):
-        _cuts[master] = cuts(layout, shard)
+def adopt(given: Tensor, matrices: Sequence[Cut]) -> None:
+    """Let Muon take what it is given, all of a shard or a part, as these matrices."""
+    _cuts[given] = matrices
 
 
 def packed(places: Iterable[tuple[int, int]], size: int) -> bool:

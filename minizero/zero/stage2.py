@@ -32,7 +32,7 @@ class ZeRO2(ZeRO1):
         if flat.trainable:
             own = flat.full.new_full((flat.own_size,), NOTHING)
             own = own.to(flat.grad_dtype)
-            flat.grad_shard = self.home.store(own, "gradients")
+            flat.grad_shard = self.home.store(own, "gradients", flat)
 
     def reduced(self, unit: Unit) -> None:
         """Add the mean to the shard, and let the whole gradient go."""

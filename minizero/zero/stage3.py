@@ -68,11 +68,11 @@ class ShardedVerbs(TellsAbsentUse):
 class Pass:
     """One forward of a unit, and the backward that goes through it.
 
-    `inner`: how many modules inside the outermost one are under way.
+    `depth`: how many of its modules are under way, one inside another.
     """
 
     unit: Unit
-    inner: int = 0
+    depth: int = 1
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-regather
 class Regather(ShardedVerbs):
@@ -141,15 +141,22 @@ def _there(unit: Unit) -> int:
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
 class Forwards(Regather):
-    """Around a forward of a unit: of its module, or of one inside."""
+    """Around a forward of a unit: of its module, or of one inside.
+
+    `_between`: a unit of several modules, one of which has run; before the
+    last has, and the model's forward goes on, it stays whole.
+    """
+
+    _between: Unit | None = None
 
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         if self._recomputes(unit):
             return args, kwargs
+        self._end_between(unit)
         if unit in self._forwards:
-            self._forwards[unit].inner += 1
+            self._forwards[unit].depth += 1
             return args, kwargs
         outermost = not self._forwards and not self._in_backward
         if module is self.model and outermost:
@@ -170,11 +177,11 @@ class Forwards(Regather):
         if self._recomputes(unit):
             return
         this = self._forwards[unit]
-        if this.inner:
-            this.inner -= 1
+        this.depth -= 1
+        if this.depth:
             return
-        del self._forwards[unit]
         if isinstance(out, Iterator):
+            del self._forwards[unit]
             raise TypeError(
                 f"unit {unit.name!r} returns a {type(out).__name__}, "
                 "which would run when the unit's parameters have been freed; "
@@ -182,6 +189,22 @@ class Forwards(Regather):
             )
         if torch.is_grad_enabled():
             hook_outputs(partial(self._before_backward, this), out)
+        self._end_between(unit)
+        within = self.units[0] in self._forwards and not self._in_backward
+        several = len(unit.modules) > 1 and module is not unit.modules[-1]
+        if within and several:
+            self._between = unit
+        else:
+            self._leave(unit)
+
+    def _end_between(self, unit: Unit) -> None:
+        """Leave the unit that has stayed whole, if it is another."""
+        between, self._between = self._between, None
+        if between not in (None, unit):
+            self._leave(between)
+
+    def _leave(self, unit: Unit) -> None:
+        del self._forwards[unit]
         self._release(unit)
 
     def _recomputes(self, unit: Unit) -> bool:
@@ -213,6 +236,7 @@ class ZeRO3(Forwards):
         """The model's forward."""
         if not self._in_backward:
             self._forwards.clear()  # of a forward that was interrupted
+            self._between = None
         self._placed.outermost()
         return super().__call__(*args, **kwargs)
 

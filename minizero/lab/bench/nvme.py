@@ -43,8 +43,9 @@ def compare(repeats: int) -> list[Comparison]:
 
 def _compare(swap: SwapFile, path: Path, turns: int) -> list[Comparison]:
     how = "direct" if swap.direct else "through the page cache"
-    shard = SwappedShard(swap, "optimizer", RECORDS * WIDTH, torch.float32, WIDTH)
-    buffers = [aligned_buffer(shard.stride).random_() for _ in range(RECORDS)]
+    starts = range(0, RECORDS * WIDTH, WIDTH)
+    shard = SwappedShard(swap, "optimizer", starts.stop, torch.float32, starts)
+    buffers = [aligned_buffer(shard.largest).random_() for _ in range(RECORDS)]
     results = []
     for verb in ("write", "read"):
         cases = {"minizero": _ours(shard, buffers, verb)}

@@ -6,13 +6,14 @@ const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing", "sour
 const CHOICES = {
   stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
   offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
-  source: ["events", ["simulated", "recorded"].map((source) => [source, source])],
+  source: ["step", ["simulated", "recorded"].map((source) => [source, source])],
   rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
 };
 const SECONDS = 15;  // that playing a step takes
 
 const STYLE = `
-  .line { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: end; }
+  .line { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: end;
+    font-size: 13px; }
   .line select { width: 100%; }
   .check { min-height: 30px; display: flex; gap: 6px; align-items: center; }
   :disabled, .check:has(:disabled) { opacity: 0.5; cursor: default; }
@@ -24,6 +25,10 @@ const STYLE = `
   .now { stroke: CanvasText; stroke-width: 1.5; pointer-events: none; }
   .arrow { stroke: CanvasText; stroke-width: 1; fill: none; pointer-events: none; }
   .grid { stroke: color-mix(in srgb, CanvasText 22%, transparent); pointer-events: none; }
+  .above { stroke: CanvasText; stroke-dasharray: 3 3; }
+  .halo { stroke: Canvas; stroke-width: 3; paint-order: stroke; }
+  .m.lit { fill: none; }
+  .patch { stroke: color-mix(in srgb, CanvasText 60%, transparent); stroke-width: 0.5; }
   .off { fill: none; stroke: CanvasText; stroke-width: 1.2; }
   .off.disk { stroke-dasharray: 2 2; } .off.host { stroke-dasharray: 6 2; }
   input.scrub { width: calc(100% - 52px); margin-left: 56px; }
@@ -234,7 +239,7 @@ function drawing(trace, go, light) {
   };
   const [lanes, blocks] = [svg("lanes"), svg("blocks")];
   const [all, arrows, now] = lanes.children;
-  let [parts, drawn, lit] = [null, "", null];
+  let [parts, drawn, lit, width] = [null, "", null, 640];
   const scrub = (event) => {
     const { left, width } = lanes.getBoundingClientRect();
     const gutter = gutterOf(width);
@@ -254,16 +259,19 @@ function drawing(trace, go, light) {
     box.setAttribute("viewBox", `0 0 ${width} ${height}`);
     box.style.height = `${height}px`;
   };
-  /** `state`: what the picture depends on, beside the trace. `scale`: traces that are
-   *  drawn to one scale with it. */
-  const update = (state, scale, rank, time, slice, { verbs, categories }) => {
-    const [one, width] = [trace(), lanes.clientWidth || 640];
+  /** `state`: what the picture depends on, beside the trace. `plain`: the step that is
+   *  drawn to one scale with it, if there is one. */
+  const update = (state, plain, rank, time, slice, { verbs, categories }) => {
+    const [one, names] = [trace(), Object.keys(categories)];
+    width = lanes.clientWidth || width;  // JupyterLab takes cells out of the page and back
     if (drawn !== `${width} ${state}`) {
-      const most = scale.flatMap((other) => live(other, rank, Object.keys(categories)).map(
-        (row) => Math.max(deviceBytes(row), row.host, row.disk)));
-      const top = 1.05 * most.reduce((a, b) => Math.max(a, b), 1);
-      parts = picture(one, rank, width, top, verbs, categories);
-      parts.slots = slots([...scale, one], Object.keys(categories));
+      const most = (other, of) => live(other, rank, names).map(of).reduce((a, b) =>
+        Math.max(a, b), 1);
+      const whole = (row) => Math.max(deviceBytes(row), row.host, row.disk);
+      const [top, above] = [1.05 * most(plain ?? one, whole), plain && most(plain, deviceBytes)];
+      parts = picture(one, rank, width, { top, above: plain === one ? 0 : above }, verbs,
+        categories);
+      parts.slots = slots(plain ? [plain, one] : [one], names);
       all.innerHTML = parts.html;
       size(lanes, width, parts.height);
       drawn = `${width} ${state}`;
@@ -271,8 +279,8 @@ function drawing(trace, go, light) {
     now.setAttribute("d", `M${parts.x(time)} 0V${parts.base}`);
     all.querySelector(".lit")?.classList.remove("lit");
     if (slice) all.querySelector(`[data-i="${one.slices.indexOf(slice)}"]`)?.classList.add("lit");
-    arrows.innerHTML = slice && slice.call >= 0 ? flows(one, slice.call, parts.spots) : "";
-    const rows = memory(one, time, parts.slots, width, slice, categories);
+    arrows.innerHTML = slice && slice.call >= 0 ? flows(one, slice, parts.spots) : "";
+    const rows = memory(one, time, rank, parts.slots, width, slice, categories);
     blocks.firstChild.innerHTML = rows.html;
     size(blocks, width, rows.height);
   };
@@ -320,18 +328,19 @@ function render({ model, el }) {
       : begun.findLast((s) => s.end > time || s.begin === time));
     // One scale for all that is simulated: less memory looks like less.
     const zero = { stage: 0, overlap: false, checkpointing: false };
-    const scale = file || get("source") === "recorded" ? [one]
-      : [chosen((name) => zero[name] ?? get(name))];
+    const plain = file || get("source") === "recorded" ? null
+      : chosen((name) => zero[name] ?? get(name));
     controls.update(file);
-    shown.update(`${settingOf(get)} ${get("source")} ${rank()} ${opened} ${!file}`, scale,
+    shown.update(`${settingOf(get)} ${get("source")} ${rank()} ${opened} ${!file}`, plain,
       rank(), time, slice, { verbs: get("verbs"), categories: get("categories") });
     scrub.value = get("moment");
     scrub.setAttribute("aria-valuetext", `${ms(one, time)} of ${ms(one, one.total)}`);
-    const doing = begun.filter((s) => s.end > time).map((s) => `${s.lane}: ${says(s)}`);
+    const doing = begun.filter((s) => s.end > time).sort((a, b) =>
+      LANES.indexOf(a.lane) - LANES.indexOf(b.lane)).map(tells);
     const bytes = numbersOf(one, get).find(([name]) => name === "device")[1];
     words.setAttribute("aria-live", buttons.playing() ? "off" : "polite");
-    words.textContent = `${told}At ${ms(one, time)} of ${ms(one, one.total)}, rank ${rank()}. ` +
-      `${doing.join("; ") || "Nothing is under way"}. ${amount(bytes)} are live on its device.`;
+    words.textContent = `${told}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
+      `${doing.join(", and ") || "does nothing"}. ${amount(bytes)} are live on its device.`;
     shown.lanes.setAttribute("aria-label", `Lanes and live bytes. ${words.textContent}`);
     shown.blocks.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
     code.replaceChildren(...(slice ? about(one, slice) : []));
@@ -342,9 +351,12 @@ function render({ model, el }) {
     text.update(on);
   };
 
-  const chart = make("div", { class: "chart" }, key(get("verbs")), shown.lanes, scrub, buttons.box,
-    words, code, make("div", { class: "name" }, "memory of each rank"),
-    key(get("categories")), shown.blocks, own.box);
+  const verbs = Object.entries(get("verbs"));
+  const computed = key(Object.fromEntries(verbs.filter(([name]) => !LANES.includes(name))));
+  computed.append(make("span", {}, "▾ release"));
+  const chart = make("div", { class: "chart" }, computed, shown.lanes, scrub, buttons.box, words,
+    make("div", { class: "name" }, "who holds what now, not to scale"), shown.blocks, code,
+    own.box);
   own.drops(chart);
   const end = mount({ model, el }, {
     title: "A step of each rank", names: NAMES, style: STYLE, update: changed,

@@ -25,20 +25,23 @@ from minizero.lab.explorables.steps import (
     settings,
     simulated,
 )
-from minizero.lab.plots.lanes import PHASE_COLOURS
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, OP_COLOURS, amount
+from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, amount
 from minizero.memory.trace import Trace
 
 RECORDED = Path(__file__).with_name("recorded.json")
 """A step of two ranks, which `minizero.trace` has recorded."""
 COLOURS = {
-    **PHASE_COLOURS,
+    "forward": "#DFC4D8",
+    "backward": CATEGORY_COLOURS["activations"],
+    "update": CATEGORY_COLOURS["optimizer"],
+    "launch": GREY,
     "wait": "transparent",
-    "gather": OP_COLOURS["all_gather"],
-    "reduce": OP_COLOURS["reduce_scatter"],
+    "gather": CATEGORY_COLOURS["parameters"],
+    "reduce": CATEGORY_COLOURS["gradients"],
     "to host": "#C4C4C4",
     "to disk": GREY,
 }
+"""What is done has the colour of the bytes that it is done to."""
 VERBS = {
     name: look(colour, STRIPES if name == "wait" else None)
     for name, colour in COLOURS.items()
@@ -83,7 +86,7 @@ class Timeline(Explorable):
     checkpointing = traitlets.Bool(False).tag(sync=True)
     source = traitlets.Enum(["simulated", "recorded"], "simulated").tag(sync=True)
     rank = traitlets.Enum([0, 1, 2, 3], 0).tag(sync=True)
-    moment = Amount(0.4, 0, 1).tag(sync=True)
+    moment = Amount(0.155, 0, 1).tag(sync=True)
     steps = traitlets.Dict().tag(sync=True)
     recorded = traitlets.Dict().tag(sync=True)
     verbs = traitlets.Dict(VERBS).tag(sync=True)

@@ -1,11 +1,15 @@
 // The timeline's pictures, as SVG: lanes above the curve of live bytes, and rows of memory.
 
-const [LANE, GAP, HEAD, CURVE, AXIS] = [13, 6, 17, 104, 22];
+const [RANK, GAP, HEAD, CURVE, AXIS] = [57, 5, 15, 104, 22];  // a rank's lanes take RANK
+const [ROW, TITLES, UNITS] = [20, 28, 13];  // a rank's memory, and what stands around
+const USUAL = LANES.slice(0, 3);  // what every step has; the others where they are used
 const ELSEWHERE = ["host", "disk"];
 const RIGHT = 6;  // what is free beside the lanes
 const gutterOf = (width) => (width < 520 ? 54 : 66);
 
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+
+const lastWord = (unit) => unit.replace(/^.*[ .]/, "");
 
 /** Round numbers for an axis up to `most`, about `count`. */
 function rounds(most, count) {
@@ -29,21 +33,21 @@ function shares(slices) {
 const lookOf = (verbs, s) => verbs[s.lane === "compute" ? s.verb : s.lane] ?? verbs.launch;
 
 /** One lane of one rank. Notes in `spots` where each slice is: left, right, middle. */
-function lane(slices, numbers, y, x, verbs, spots) {
+function lane(slices, numbers, y, tall, x, verbs, spots) {
   const lasting = slices.filter((s) => s.end > s.begin);
   const rows = shares(lasting);
   const bars = lasting.map((s, i) => {
     const [[row, of], { colour, ink }] = [rows[i], lookOf(verbs, s)];
     const [left, wide] = [x(s.begin), Math.max(0.7, x(s.end) - x(s.begin))];
-    const [high, top] = [(LANE - 2) / of, y + row * (LANE - 2) / of];
+    const [high, top] = [(tall - 2) / of, y + row * (tall - 2) / of];
     const waits = s.verb === "wait";
     spots.set(s, [left, left + wide, top + high / 2]);
     const name = of > 1 || waits ? undefined
-      : [s.unit, s.unit.replace(/^.*[ .]/, "")].find((text) => text.length * 6 + 4 < wide);
+      : [s.unit, lastWord(s.unit)].find((text) => text.length * 6 + 4 < wide);
     return `<rect class="s paint" data-i="${numbers.get(s)}" x="${left}" y="${top}"
       width="${wide}" height="${high}" fill="${waits ? "url(#waiting)" : colour}"/>` +
       (name ? `<text class="paint" pointer-events="none" text-anchor="middle"
-        x="${left + wide / 2}" y="${top + 9.5}" fill="${ink}">${escaped(name)}</text>` : "");
+        x="${left + wide / 2}" y="${top + high / 2 + 4}" fill="${ink}">${escaped(name)}</text>` : "");
   });
   const moments = slices.filter((s) => s.end === s.begin).map((s) => {
     spots.set(s, [x(s.begin), x(s.begin), y]);
@@ -53,8 +57,9 @@ function lane(slices, numbers, y, x, verbs, spots) {
   return bars.join("") + moments.join("");
 }
 
-/** Device bytes, stacked, and lines for what is elsewhere; `top` bytes are its height. */
-function curve(rows, base, top, [left, right], x, end, categories) {
+/** Device bytes, stacked, and lines for what is elsewhere; `top` bytes are its height.
+ *  `above`: the most under data parallelism, if that is another step. */
+function curve(rows, base, { top, above }, [left, right], x, end, categories) {
   const y = (bytes) => base - CURVE * bytes / top;
   const stairs = (of) => rows.map((row, i) =>
     `${i ? "H" : "M"}${x(row.time)}${i ? "V" : " "}${y(of(row))}`).join("");
@@ -69,31 +74,42 @@ function curve(rows, base, top, [left, right], x, end, categories) {
   const away = ELSEWHERE.filter((place) => rows.some((row) => row[place])).map((place) =>
     `<path class="off ${place}" d="${stairs((row) => row[place])}H${x(end)}"/>
       <text x="${right - 2}" y="${y(rows.at(-1)[place]) - 3}" text-anchor="end">${place}</text>`);
-  return [...grid, ...areas, ...away].join("");
+  const most = rows.reduce((a, b) => deviceBytes(b) > deviceBytes(a) ? b : a, rows[0]);
+  const limit = above && `<path class="above" d="M${left} ${y(above)}H${right}"/>
+    <text x="${right - 2}" y="${y(above) - 4}" text-anchor="end">data parallel, at most
+    ${amount(above)}</text>`;
+  const peak = most && `<text class="halo" x="${x(most.time)}" y="${y(deviceBytes(most)) - 4}">at most
+    ${amount(deviceBytes(most))}</text>`;
+  return [...grid, ...areas, ...away, limit, peak].join("");
 }
 
 /** What of a trace does not change with the moment, and where things are in it. */
-function picture(trace, rank, width, top, verbs, categories) {
+function picture(trace, rank, width, scale, verbs, categories) {
   const [left, right] = [gutterOf(width), width - RIGHT];
   const x = (time) => left + (right - left) * time / trace.total;
-  const each = HEAD + LANES.length * LANE + GAP;
+  const used = LANES.filter((name) =>
+    USUAL.includes(name) || trace.slices.some((s) => s.lane === name));
+  const [each, tall] = [HEAD + RANK + GAP, RANK / used.length];
   const [spots, numbers] = [new Map(), new Map(trace.slices.map((s, i) => [s, i]))];
   const out = [`<defs><pattern id="waiting" width="5" height="5" patternTransform="rotate(45)"
     patternUnits="userSpaceOnUse"><path d="M0 0V5" stroke="CanvasText" opacity="0.45"
     stroke-width="2"/></pattern></defs>`];
   for (let r = 0; r < trace.ranks; r++) {
     out.push(`<text class="bold" x="0" y="${r * each + HEAD - 5}">rank ${r}</text>`);
-    LANES.forEach((name, i) => {
-      const y = r * each + HEAD + i * LANE;
+    used.forEach((name, i) => {
+      const y = r * each + HEAD + i * tall;
       const slices = trace.slices.filter((s) => s.rank === r && s.lane === name);
-      out.push(`<text x="0" y="${y + 10}">${name}</text>
-        <path class="grid" d="M${left} ${y + LANE - 0.5}H${right}"/>`,
-        lane(slices, numbers, y, x, verbs, spots));
+      out.push(`<text x="0" y="${y + tall / 2 + 3}">${name}</text>
+        <path class="grid" d="M${left} ${y + tall - 0.5}H${right}"/>`,
+        lane(slices, numbers, y, tall, x, verbs, spots));
     });
   }
-  const base = trace.ranks * each + 18 + CURVE;
-  out.push(`<text class="bold" x="0" y="${base - CURVE - 10}">live bytes, rank ${rank}</text>`,
-    curve(live(trace, rank, Object.keys(categories)), base, top, [left, right], x,
+  const base = trace.ranks * each + 22 + CURVE;
+  const title = `<tspan class="bold">live bytes, rank ${rank}</tspan>`;
+  const names = Object.entries(categories).map(([name, { colour }]) =>
+    `<tspan dx="12" class="paint patch" fill="${colour}">■</tspan> ${name}`);
+  out.push(`<text x="0" y="${base - CURVE - 14}">${title}${width < 520 ? "" : names.join("")}</text>`,
+    curve(live(trace, rank, Object.keys(categories)), base, scale, [left, right], x,
       trace.total, categories));
   for (const time of rounds(1e3 * trace.total * trace.tick, width < 520 ? 4 : 8))
     out.push(`<text x="${x(time / 1e3 / trace.tick)}" y="${base + 15}"
@@ -101,55 +117,91 @@ function picture(trace, rank, width, top, verbs, categories) {
   return { html: out.join(""), height: base + AXIS, base, x, spots };
 }
 
-/** Where each category of each unit stands in a row of memory: the most bytes of it. */
+/** The units of each category that are ever there, and the most bytes of each. */
 function slots(traces, categories) {
-  const most = new Map();
+  const most = new Map(categories.map((category) => [category, new Map()]));
   for (const trace of traces) {
-    const now = Array.from({ length: trace.ranks }, () => new Map());
+    const now = Array.from({ length: trace.ranks }, () => ({}));
     for (const { rank, changes } of trace.moments) {
       for (const [, category, unit, bytes] of changes) {
-        const slot = `${category}/${unit}`;
-        now[rank].set(slot, (now[rank].get(slot) ?? 0) + bytes);
-        most.set(slot, Math.max(most.get(slot) ?? 0, now[rank].get(slot)));
+        const [slot, units] = [`${category}/${unit}`, most.get(category)];
+        now[rank][slot] = (now[rank][slot] ?? 0) + bytes;
+        units.set(unit, Math.max(units.get(unit) ?? 0, now[rank][slot]));
       }
     }
   }
-  const order = ([slot]) => categories.indexOf(slot.split("/")[0]);
-  return [...most].filter(([, bytes]) => bytes).sort((a, b) => order(a) - order(b));
+  const order = [...most.get("parameters").keys()];
+  return [...most].map(([category, units]) => [category, [...units].filter(([, n]) => n)
+    .sort(([a], [b]) => order.indexOf(a) - order.indexOf(b))])
+    .filter(([, units]) => units.length);
 }
 
-/** A row of memory a rank: what of each slot is there, and in outline what is elsewhere. */
-function memory(trace, time, all, width, lit, categories) {
-  const whole = all.reduce((sum, [, bytes]) => sum + bytes, 0);
-  const room = width - gutterOf(width) - RIGHT - all.length;
-  const rows = Array.from({ length: trace.ranks }, (_, rank) => {
-    const [there, y] = [held(trace, rank, time), rank * 22 + 2];
-    let left = gutterOf(width);
-    const cells = all.map(([slot, bytes]) => {
-      const [[category, unit], now, wide] = [slot.split("/"), there.get(slot), room * bytes / whole];
-      const part = Math.min(1, (now?.device ?? 0) / bytes);
-      // A shard stands at its own place in the whole.
-      const own = left + wide * rank / trace.ranks;
-      const from = unit && part * trace.ranks < 1.001 ? own : left;
-      const away = ELSEWHERE.find((place) => now?.[place]);
-      const kind = lit?.lane === "reduce" ? "gradients" : "parameters";
-      const on = lit?.rank === rank && unit && lit.unit === unit && category === kind;
-      const box = `<rect class="slot m ${on ? "lit" : ""}" x="${left}" y="${y}" width="${wide}"
-        height="17"/><rect class="paint" x="${from}" y="${y}" width="${part * wide}" height="17"
-        fill="${categories[category].colour}"/>` + (away ? `<rect class="off ${away}"
-        x="${own + 0.6}" y="${y + 2}" width="${Math.max(1, wide / trace.ranks - 1.2)}"
-        height="13"/>` : "");
-      left += wide + 1;
-      return box;
+/** Which categories a slice works on. */
+function touched({ lane, verb }) {
+  if (lane === "gather") return ["parameters"];
+  if (lane === "reduce") return ["gradients"];
+  return { forward: ["parameters", "activations"], update: ["optimizer"], read: ["optimizer"],
+    backward: ["parameters", "gradients", "activations"], write: ["optimizer"],
+    release: ["parameters"], load: ["parameters"], out: ["parameters"], in: ["gradients"],
+    add: ["gradients"] }[verb] ?? [];
+}
+
+/** A row a rank, a column a category: a box for each unit, filled as far as it is there,
+ *  pale where it is on its way, and in outline where it is off the device. */
+function memory(trace, time, shown, all, width, lit, categories) {
+  const [gutter, gap] = [gutterOf(width), 10];
+  const wide = (width - gutter - RIGHT - gap * (all.length - 1)) / all.length;
+  const out = [];
+  const coming = trace.slices.filter((s) =>
+    s.lane === "gather" && s.begin <= time && time < s.end);
+  const text = (x, y, words, more = "") => `<text x="${x}" y="${y}" ${more}>${words}</text>`;
+  for (let rank = 0; rank < trace.ranks; rank++) {
+    const [there, y] = [held(trace, rank, time), TITLES + rank * ROW];
+    out.push(text(0, y + 12, `rank ${rank}`));
+    all.forEach(([category, units], column) => {
+      const [from, each] = [gutter + column * (wide + gap), wide / units.length];
+      const { colour } = categories[category];
+      if (rank === shown) {
+        const bytes = units.reduce((sum, [unit]) =>
+          sum + (there.get(`${category}/${unit}`)?.device ?? 0), 0);
+        const name = category.length * 7 < wide ? category : `${category.slice(0, 5)}.`;
+        out.push(text(from, 10, name, `class="bold"`), text(from, 22, amount(bytes)));
+      }
+      units.forEach(([unit, most], i) => {
+        const [x, box, now] = [from + i * each, each - 2, there.get(`${category}/${unit}`)];
+        const part = Math.min(1, (now?.device ?? 0) / most);
+        // A shard stands at its own place in the whole.
+        const own = x + box * rank / trace.ranks;
+        const away = ELSEWHERE.find((place) => now?.[place]);
+        const pale = category === "parameters" && part === 1
+          && coming.some((s) => s.rank === rank && s.unit === unit);
+        const on = lit?.rank === rank && touched(lit).includes(category)
+          && (!unit || unit === lit.unit);
+        const sharded = unit && part && category !== "activations"
+          && part * trace.ranks < 1.001;
+        const paint = (left, share, more = "") => `<rect class="paint" x="${left}" y="${y}"
+          width="${share * box}" height="${ROW - 4}" fill="${colour}" ${more}/>`;
+        out.push(`<rect class="slot" x="${x}" y="${y}" width="${box}" height="${ROW - 4}"/>`,
+          pale ? paint(x, 1, `opacity="0.4"`) + paint(own, 1 / trace.ranks)
+            : sharded ? paint(own, 1 / trace.ranks) : paint(x, part),
+          away ? `<rect class="off ${away}" x="${own + 0.6}" y="${y + 2}"
+            width="${Math.max(1, box / trace.ranks - 1.2)}" height="${ROW - 8}"/>` : "",
+          on ? `<rect class="m lit" x="${x}" y="${y}" width="${box}" height="${ROW - 4}"/>` : "");
+      });
     });
-    return `<text x="0" y="${y + 12}">rank ${rank}</text>${cells.join("")}`;
-  });
-  return { html: rows.join(""), height: trace.ranks * 22 + 2 };
+  }
+  all.forEach(([, units], column) => units.forEach(([unit], i) => {
+    const [each, name] = [wide / units.length, lastWord(unit)];
+    if (name.length * 6 < each) out.push(text(gutter + column * (wide + gap) + (i + 0.5) * each - 1,
+      TITLES + trace.ranks * ROW + 8, escaped(name), `text-anchor="middle"`));
+  }));
+  return { html: out.join(""), height: TITLES + trace.ranks * ROW + UNITS };
 }
 
 /** Arrows of one collective: from each rank's send to where each other has received. */
-function flows(trace, call, spots) {
-  const alike = trace.slices.filter((s) => s.call === call && spots.has(s));
+function flows(trace, { call, peers }, spots) {
+  const alike = trace.slices.filter((s) =>
+    s.call === call && spots.has(s) && (peers?.includes(s.rank) ?? true));
   return alike.flatMap((from) => alike.filter((to) => to !== from).map((to) => {
     const [[x0, , y0], [, x1, y1]] = [spots.get(from), spots.get(to)];
     const back = y1 > y0 ? -4 : 4;
@@ -157,12 +209,31 @@ function flows(trace, call, spots) {
   })).join("");
 }
 
+/** What a rank does, as the end of a sentence. */
+function tells(s) {
+  const unit = s.unit || "the model";
+  return { forward: `runs the forward of ${unit}`, backward: `runs the backward of ${unit}`,
+    update: `updates its part of ${unit}`, wait: `waits for ${unit}`,
+    launch: `launches a call for ${unit}`, all_gather: `gathers the parameters of ${unit}`,
+    reduce_scatter: `reduces the gradients of ${unit}`,
+    all_reduce: `reduces the gradients of ${unit}`, read: `reads ${unit} from disk`,
+    write: `writes ${unit} to disk`, load: `copies the shard of ${unit} from the host`,
+    out: `copies the shard of ${unit} from the host`, add: `copies gradients of ${unit} to the host`,
+    in: `copies gradients of ${unit} to the host` }[s.verb] ?? `${s.lane}: ${says(s)}`;
+}
+
 /** A slice in words, and the line of the package that does it. */
 function about(trace, slice) {
   const [path, name, line] = slice.source;
   const moved = slice.bytes ? `, ${amount(slice.bytes)}` : "";
   const until = slice.end > slice.begin ? ` to ${ms(trace, slice.end)}` : "";
-  const what = `${says(slice)}, rank ${slice.rank}${moved}, ${ms(trace, slice.begin)}${until}. `;
+  const here = trace.slices.filter((s) => s.call === slice.call).map((s) => s.rank);
+  const missing = slice.call < 0 ? [] : (slice.peers ?? Array.from({ length: trace.ranks },
+    (_, rank) => rank)).filter((rank) => !here.includes(rank));
+  const waits = missing.length ? `It waits for rank ${missing.join(", ")}, which made no such call. `
+    : "";
+  const what = `${says(slice)}, rank ${slice.rank}${moved}, ${ms(trace, slice.begin)}${until}. `
+    + waits;
   if (!name) return [what];
   const root = document.documentElement.dataset.content_root;  // in the book's pages
   const place = root === undefined ? `${path}, ${name}`

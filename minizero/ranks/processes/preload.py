@@ -23,4 +23,8 @@ if multiprocessing.parent_process() is None and sys.argv[0] == "-c":
 
     import minizero.ranks.processes.worker  # noqa: F401
 
+    if torch.version.cuda is None:  # nor may what it imports ask for a GPU
+        # a rank's first optimizer would, which takes each of them a second
+        import torch._dynamo  # noqa: F401
+
     gc.freeze()  # a collection in a rank would write to, and so copy, these pages
