@@ -171,7 +171,9 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help() -> None:
     stage = decoder(4, **settings(1))  # as the config says, with this key
     assert found.fixes["zero_optimization.stage: 1"] == stage.peak < whole.peak
     assert "zero_optimization.stage: 2" not in found.fixes  # a smaller change does
-    assert any(line.startswith("decoder.py:") for _, line, _ in found.lines)
+    lines = {(kind, line) for kind, line, _ in found.lines}
+    assert any(line.startswith("decoder.py:") for _, line in lines)
+    assert ("optimizer", "the engine") in lines  # not the line that called `dryrun`
     assert sum(nbytes for *_, nbytes in found.lines) <= found.peak
     assert "with no change that was tried" in report(budgeted(1))
 

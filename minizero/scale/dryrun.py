@@ -30,9 +30,9 @@ _MODELS = str(Path(__file__).with_name("decoder.py"))
 
 
 def _line() -> str:
-    """The innermost line under way that is not torch's or the engine's."""
+    """The innermost line of the model that is under way; "" in backward, or a step."""
     frame = sys._getframe(2)
-    while frame.f_back is not None:
+    while frame.f_back is not None and frame.f_code is not _walk.__code__:
         name = frame.f_code.co_filename
         theirs = name.startswith(("<", *_LIBRARIES)) or _SITE in name
         if name == _MODELS or not theirs:
@@ -46,7 +46,7 @@ class Witness(Tracker):
     """A tracker of storages without memory that remembers who made them.
 
     `lines`: bytes live at the peak, by category and the line of the model that
-    made them; in backward, by the operation of autograd.
+    made them; in backward, the operation of autograd.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Witness(Tracker):
         if key not in self._made:
             node = torch._C._current_autograd_node()
             name = "" if node is None else f"backward of {node.name()}"
-            self._made[key] = _line() or name
+            self._made[key] = _line() or name or "the engine"
         for seen, sign in ((before, -1), (after, 1)):
             if not seen.host:
                 event = seen.category, self._made[key], sign * seen.nbytes
