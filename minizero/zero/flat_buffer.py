@@ -73,11 +73,9 @@ class Layout:
         self.padded = self.size * self.ranks
         self._own = rank() * self.size
 
-    def shards(
-        self, buffer: Tensor, a: int = 0, b: int | None = None
-    ) -> list[Tensor]:
-        """Elements a to b of every rank's shard."""
-        return list(buffer.view(self.ranks, self.size)[:, a:b].unbind())
+    def shards(self, buffer: Tensor) -> list[Tensor]:
+        """Every rank's shard."""
+        return list(buffer.view(self.ranks, self.size).unbind())
 
     @property
     def own_size(self) -> int:
