@@ -20,7 +20,7 @@ from minizero.scale.command import report
 from minizero.scale.decoder import Decoder
 from minizero.scale.dryrun import DryRun
 from minizero.scale.fixes import Run, changes, everything
-from minizero.scale.shapes import Shape
+from minizero.scale.shapes import MODELS, Shape
 
 SHAPE = Shape(2, 64, 4, 128, kv_heads=2, ffn_hidden=96, gated=True)
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -155,6 +155,20 @@ def test_state_at_many_ranks_is_what_the_estimate_says() -> None:
             padded = 2 * 14 * 3 * 1024  # each unit is padded to 1,024 shards
             want = getattr(expected, category)
             assert want <= found.rests[category] <= want + padded, category
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "ranks"), [("llama-7b", 8), ("llama-70b", 1024)])
+def test_state_of_a_large_model_is_exactly_the_estimate(model: str, ranks: int) -> None:
+    shape, tokens = MODELS[model], torch.zeros(1, 512, dtype=torch.long)
+    build = functools.partial(Decoder, shape)
+    batch = (tokens, tokens)
+    found = dryrun(build, settings(3), world_size=ranks, batch=batch, steps=1)
+    state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
+    assert found.parameters == shape.parameters
+    assert found.rests["parameters"] == state.parameters
+    assert found.rests["gradients"] == state.gradients
+    assert found.rests["optimizer"] == state.optimizer + counters
 
 
 def test_what_does_not_fit_is_told_with_the_keys_that_help() -> None:
