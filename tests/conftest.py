@@ -43,7 +43,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCAL = re.compile("(file|data|blob|about):")
+LOCAL = re.compile("(file|data|blob|chrome):")
 
 Run = Callable[..., str]
 

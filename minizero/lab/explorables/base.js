@@ -76,7 +76,8 @@ const LOOK = `
   @media print {
     :host { color-scheme: light; break-inside: avoid; }
     .box { color: black; background: white; }
-    .controls, .tools, input, select, button, textarea { display: none !important; }
+    .controls, .line, .tools, input, select, button, textarea { display: none !important; }
+    .chart { border-top: 0; }
     figcaption { display: block; }
   }
 `;

@@ -19,7 +19,7 @@ function differences(get, runs) {
   });
 }
 
-/** Buttons for the published numbers of GPUs, and what was published in words. */
+/** Buttons for the published numbers of GPUs, and what was published there. */
 function publishedRuns(model) {
   const get = (name) => model.get(name);
   const n = get("published")[0].n_params;
@@ -33,19 +33,25 @@ function publishedRuns(model) {
   const box = make("div", { role: "group", "aria-label": "Published runs" },
     make("span", { class: "name" }, "As published, Llama 8B on"),
     make("div", { class: "presets" }, ...buttons));
-  const note = make("p", { class: "words published", role: "status" });
+  const note = make("div", { class: "numbers published", role: "region", tabindex: 0,
+    "aria-label": "Published peaks" });
   const update = () => {
     const runs = publishedAt(get);
     buttons.forEach((button, i) => button.setAttribute("aria-pressed",
       String(runs.length > 0 && counts[i] === get("world_size"))));
     note.hidden = !runs.length;
-    note.textContent = differences(get, runs).map(([run, few, many, found, told], i) => {
-      const error = 100 * (told / found - 1);
-      return `Published peaks, ${run}: ${amount(runs[i].peaks[0])} on ${gpus(few)} and ` +
-        `${amount(runs[i].peaks[1])} on ${gpus(many)}, activations included. The states ` +
-        `make the difference of ${amount(found)}; estimated are ${amount(told)}, ` +
-        `${Math.abs(error).toFixed(1)} % ${error < 0 ? "less" : "more"}.`;
-    }).join(" ");
+    if (note.hidden) return;
+    const head = (text) => make("th", { scope: "col" }, text);
+    const { few, many } = runs[0];
+    note.replaceChildren(make("p", {},
+      "Published peaks of a GPU, activations included. They differ by model state alone."),
+    make("table", {},
+      make("tr", {}, ...["run", gpus(few), gpus(many), "difference", "estimated", "error"]
+        .map(head)),
+      ...differences(get, runs).map(([run, , , found, told], i) => make("tr", {},
+        make("th", { scope: "row" }, run), ...[...runs[i].peaks, found, told].map((bytes) =>
+          make("td", {}, amount(bytes))),
+        make("td", {}, `${(100 * (told / found - 1)).toFixed(1)} %`)))));
   };
   return { box, note, update };
 }
