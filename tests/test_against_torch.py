@@ -458,6 +458,11 @@ KNOWN = {
     "p.data": one(1, "set data"),
     "p.data, absent": one(3, "set data"),
     "vector_to_parameters": one(0, "from vector"),
+    "other values, then a norm": Script(
+        0,
+        frozenset(),
+        ((2, "after forward", "from vector"), (2, "after forward", "clip")),
+    ),
     "another parameter": one(1, "replace"),
     "load_state_dict(assign=True)": one(0, "assign"),
     "model.double": one(2, "double"),

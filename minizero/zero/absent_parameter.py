@@ -1,9 +1,9 @@
 """What a parameter is while it is absent: it has its shape, and writes are refused.
 
 Torch alone would refuse some of them, in words about memory, and lose others: what fills
-all elements alike, and any write to a single one. Refused are methods that write,
-functions that do (a name with `_` at its end, or `out=`), NumPy's view of the memory,
-and other values as `.data`, which `model.half()` and `vector_to_parameters` give.
+all elements alike, and any write to a single one. Refused are methods that write, NumPy's
+view of the memory, functions that write to `.data` (by `out=`, or a name that ends in
+`_`), and other values as `.data`, which `model.half()` and `vector_to_parameters` give.
 """
 
 from __future__ import annotations
@@ -53,21 +53,7 @@ def _tensors(x: Any) -> list[Any]:
 
 
 class _Refuses:
-    """A tensor that says where to write instead: to its methods, and to functions."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = func.__name__, kwargs or {}
-        written = _tensors(kwargs.get("out"))
-        if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
-            written += _tensors(args[0])
-        for t in written:
-            if isinstance(t, _Refuses) and not _of(t).sharded_in.building:
-                _refuse(_of(t), name)
-        plain: Any = torch._C._disabled_torch_function_impl
-        return plain(func, types, args, kwargs)
+    """A tensor whose methods that write say where to write instead."""
 
 
 for _name in _writes():
@@ -83,6 +69,20 @@ class AbsentData(_Refuses, Tensor):
     """The `.data` of an absent parameter: to be looked at."""
 
     stands_for: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        written = _tensors(kwargs.get("out"))
+        if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
+            written += _tensors(args[0])
+        for t in written:
+            if isinstance(t, _Refuses) and not _of(t).sharded_in.building:
+                _refuse(_of(t), name)
+        plain: Any = torch._C._disabled_torch_function_impl
+        return plain(func, types, args, kwargs)
 
     def detach(self) -> Tensor:
         """Of this class too, or `nn.Parameter` would not take it."""
