@@ -418,7 +418,7 @@ def test_forced_colours_keep_what_colours_tell(browser: Any, show: Show) -> None
     looks = """return [...arguments].map((root) => {
       const looks = (query, name) => [...root.querySelectorAll(query)].map((e) =>
         getComputedStyle(e)[name]);
-      const boxes = looks(".swatch, .bar div", "backgroundColor");
+      const boxes = looks(".swatch, .bar div, .paint:not(svg *)", "backgroundColor");
       return [...boxes, ...looks(".paint", "fill")];
     })"""
     before = browser.execute_script(looks, *roots)
@@ -478,7 +478,8 @@ def test_paper_shows_the_picture_and_its_setting(browser: Any, show: Show) -> No
     browser.execute_cdp_cmd(media, {"media": "print"})
     try:
         for root in roots:
-            for selector in ("input", "select", "button", "textarea", ".tools"):
+            controls = "input, select, button, textarea"
+            for selector in (controls, ".tools", ".controls, .line"):
                 found = root.find_elements("css selector", selector)
                 assert not any(element.is_displayed() for element in found)
             caption = find(root, "figcaption")

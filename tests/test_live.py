@@ -112,5 +112,14 @@ def test_python_and_the_reader_move_the_same_values(browser: Any, lab: str) -> N
     wait(browser, 30).until(lambda _: scrub.get_property("value") == "0.75")
     plan = find(timeline, "select")
     assert select(plan).first_selected_option.text == "ZeRO-1"
+    theme = "{ theme: 'JupyterLab Dark' }"
+    browser.execute_script(
+        f"jupyterapp.commands.execute('apputils:change-theme', {theme})"
+    )
+    scheme = find(timeline, ".box").value_of_css_property
+    wait(browser, 30).until(lambda _: scheme("color-scheme") == "dark")
+    lanes = find(timeline, ".lanes")  # a cell is out of the page for a while
+    width = lanes.get_dom_attribute("viewBox").split()[2]
+    assert float(width) == pytest.approx(lanes.size["width"], abs=1)
     errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert errors == []

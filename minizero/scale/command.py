@@ -136,4 +136,6 @@ def report(found: DryRun) -> str:
         word = "fits" if found.fits else "does not fit"
         lines.append(f"{word} in {found.budget / 1e9:.1f} GB")
     lines += [f"  {key} needs {n / 1e9:.2f} GB" for key, n in found.fixes.items()]
+    if not (found.fits or found.fixes):
+        lines.append("  and with no change that was tried")
     return "\n".join(lines)

@@ -73,11 +73,9 @@ class Layout:
         self.padded = self.size * self.ranks
         self._own = rank() * self.size
 
-    def shards(
-        self, buffer: Tensor, a: int = 0, b: int | None = None
-    ) -> list[Tensor]:
-        """Elements a to b of every rank's shard."""
-        return list(buffer.view(self.ranks, self.size)[:, a:b].unbind())
+    def shards(self, buffer: Tensor) -> list[Tensor]:
+        """Every rank's shard."""
+        return list(buffer.view(self.ranks, self.size).unbind())
 
     @property
     def own_size(self) -> int:
@@ -154,7 +152,7 @@ class Gradients(Layout):
         return self.grad
 
     def vacate(self) -> None:
-        """All gradients in the buffer are void: the next ones replace them."""
+        """Its gradients are void: the next ones replace them."""
         assert self.grad is not None
         for a, b in self.gaps():
             self.grad[a:b].fill_(NOTHING)
