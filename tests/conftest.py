@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +43,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCAL = re.compile("(file|data|blob|chrome):")
 
 Run = Callable[..., str]
 
@@ -108,7 +111,7 @@ def two() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium that can look up no host; one for all test files."""
+    """A headless Chromium that can reach no other host; one for all test files."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     chromedriver = shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
@@ -126,7 +129,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "disable-component-update",
         "disable-sync",
         "no-first-run",
-        "host-resolver-rules=MAP * ~NOTFOUND",
+        "host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
         f"user-data-dir={tmp_path_factory.mktemp('profile')}",
     ):
         options.add_argument(f"--{flag}")
@@ -139,12 +142,26 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
+def requests(browser: Any) -> list[str]:
+    """The addresses that were asked for since this was called last."""
+    log = browser.get_log("performance")
+    return [
+        event["params"]["request"]["url"]
+        for event in (json.loads(entry["message"])["message"] for entry in log)
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+
+
 Show = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
-    """Opens a page of explorables from a file and gives their shadow roots."""
+    """Opens a page of explorables from a file and gives their shadow roots.
+
+    Whatever is done there, nothing is asked of anybody, and the console has no error.
+    """
+    requests(browser)
 
     def open_page(
         *pieces: str, theme: str = "light", width: int = 720, style: str = ""
@@ -163,6 +180,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert errors == []
+    assert not [url for url in requests(browser) if not LOCAL.match(url)]
 
 
 def find(root: Any, selector: str) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import selenium_axe_python
 import yaml
 from bs4 import BeautifulSoup, Tag
-from conftest import ROOT
+from conftest import LOCAL, ROOT, requests
 
 from minizero.lab.explorables.timeline import steps
 
@@ -210,8 +210,8 @@ def test_no_path_of_this_machine(book: Path) -> None:
 def open_page(browser: Any, path: Path) -> None:
     """Open a page and wait until its formulas are set."""
     browser.get("about:blank")
-    for log in ("browser", "performance"):
-        browser.get_log(log)
+    browser.get_log("browser")
+    requests(browser)
     browser.get(path.as_uri())
     browser.execute_async_script(
         """
@@ -222,16 +222,6 @@ def open_page(browser: Any, path: Path) -> None:
         look();
         """
     )
-
-
-def requests(browser: Any) -> list[str]:
-    """The addresses that the page asked for."""
-    log = browser.get_log("performance")
-    return [
-        event["params"]["request"]["url"]
-        for event in (json.loads(entry["message"])["message"] for entry in log)
-        if event["method"] == "Network.requestWillBeSent"
-    ]
 
 
 def complaints(browser: Any) -> list[str]:
@@ -282,9 +272,7 @@ def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
     try:
         open_page(browser, book / f"{page}.html")
         assert not complaints(browser)
-        assert not [
-            u for u in requests(browser) if not re.match("(file|data|blob):", u)
-        ]
+        assert not [url for url in requests(browser) if not LOCAL.match(url)]
         unset, broken = browser.execute_script(
             """
             const all = query => [...document.querySelectorAll(query)];

@@ -19,6 +19,7 @@ from conftest import LIVE, ROOT, Show, find
 
 from minizero.lab.explorables.activations import ActivationExplorer
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
+from minizero.lab.explorables.base import _read as read_files
 from minizero.lab.explorables.blocktime import BlockTime
 from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.exchanges import WAYS, Exchanges
@@ -31,7 +32,7 @@ from minizero.lab.explorables.interval import (
 )
 from minizero.lab.explorables.memory import MemoryExplorer
 from minizero.lab.explorables.offload import OffloadEfficiency
-from minizero.lab.explorables.predict import Predict, choice, curve, number
+from minizero.lab.explorables.predict import Predict, choice, curve, number, told
 from minizero.lab.explorables.published import Published
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
@@ -230,22 +231,52 @@ def same(found: Any, want: Any) -> bool:
     return math.isclose(found, want, rel_tol=1e-9, abs_tol=1e-12)
 
 
+SETTING = """(setting) => {
+  const numbers = figure.numbers((name) => setting[name] ?? atRest.state[name]);
+  const given = Object.entries(setting).filter(([name, value]) => {
+    const address = new URLSearchParams({ [name]: value }).toString();
+    const text = new URLSearchParams(address).get(name);
+    return Stored.prototype.read.call(atRest, name, text) !== value;
+  });
+  return [numbers, given];
+}"""
+"""What is drawn for a setting, and what of it gets lost in an address."""
+
+
 @each
 def test_numbers_are_those_of_python(
     browser: Any, show: Show, kind: type[Explorable]
 ) -> None:
-    """For 1,000 settings at random."""
+    """For 1,000 settings at random, and each comes back from the page's address."""
     widget, rng = kind(), random.Random(kind.__name__)
     settings = [anything(widget, rng) for _ in range(1000)]
+    stored = json.dumps({"state": widget.state(), "limits": widget.limits()})
     source = widget._esm.replace("export default", "window.figure =")
-    state = json.dumps(widget.state())
-    it = f"(s) => figure.numbers((name) => s[name] ?? ({state})[name])"
-    for found, setting in zip(
-        in_page(browser, show, source, it, *settings), settings, strict=True
+    source += f"\n{read_files('page.js')}\nconst atRest = {stored};"
+    for (found, missing), setting in zip(
+        in_page(browser, show, source, SETTING, *settings), settings, strict=True
     ):
         for name, value in setting.items():
             setattr(widget, name, value)
         assert same(found, widget.numbers()), setting
+        assert not missing
+
+
+def test_answers_are_told_as_in_python(browser: Any, show: Show) -> None:
+    """Those of 1,000 questions at random."""
+    rng = random.Random(0)
+    asked = []
+    for i in range(1000):
+        numbers = [10 ** rng.uniform(-3, 12) for _ in range(3)]
+        unit, why = rng.choice([("", ""), ("GB", "Because.")])
+        asked.append(
+            curve("?", ["a", "b", "c"], numbers, unit, why)
+            if i % 3
+            else number("?", numbers[0], unit, why)
+        )
+    source = module("predict").replace("export default", "window.figure =")
+    found = in_page(browser, show, source, "inWords", *asked)
+    assert found == [f"The answer: {told(question)}" for question in asked]
 
 
 # --- What every figure has ---
@@ -293,6 +324,121 @@ def test_address_holds_the_settings(browser: Any, show: Show) -> None:
     wait(browser, 10).until(lambda _: not urlsplit(browser.current_url).query)
 
 
+CONTROLS = """return [...arguments[0].querySelectorAll(
+  "select, input:is([type=range], [type=checkbox])")]
+  .filter((control) => !control.disabled && control.checkVisibility())"""
+CENTRE = """const { width } = arguments[0].getBoundingClientRect();
+  arguments[0].scrollIntoView({ block: "center" });
+  const middle = (+arguments[0].min + +arguments[0].max) / 2;
+  return arguments[0].valueAsNumber > middle ? -0.4 * width : 0.4 * width"""
+
+
+@each
+def test_every_control_answers(
+    browser: Any, show: Show, kind: type[Explorable]
+) -> None:
+    """Each moves what is drawn, by a key and, after that, by the pointer."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    select = pytest.importorskip("selenium.webdriver.support.select").Select
+    (root,) = show(kind().static_html())
+    box = find(root, ".box")
+
+    def drawn() -> str:
+        script = "return arguments[0].innerHTML + arguments[0].querySelector"
+        script += "('figcaption').textContent"
+        return str(browser.execute_script(script, box))
+
+    controls = browser.execute_script(CONTROLS, root)
+    assert controls
+    for control in controls:
+        sort = control.get_dom_attribute("type") or "select"
+        browser.execute_script("arguments[0].click()", find(root, ".tools button"))
+        before = drawn()
+        if sort == "range":
+            up = control.get_property("value") != control.get_dom_attribute("max")
+            control.send_keys(keys.ARROW_RIGHT if up else keys.ARROW_LEFT)
+        elif sort == "select":
+            control.send_keys(keys.ARROW_DOWN)
+            if drawn() == before:  # it was the last one
+                control.send_keys(keys.ARROW_UP)
+        else:
+            control.send_keys(keys.SPACE)
+        keyed = drawn()
+        assert keyed != before, control.accessible_name
+        if sort == "range":
+            aside = int(browser.execute_script(CENTRE, control))
+            pointer = webdriver.ActionChains(browser)
+            pointer.move_to_element_with_offset(control, aside, 0).click().perform()
+        elif sort == "select":
+            chosen = select(control)
+            options = [one for one in chosen.options if not one.is_selected()]
+            options[0].click()
+        else:
+            control.click()
+        assert drawn() != keyed, control.accessible_name
+
+
+def test_fingers_do_as_well(browser: Any, show: Show) -> None:
+    """Touched, a slider and the timeline's lanes follow, and targets are larger."""
+    roots = show(MemoryExplorer().static_html(), Timeline(moment=0).static_html())
+    touch = "Emulation.setTouchEmulationEnabled"
+    browser.execute_cdp_cmd(touch, {"enabled": True})
+    try:
+        slider = find(roots[0], "[aria-label=GPUs]")
+        assert slider.size["height"] >= 28
+        for button in roots[1].find_elements("css selector", ".phases button"):
+            assert button.size["height"] >= 40
+        for target, scroll in ((slider, "start"), (find(roots[1], ".lanes"), "start")):
+            browser.execute_script(
+                "arguments[0].scrollIntoView({ block: arguments[1] })", target, scroll
+            )
+            place = browser.execute_script(
+                "const { left, top, width, height } = arguments[0]"
+                ".getBoundingClientRect(); return [left, top, width, height]",
+                target,
+            )
+            left, top, width, height = place
+            for kind, share in (("Start", 0.5), ("Move", 0.8), ("Move", 0.9)):
+                point = {"x": left + share * width, "y": top + min(height / 2, 30)}
+                event = {"type": f"touch{kind}", "touchPoints": [point]}
+                browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
+            event = {"type": "touchEnd", "touchPoints": []}
+            browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
+        assert find(roots[0], "output").text == "On 512 GPUs"
+        assert float(find(roots[1], ".scrub").get_property("value")) > 0.8
+    finally:
+        browser.execute_cdp_cmd(touch, {"enabled": False})
+
+
+def test_forced_colours_keep_what_colours_tell(browser: Any, show: Show) -> None:
+    """What a colour stands for keeps it; text takes the reader's."""
+    pages = (kind().static_html() for kind in ALL)
+    roots = show(*pages, style="html { color: rgb(34, 40, 50) }")
+    looks = """return [...arguments].map((root) => {
+      const looks = (query, name) => [...root.querySelectorAll(query)].map((e) =>
+        getComputedStyle(e)[name]);
+      const boxes = looks(".swatch, .bar div, .paint:not(svg *)", "backgroundColor");
+      return [...boxes, ...looks(".paint", "fill")];
+    })"""
+    before = browser.execute_script(looks, *roots)
+    assert sum(map(len, before)) > 100
+    ink = find(roots[0], ".box").value_of_css_property("color")
+    media = {"features": [{"name": "forced-colors", "value": "active"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        assert browser.execute_script(looks, *roots) == before
+        assert find(roots[0], ".box").value_of_css_property("color") != ink
+        for phase in roots[-1].find_elements("css selector", "[aria-current=true]"):
+            plain = find(roots[-1], "[aria-current=false]")
+            colour = "background-color"
+            assert phase.value_of_css_property(colour) != (
+                plain.value_of_css_property(colour)
+            )
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def test_address_sets_nothing_that_a_control_could_not(
     browser: Any, show: Show
 ) -> None:
@@ -332,7 +478,8 @@ def test_paper_shows_the_picture_and_its_setting(browser: Any, show: Show) -> No
     browser.execute_cdp_cmd(media, {"media": "print"})
     try:
         for root in roots:
-            for selector in ("input", "select", "button", "textarea", ".tools"):
+            controls = "input, select, button, textarea"
+            for selector in (controls, ".tools", ".controls, .line"):
                 found = root.find_elements("css selector", selector)
                 assert not any(element.is_displayed() for element in found)
             caption = find(root, "figcaption")

@@ -257,6 +257,30 @@ def test_measured_bytes_stand_beside_the_estimate(show: Show) -> None:
     assert not any(found.is_displayed() for found in root.find_elements(*FOUND))
 
 
+def test_published_peaks_stand_beside_the_estimate(show: Show) -> None:
+    """What they differ by, from few GPUs to many, with the error of the estimate."""
+    (root,) = show(explorer().static_html())
+    note = find(root, ".published")
+    assert not note.is_displayed()
+    buttons = root.find_elements("css selector", "[aria-label='Published runs'] button")
+    assert [one.text for one in buttons] == [f"{n} GPUs" for n in (8, 32, 64, 128)]
+    for button, wanted in zip(buttons, (3, 1, 1, 3), strict=True):
+        button.click()
+        number = int(button.text.split()[0])
+        runs = [r for r in measured.published() if number in (r["few"], r["many"])]
+        assert len(runs) == wanted
+        for run in runs:
+            few, many = (
+                estimate(run["n_params"], run[at], 3, "fp32").total
+                for at in measured.ENDS
+            )
+            found = run["peaks"][0] - run["peaks"][1]
+            error = f"{100 * ((few - many) / found - 1):.1f} %"
+            assert f"{amount(found)} {amount(few - many)} {error}" in note.text
+    find(root, "[aria-label=GPUs]").send_keys("\ue014")
+    assert not note.is_displayed()
+
+
 def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> None:
     keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     actions = pytest.importorskip("selenium.webdriver").ActionChains
@@ -273,7 +297,7 @@ def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> N
         )
 
     reached = []
-    for _ in range(21):
+    for _ in range(25):
         press(keys.TAB)
         reached.append(focused())
     assert reached == [
@@ -281,6 +305,7 @@ def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> N
         *("1.5B", "7B", "13B", "70B", "175B"),
         *("GPUs", "Precision", "Optimizer", "Memory of a GPU"),
         *("optimizer state", "parameters", "1 rank", "2 ranks", "4 ranks"),
+        *("8 GPUs", "32 GPUs", "64 GPUs", "128 GPUs"),
         *(
             "ZeRO-3",
             *("Link to this setting", "Numbers"),

@@ -289,6 +289,22 @@ def test_auto_values_are_filled_in(two: Pool) -> None:
     assert rates[0] == 0 and rates[-1] < max(rates) == 0.01 and rates.count(0.01) == 2
 
 
+def test_muon_by_config(two: Pool) -> None:
+    """Matrices to Muon, what the Trainer decays or not to AdamW; as under any stage."""
+    params = {"lr": "auto", "weight_decay": "auto", "adam_lr": 1e-3}
+
+    def run(stage: int) -> Any:
+        config = {"optimizer": {"type": "Muon", "params": params}}
+        made = trainer(stage, llama(), config, max_steps=2, weight_decay=0.5)
+        made.train()
+        groups = made.optimizer.param_groups
+        return losses(made), [(g["use_muon"], g["weight_decay"]) for g in groups]
+
+    three, one = two.run(run, 3)[0], two.run(run, 1)[0]
+    assert three == one
+    assert three[1] == [(True, 0.5), (False, 0.5), (False, 0.0)]
+
+
 def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
     def run() -> list[str]:
         from minizero.hf import TrainingArguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nasty import Nasty
 from test_muon import groups as muon_groups
 from torch import Tensor, nn
 
+import minizero
 from minizero import Offload, Overlap, comm, initialize, parallelize, zero
 from minizero.checkpoint import load, save
 from minizero.comm.algorithms import ordered_sum
@@ -21,6 +23,7 @@ from minizero.comm.quantized import BLOCK, Code
 from minizero.comm.scope import rank_of, shard_of
 from minizero.config.read import read
 from minizero.memory.plan import Placement, Plan, estimate
+from minizero.memory.trace import Trace, joined
 from minizero.memory.tracker import Tracker
 from minizero.precision import MixedPrecision
 from minizero.ranks.launch import Pool, rank
@@ -504,3 +507,26 @@ def test_config_refuses_groups_with_files() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             read({"train_batch_size": 4, "zero_optimization": keys}, 4)
+
+
+def traced(plan: Plan) -> Trace:
+    """A step of a small model, recorded."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    net = parallelize(model, torch.optim.SGD(model.parameters(), lr=1.0), plan)
+    with minizero.trace(net) as run:
+        net.backward(net(torch.ones(1, 8)).sum())
+        net.step()
+    return run.trace
+
+
+def test_arrows_of_a_trace_stay_in_their_group(pool: Pool) -> None:
+    traces = pool.run(traced, Plan.stage(2, group=GROUP))
+    events = joined(traces).chrome()["traceEvents"]
+    sent, got = ({e["id"]: e["pid"] for e in events if e["ph"] == ph} for ph in "sf")
+    assert sent.keys() == got.keys()
+    pairs = {(sent[name], got[name]) for name in sent}
+    calls = {c for trace in traces for c in (s.peers for s in trace.slices) if c}
+    assert calls == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert pairs >= {(a, b) for ranks in calls for a, b in permutations(ranks, 2)}
+    flows = [len(s.peers or range(4)) - 1 for s in joined(traces).slices if s.call >= 0]
+    assert len(sent) == sum(flows)

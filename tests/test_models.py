@@ -25,7 +25,7 @@ from minizero.precision import MixedPrecision
 from minizero.ranks.launch import launch, rank
 from minizero.zero import GatheredParameters, Init
 from minizero.zero.absent import ZeroParamStatus, is_sharded
-from minizero.zero.units import assign, find_units
+from minizero.zero.units import assign, find_units, units_of
 
 STAGES = (0, 1, 2, 3)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -358,7 +358,7 @@ def test_a_deep_model() -> None:
             model = nn.ModuleDict({"inner": model})
         sys.setrecursionlimit(limit + 3_000)  # one call a level is torch's own
         assert list(find_units(model)) == [""]
-        assert [len(named) for named in assign(model, {"": model}).values()] == [2]
+        assert [len(named) for named in assign(model, units_of(model)).values()] == [2]
     finally:
         sys.setrecursionlimit(limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nasty import Nasty
 from torch import Tensor, nn
 
 from minizero import Delayed, Offload, comm, initialize, parallelize
+from minizero import zero as zero_
 from minizero.checkpoint import load, save
 from minizero.comm.algorithms import ordered_sum
 from minizero.config.read import read
@@ -254,7 +256,9 @@ def by_config(
         "optimizer": MUON,
         "zero_optimization": {"stage": stage, **zero},
     }
-    engine, optimizer, *_ = initialize(model=build(), config=config)
+    with zero_.Init(config=config) if stage == 3 else nullcontext():
+        model = build()
+    engine, optimizer, *_ = initialize(model=model, config=config)
     assert isinstance(optimizer.optimizer, Muon)
     if load is not None:
         engine.load_checkpoint(load)

@@ -105,6 +105,15 @@ def test_figures_have_alt_text(path: Path) -> None:
 
 
 @each_notebook
+def test_figures_are_pictures(path: Path) -> None:
+    """Not `<Figure size ...>`, which is what stands there without `plots.use()`."""
+    for cell in code(path):
+        for data in (output.get("data", {}) for output in cell.outputs):
+            if data.get("text/plain", "").startswith("<Figure"):
+                assert "image/png" in data or "image/svg+xml" in data, cell.id
+
+
+@each_notebook
 def test_shape_of_a_chapter(path: Path) -> None:
     text = prose(path)
     number = int(path.stem.split("_")[0])

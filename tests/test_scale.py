@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from minizero.scale import MACHINES, MODELS, predict
-from minizero.scale.published import OTHERS, Row, calibrate, mean_error, rows
+from minizero.scale import MACHINES, MODELS, Machine, predict
+from minizero.scale.elsewhere import DEEPSPEED, FSDP
+from minizero.scale.predict import adam_seconds
+from minizero.scale.published import Row, calibrate, mean_error, rows
 from minizero.scale.shapes import find, of_parameters
 from minizero.zero import Schedule
 
@@ -65,27 +67,99 @@ def test_calibration_finds_the_constants_that_made_the_rows() -> None:
     assert found.attention == pytest.approx(true.attention, rel=0.02)
 
 
-def test_zero3_elsewhere_comes_out_in_its_order_and_size() -> None:
-    found = {other.name: other.predict() for other in OTHERS}
-    ratio = {o.name: found[o.name].step_seconds / o.seconds for o in OTHERS}
-    assert all(0.5 < r < 1.3 for r in ratio.values()), ratio
-    rate = {o.name: o.micro_batch / found[o.name].step_seconds for o in OTHERS}
+def test_fsdp_elsewhere_is_predicted_blind() -> None:
+    errors = {(o.name, o.published): o.error() for o in FSDP}
+    assert len(errors) == 16
+    assert mean_error(errors.values()) < 0.07
+    assert max(map(abs, errors.values())) < 0.12, errors
+    measured = [o for o in FSDP if o.memory]
+    assert len(measured) == 6
+    for other in measured:  # of the allocator; ours is a bound on live bytes
+        assert other.predict().memory.total == pytest.approx(other.memory, rel=0.1)
+
+
+def test_deepspeed_elsewhere_comes_out_in_its_order_and_size() -> None:
+    errors = {other.name: other.error() for other in DEEPSPEED}
+    assert mean_error(errors.values()) < 0.14
+    assert max(map(abs, errors.values())) < 0.23, errors
+    rate = {o.name: o.predict().tokens_per_second_per_gpu for o in DEEPSPEED}
     # throughput collapses with the micro-batch: 144, 88, 44 TFLOP/s
     four, two, one = (rate[f"175B, {n} A100"] for n in (384, 768, 1536))
     assert four > 1.4 * two > 1.4 * 1.6 * one
     # published: 1.40 and 1.39
     for size in ("18B", "138B"):
-        gain = rate[f"{size}, ZeRO++"] / rate[f"{size}, 384 V100"]
-        assert 1.25 < gain < 1.5
+        gain = rate[f"{size}, 384 V100, ZeRO++"] / rate[f"{size}, 384 V100"]
+        assert 1.15 < gain < 1.5
     device, adam, both = (
-        found[name].step_seconds
-        for name in (
-            "52B, 64 V100, batch 8",
-            "52B, batch 12, Adam on the CPU",
-            "52B, batch 12, all on the CPU",
-        )
+        12 * 1024 / rate[f"52B, 64 V100, batch 12, {where} on the CPU"]
+        if where
+        else 8 * 1024 / rate["52B, 64 V100, batch 8"]
+        for where in ("", "Adam", "all")
     )
+    # published: 117, 175, 177 seconds
     assert device < adam < both < 1.05 * adam
+    assert 1.2 < adam / device < 1.6
+
+
+def test_adam_on_the_host_takes_as_long_as_was_measured() -> None:
+    """ZeRO-Offload, table 4: 0.22 s for 1e9 parameters, one process on a DGX-2."""
+    assert 1e9 * adam_seconds(MACHINES["v100-32gb"], 1, "cpu") == pytest.approx(
+        0.22, rel=0.1
+    )
+    # ZeRO-Infinity, fig. 2b: 12 GB/s for one GPU, 3 for each of sixteen
+    machine = MACHINES["v100-32gb"]
+    assert machine.slot(1) == pytest.approx(12e9, rel=0.1)
+    assert machine.slot(16) == pytest.approx(3e9, rel=0.1)
+
+
+BIG = JOB | {"world_size": 64, "machine": "v100-32gb", "precision": "fp16"}
+
+
+def test_groups_keep_a_slow_network_out_of_the_gathers() -> None:
+    machine = replace(MACHINES["v100-32gb"], network=0.5e9, gpus=8)
+    slow = BIG | {"machine": machine, "micro_batch": 1}
+    flat, group, copy = (
+        predict(**(slow | how)) for how in ({}, {"group": 8}, {"secondary": 8})
+    )
+    assert flat.step_seconds > 1.2 * group.step_seconds
+    assert flat.step_seconds > 1.2 * copy.step_seconds
+    # all in the group is 8 times as much state; of the parameters alone, 2 bytes of 16
+    n = MODELS["mpt-1b"].parameters
+    assert group.memory.optimizer == 12 * n / 8
+    assert copy.memory.optimizer == 12 * n / 64
+    assert copy.memory.parameters == group.memory.parameters
+
+
+def test_codes_send_less_only_where_they_are_sent() -> None:
+    def sent(**how: int) -> dict[str, float]:
+        line = predict(**(BIG | how)).timeline
+        found = dict.fromkeys(("all_gather", "reduce_scatter"), 0.0)
+        for interval in line.intervals:
+            if interval.lane == "link":
+                found[interval.what] += interval.nbytes
+        return found
+
+    plain, weights = sent(), sent(weight_bits=8)
+    gradients = sent(gradient_bits=4)
+    half = (1 + 1 / 128) / 2
+    assert weights["all_gather"] == pytest.approx(half * plain["all_gather"])
+    assert weights["reduce_scatter"] == plain["reduce_scatter"]
+    quarter = (0.5 + 1 / 128) / 2
+    assert gradients["reduce_scatter"] == pytest.approx(
+        quarter * plain["reduce_scatter"]
+    )
+    assert gradients["all_gather"] == plain["all_gather"]
+
+
+def test_selective_repeats_every_other_linear_layer() -> None:
+    """Llama 2 13B in torchtitan: 2,162 tokens/s without, 1,904 with."""
+    job = dict(vars(MODELS["llama-13b"]), sequence=4096, micro_batch=2, world_size=64)
+    plain, every, other = (
+        predict(**job, stage=3, checkpointing=how).step_seconds
+        for how in ("none", "matmuls", "selective")
+    )
+    assert plain < every < 1.05 * plain
+    assert other / plain == pytest.approx(2162 / 1904, rel=0.02)
 
 
 def test_stages_cost_what_their_schedule_makes_of_their_bytes() -> None:
@@ -116,7 +190,7 @@ def test_memory_agrees_with_the_estimate_and_with_a_published_run() -> None:
     memory = predict(**job, checkpointing="selective", reduce="fp32").memory
     assert memory.optimizer == 12 * shape.parameters / 8
     # torchtitan reports 82.4 GiB
-    assert memory.total / 2**30 == pytest.approx(82.4, rel=0.2)
+    assert memory.total / 2**30 == pytest.approx(82.4, rel=0.1)
     less = predict(**job, checkpointing="full").memory
     assert less.total < memory.total < predict(**job).memory.total
     off = predict(**job, offload_optimizer="cpu").memory
@@ -130,13 +204,30 @@ def test_memory_agrees_with_the_estimate_and_with_a_published_run() -> None:
         ({"micro_batch": 0}, "micro_batch must be a whole number >= 1, not 0"),
         ({"precision": "int8"}, "precision must be one of bf16, .* not 'int8'"),
         ({"heads": 7}, "heads must divide hidden"),
-        ({"checkpointing": "some"}, "checkpointing must be one of none, full"),
+        ({"checkpointing": "some"}, "checkpointing must be one of none, matmuls"),
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
+        ({"layers": "24"}, "layers must be a whole number >= 1, not '24'"),
+        ({"sequence": float("nan")}, "sequence must be a whole number >= 1, not nan"),
+        ({"micro_batch": float("inf")}, "micro_batch must be a whole number >= 1"),
+        ({"micro_batch": True}, "micro_batch must be a whole number >= 1, not True"),
+        ({"group": 3}, "groups of 3 ranks cannot be made of 8"),
+        ({"secondary": 2, "group": 2}, "use it at stage 3, without group"),
+        ({"secondary": 2, "stage": 2}, "use it at stage 3, without group"),
+        ({"weight_bits": 6}, "quantized to 8 or 4 bits, not 6"),
+        ({"weight_bits": 8, "stage": 2}, "leave weight_bits out"),
+        ({"stage": 1, "offload_param": "gpu"}, "a placement is on one of device"),
     ],
 )
 def test_predict_refuses_in_a_sentence(change: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         predict(**(JOB | change))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), "fast", True])
+def test_a_machine_refuses_what_is_no_rate(value: object) -> None:
+    with pytest.raises(ValueError, match="hbm of the machine 'mine' must be a number"):
+        replace(MACHINES["a100-80gb"], name="mine", hbm=value)
+    assert isinstance(replace(MACHINES["a100-80gb"], drives=0), Machine)
 
 
 def test_shapes_have_their_published_parameters(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,21 @@ def test_recorded_and_exported_traces_arrive(browser: Any, show: Show) -> None:
     script = f"(file) => ({TOLD})(fromChrome(file))"
     (told,) = in_page(browser, show, SOURCE, script, trace.chrome())
     assert found(told) == wanted(trace, 1e-6)
+
+
+def test_numbers_of_a_dropped_trace(browser: Any, show: Show) -> None:
+    """At 1,000 moments, on either rank, as of one that Python was given."""
+    trace, rng = own_trace(), random.Random(0)
+    widget = Timeline(source="recorded", recorded=packed(trace))
+    asked = [[rng.random(), rng.randrange(4)] for _ in range(1000)]
+    source = f"{SOURCE}\nconst file = fromChrome({json.dumps(trace.chrome())});"
+    names = json.dumps(widget.categories)
+    get = f"(name) => ({{ moment, rank, categories: {names} }})[name]"
+    script = f"([moment, rank]) => numbersOf(file, {get})"
+    told = in_page(browser, show, source, script, *asked)
+    for numbers, (moment, rank) in zip(told, asked, strict=True):
+        widget.moment, widget.rank = moment, rank
+        assert numbers == widget.numbers()
 
 
 def test_base36() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from unittest import mock
 
+import pytest
 import torch
 
 from minizero import comm
-from minizero.lab.models.gpt import GPTConfig
-from minizero.lab.toymachine import TOY, measured, paced, shape_of
+from minizero.activations.recompute import recompute_units
+from minizero.lab import toymachine
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.toymachine import TOY, computing, paced, shape_of
 from minizero.offload.copy_streams import CopyStream
 from minizero.ranks.launch import Pool
 from minizero.scale.machines import BUS, bus
-from minizero.scale.planner import Job, choose, ds_config
+from minizero.scale.operators import Costs
+from minizero.scale.predict import layers_of
 
-GPT = GPTConfig(2, 32, 2, sequence=16)
+SIZES = GPTConfig(2, 32, 2, sequence=16)
 
 
 def two_calls() -> tuple[list[float], int, float]:
@@ -25,8 +29,9 @@ def two_calls() -> tuple[list[float], int, float]:
         under_way = [comm.all_reduce(x.clone(), async_op=True) for _ in range(2)]
         for work in under_way:
             work.wait()
-        begin = time.perf_counter()
-        CopyStream().copy(torch.empty_like(x), x)
+        begin, stream = time.perf_counter(), CopyStream()
+        stream.copy(torch.empty_like(x), x)
+        stream.event().wait()
         copied = time.perf_counter() - begin
     return [c.finished - calls[0].launched for c in calls], calls[0].bytes, copied
 
@@ -55,9 +60,30 @@ def test_results_are_the_same_and_nothing_stays_patched(two: Pool) -> None:
     assert comm.Work.wait is before
 
 
-def test_a_measured_machine_can_be_planned_with(two: Pool) -> None:
-    machine = two.run(measured, GPT, 64, replace(TOY, memory=1e6))[0]
-    assert min(machine.peak, machine.hbm, machine.attention, machine.dram) > 0
-    assert (machine.memory, machine.network) == (1e6, TOY.network)
-    choice = choose(Job(shape_of(GPT), machine, 2, 4, 16, "fp32"))
-    assert "fp32" not in ds_config(choice)  # no key of a config
+def waits(how: str) -> tuple[float, float, bool]:
+    """Seconds asked for in a step of two blocks, those counted, and equal gradients."""
+    torch.manual_seed(0)
+    model, tokens = GPT(SIZES), torch.zeros(2, 16, dtype=torch.long)
+    model(tokens, tokens).backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    recompute_units(model, {"matmuls": "selective"}.get(how, how))
+    costs = Costs(shape_of(SIZES), TOY, tokens.numel(), 16, precision="fp32")
+    asked: list[float] = []
+    with (
+        mock.patch.object(toymachine, "sleep_until", lambda t: asked.append(t)),
+        mock.patch.object(toymachine.time, "thread_time", lambda: 0.0),
+        mock.patch.object(toymachine.time, "perf_counter", lambda: 0.0),
+        computing(costs, 2, how),
+    ):
+        model(tokens, tokens).backward()
+    layers = layers_of(costs, 2, how, 4, 0.0)
+    counted = sum(layer.forward + layer.backward for layer in layers)
+    same = all(map(torch.equal, plain, (p.grad for p in model.parameters())))
+    return sum(asked), counted, same
+
+
+@pytest.mark.parametrize("how", ["none", "matmuls", "full"])
+def test_blocks_take_what_the_planner_counts(how: str) -> None:
+    asked, counted, same = waits(how)
+    assert asked == pytest.approx(counted) and same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 import minizero
 from minizero import comm
 from minizero.comm.ledger import Call
-from minizero.engine import sources
-from minizero.engine.recording import Span, innermost, part
+from minizero.engine import sources, tracing
+from minizero.engine.recording import Span, innermost
 from minizero.engine.sources import PACKAGE, line, source
+from minizero.engine.tracing import part
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import Plan
 from minizero.memory.trace import Trace
@@ -107,7 +109,9 @@ def record(path: str | None = None, *where: Any) -> Recorded:
     if hasattr(net.home, "close"):
         net.home.close()
     mine = calls[1:-1] if path else calls[1:]  # but for its own start and end
-    return run.trace, mine, run.shift, tracker.peak, tracker.host_peak
+    begin = run.trace.moments[0].time - run.shift  # writes may end until then
+    held = (sum(s.host.values()) for s in tracker.samples if s.time >= begin)
+    return run.trace, mine, run.shift, tracker.peak, max(held)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +219,27 @@ def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
     there = [json.loads(part(path, r).read_text())["traceEvents"] for r in (0, 1)]
     calls = [[e["name"] for e in own if e.get("cat") == "reduce"] for own in there]
     assert calls == [["all_reduce"], []]
+
+
+def hangs(path: str) -> bool:
+    """Rank 1 makes its call once rank 0, which waits for it, has left its part."""
+    net, left = net_of(0), part(path, 0)
+    tracing.QUIET = 0.05
+    with minizero.trace(net, path):
+        for _ in range(1000 * rank()):
+            if left.exists() and "all_reduce" in left.read_text():
+                break
+            time.sleep(0.01)
+        met = left.exists()
+        comm.all_reduce(torch.ones(4))
+    return met
+
+
+def test_hang_leaves_the_part_of_who_waits(two: Pool, tmp_path: Path) -> None:
+    """Even if the ranks are killed for it, as those of `launch` are."""
+    path = tmp_path / "run.json"
+    assert two.run(hangs, str(path))[1]
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 # --- Pieces ---

@@ -18,7 +18,8 @@ from ..memory.labels import label
 from .scope import rank, world_size
 
 # %% auto #0
-__all__ = ['ordered_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter', 'ring_all_gather']
+__all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
+           'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
@@ -42,6 +43,22 @@ def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
     return sums[0].div_(len(parts)) if average and len(parts) > 1 else sums[0]
 
 
+PIECE = 1 << 16  # elements of which a processor's cache holds a few rows
+
+
+def store_sum(out: Tensor, parts: Rows, average: bool) -> None:
+    """Write the ordered sum into `out`, piece by piece: no pass over memory
+    is made for an operand that is still in the cache."""
+    size = parts[0].numel()
+    # neither a device nor a dry run has such a cache
+    cached = type(out) is Tensor and out.device.type == "cpu"
+    step = PIECE if cached else max(size, 1)
+    for a in range(0, size, step):
+        cut = [part[a : a + step] for part in parts]
+        out[a : min(a + step, size)].copy_(ordered_sum(cut, average))
+    out[size:].zero_()
+
+
 def store(out: Tensor, total: Tensor) -> None:
     """Write a row that may be shorter than `out`: the padding is zero."""
     out[: total.numel()].copy_(total)
@@ -59,8 +76,7 @@ def direct_reduce_scatter(
 
     def finish() -> None:
         wait()
-        every = [came.get(j, mine) for j in ranks]
-        store(out, ordered_sum(every, average))
+        store_sum(out, [came.get(j, mine) for j in ranks], average)
 
     return finish
 
@@ -73,13 +89,9 @@ def direct_all_gather(
     own = inp[: mine.numel()]
     others = {j: row for j, row in enumerate(out) if j != me}
     wait = exchange(dict.fromkeys(others, own), others, tag)
-
-    def finish() -> None:
-        wait()
-        if not same_place(mine, own):
-            mine.copy_(own)
-
-    return finish
+    if not same_place(mine, own):
+        mine.copy_(own)
+    return wait
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
 def ring_reduce_scatter(

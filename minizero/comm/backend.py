@@ -36,7 +36,8 @@ def _pad(row: Tensor, size: int) -> Tensor:
 def _side_by_side(parts: Rows) -> Tensor | None:
     """The rows as one tensor, if they are equal and lie so in memory."""
     if isinstance(parts, Cuts):
-        return parts.flat if parts.flat.numel() == len(parts) * parts.size else None
+        equal = parts.buffer.numel() == len(parts) * parts.size
+        return parts.buffer if equal and parts.buffer.is_contiguous() else None
     first, size = parts[0], parts[0].numel()
     storage, start = first.untyped_storage()._cdata, first.storage_offset()
     for j, part in enumerate(parts):
@@ -52,7 +53,9 @@ def backend_reduce_scatter(
     """The backend's own. It wants one contiguous input with equal rows."""
     size = inp[0].numel()
     padded = _side_by_side(inp)
-    if padded is None:
+    if padded is None and isinstance(inp, Cuts):
+        padded = _pad(inp.buffer.reshape(-1), size * len(inp))
+    elif padded is None:
         padded = torch.cat([_pad(row, size) for row in inp])
     if backend_of(out) != "gloo":
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

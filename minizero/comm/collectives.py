@@ -15,6 +15,7 @@ from torch import Tensor
 from .backend import backend_all_reduce, halves, natively, queue
 from .ledger import Call, enter
 from minizero.comm.point_to_point import (
+    Cuts,
     backend_of,
     count,
     exchange,
@@ -160,8 +161,9 @@ def all_reduce(
     size, half = full.numel(), halves(full)
 
     def start(tag: int) -> Callable[[], Any]:
-        if isinstance(tensor, Tensor) and natively(tensor):
-            return backend_all_reduce(tensor.detach(), average)
+        if isinstance(parts, Cuts) and natively(full):
+            if parts.buffer.is_contiguous():
+                return backend_all_reduce(parts.buffer, average)
         row = own if own.numel() == size else own.new_empty(size)
         reduce = half.reduce_scatter(row, parts, tag, average)
 

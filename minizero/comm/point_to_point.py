@@ -19,11 +19,14 @@ Rows = Sequence[Tensor]
 
 
 class Cuts(Sequence[Tensor]):
-    """The rows of a flat buffer, each cut when it is asked for: N may be thousands."""
+    """The rows of a buffer, each cut when it is asked for: N may be thousands.
 
-    def __init__(self, flat: Tensor, ranks: int) -> None:
-        self.flat, self.ranks = flat, ranks
-        self.size = -(-flat.numel() // ranks)
+    `buffer`: [n], the last rows may be short; or columns of a table, [N, k].
+    """
+
+    def __init__(self, buffer: Tensor, ranks: int) -> None:
+        self.buffer, self.ranks = buffer, ranks
+        self.size = -(-buffer.numel() // ranks)
 
     def __len__(self) -> int:
         return self.ranks
@@ -31,14 +34,17 @@ class Cuts(Sequence[Tensor]):
     def __getitem__(self, j: Any) -> Any:
         if not 0 <= j < self.ranks:
             raise IndexError(j)
-        return self.flat[j * self.size : (j + 1) * self.size]
+        if self.buffer.dim() == 2:
+            return self.buffer[j]
+        return self.buffer[j * self.size : (j + 1) * self.size]
 
 
 def count(parts: Rows) -> int:
     """Elements of all rows."""
     if isinstance(parts, Cuts):
-        return parts.flat.numel()
+        return parts.buffer.numel()
     return sum(part.numel() for part in parts)
+
 
 # Transfers that nobody waited for: see `exchange`.
 _forgotten: list[dist.Work] = []
@@ -48,7 +54,7 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
     """Row j of a buffer is what belongs to rank j: ceil(n/N) elements, 1-D.
 
     The last rows of an uneven buffer are shorter, as if it were padded. A list of N
-    tensors is taken as the rows.
+    tensors is taken as the rows, and so is a slice of the columns of a table, [N, k].
     """
     n_ranks = world_size()
     if not isinstance(buffer, Tensor):
@@ -56,6 +62,9 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
         if len(parts) != n_ranks:
             raise ValueError(f"{len(parts)} rows were given for {n_ranks} ranks")
         return parts
+    columns = buffer.dim() == 2 and len(buffer) == n_ranks and buffer.stride(1) == 1
+    if columns and not buffer.is_contiguous():
+        return Cuts(buffer.detach(), n_ranks)
     if not buffer.is_contiguous():
         raise ValueError(
             f"a collective needs a contiguous tensor, not one of shape "

@@ -21,7 +21,7 @@ from ..zero.elementwise import groups_of
 from ..zero.flat_buffer import Layout, in_order
 from ..zero.muon import Muon
 from ..zero.muon_groups import muon_groups
-from ..zero.units import Policy, assign, find_units, split
+from ..zero.units import Policy, assign, split, units_of
 from .lr_schedules import SCHEDULES
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -120,7 +120,7 @@ def live_parameters(
     group_of = groups_of(model, optimizer)
     sizes = {
         name: sum(Layout(part, in_order).padded for _, part in split(named, group_of))
-        for name, named in assign(model, find_units(model, units)).items()
+        for name, named in assign(model, units_of(model, units)).items()
     }
     least = sizes.pop("") + max(sizes.values(), default=0)
     if least > most and rank() == 0:

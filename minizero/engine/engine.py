@@ -365,7 +365,7 @@ class Engine(nn.Module):
         if self.is_compiled:
             return
         self.is_compiled = True
-        modules = [unit.module for unit in self.net.units]
+        modules = [module for unit in self.net.units for module in unit.modules]
         inner = [module for module in modules if module is not self.module]
         for module in inner or modules:
             module.forward = torch.compile(

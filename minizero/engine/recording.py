@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,6 @@ from ..offload.async_io import Transfer
 from ..ranks.launch import rank, world_size
 from ..zero.autograd_hooks import hook_outputs
 from ..zero.data_parallel import DataParallel
-from .engine import Engine
 from .sources import source
 
 Function = Callable[..., Any]
@@ -52,6 +49,7 @@ class Recording:
         self._copies: list[tuple[Span, int]] = []
         self._files: list[tuple[Transfer, str, str, int]] = []
         self._backward: list[tuple[float, str]] = []  # the unit's that is under way
+        self._first = 0  # of the tracker's samples
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -68,15 +66,16 @@ class Recording:
             finally:
                 self._next_backward()
                 stack.close()
-                self._end(time.perf_counter())
+                self.trace = self.until(time.perf_counter())
 
     def _watch(self, stack: ExitStack) -> None:
         net = self.net
         home: Any = net.home
         for unit in net.units:
             before, after = self._around(unit.name)
-            stack.callback(unit.module.register_forward_pre_hook(before).remove)
-            stack.callback(unit.module.register_forward_hook(after).remove)
+            for module in unit.modules:
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after).remove)
         for verb, name in (("backward", "backward"), ("update", "step")):
             stack.enter_context(_instead(net, name, partial(self._timed, verb)))
         for stream in ("up", "down"):
@@ -147,9 +146,15 @@ class Recording:
 
         return noted
 
-    def _end(self, now: float) -> None:
-        """`now`: when calls that nobody has finished are taken to end."""
+    def events(self) -> int:
+        """How many things have happened so far."""
+        return len(self.calls) + len(self.tracker.samples) + len(self._spans)
+
+    def until(self, now: float) -> Trace:
+        """What there is so far; calls that nobody has finished are taken to end now."""
         kind, shift, here = type(self.net), self.shift, rank()
+        groups = comm.Groups(self.net.plan.group or world_size())
+        scopes = {s.name: s.ranks for s in (groups.within, groups.across) if s}
 
         def cut(
             lane: str, s: Span, nbytes: int = 0, call: int = -1, phase: str = ""
@@ -162,8 +167,8 @@ class Recording:
         for i, c in enumerate(self.calls):
             span = Span(c.launched, c.finished or now, c.op, c.unit)
             lane = "gather" if c.op in ("all_gather", "broadcast") else "reduce"
-            call = i if c.scope == "all" else -1
-            slices.append(cut(lane, span, c.bytes, call, c.phase))
+            made = cut(lane, span, c.bytes, i, c.phase)
+            slices.append(made._replace(peers=scopes.get(c.scope, ())))
             waits.append(Span(c.launched, c.returned or now, "launch", c.unit))
             if c.waited:
                 waits.append(Span(c.waited, c.finished or now, "wait", c.unit))
@@ -177,7 +182,7 @@ class Recording:
             if s.event == "release":
                 slices.append(cut("compute", Span(s.time, s.time, s.event, s.unit)))
         slices.sort(key=lambda s: s.begin)
-        self.trace = Trace(world_size(), slices, [*moments(samples, here, shift)])
+        return Trace(world_size(), slices, [*moments(samples, here, shift)])
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[Span]:
@@ -223,51 +228,3 @@ def _instead(
         yield
     finally:
         delattr(owner, name)
-
-
-@contextmanager
-def trace(
-    engine: Engine | DataParallel,
-    path: str | Path | None = None,
-    tracker: Tracker | None = None,
-) -> Iterator[Recording]:
-    """Record the steps inside the block: when, where, for which unit, how many bytes.
-
-    Every rank enters it, at the same moment. Afterwards the result's `trace` is this
-    rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON, which
-    Perfetto and the book's timeline open. If the block fails, each rank leaves its own
-    part, `path` with `.rank0` and so on at its end: calls that it was waiting for last
-    until then, so that the parts of a hang show who waited for whom.
-
-    `tracker`: one that is running, and has counted what came before; else there is one
-    that counts what is labelled, and what comes.
-    On a GPU the times of what is computed and copied are the host's, of launching it.
-    """
-    net = engine.net if isinstance(engine, Engine) else engine
-    record = Recording(net, tracker)
-    try:
-        with record.recording():
-            yield record
-    finally:
-        if path is not None:
-            part(path, rank()).write_text(json.dumps(record.trace.chrome()))
-    if path is not None:
-        comm.barrier()
-        if rank() == 0:
-            merge(path, world_size())
-
-
-def part(path: str | Path, of: int) -> Path:
-    """Where a rank writes its own trace."""
-    return Path(f"{path}.rank{of}")
-
-
-def merge(path: str | Path, ranks: int) -> None:
-    """Make one file of the parts that are there, and delete them."""
-    parts = [there for r in range(ranks) if (there := part(path, r)).exists()]
-    whole, *others = [json.loads(there.read_text()) for there in parts]
-    for other in others:
-        whole["traceEvents"] += other["traceEvents"]
-    Path(path).write_text(json.dumps(whole))
-    for there in parts:
-        there.unlink()

@@ -1,11 +1,11 @@
-"""Bytes by hand: alignment, host memory, and a tensor seen as bytes."""
+"""Bytes by hand: alignment, host memory, a tensor seen as bytes, counts of writes."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from . import labels
 def aligned(nbytes: int, to: int = 64) -> int:
     """The next multiple of `to`; 64 bytes are a cache line."""
     return -(-nbytes // to) * to
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each was written to, as far as autograd keeps count; else 0."""
+    every = list(tensors)
+    try:
+        return [t._version for t in every]
+    except RuntimeError:  # some were made in inference mode; to ask each takes time
+        return [0 if t.is_inference() else t._version for t in every]
 
 
 def host_empty(

@@ -82,6 +82,18 @@ def on_host(tensor: Tensor) -> bool:
 
 
 @contextmanager
+def apart() -> Iterator[None]:
+    """What was labelled before is unknown inside, and what is labelled there after."""
+    global _categories, _hosted, _on_gpu
+    before = _categories, _hosted, _on_gpu
+    _categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)
+    try:
+        yield
+    finally:
+        _categories, _hosted, _on_gpu = before
+
+
+@contextmanager
 def host_memory() -> Iterator[None]:
     """What operations allocate inside the block is host memory."""
     global _allocates_on_host

@@ -23,8 +23,9 @@ class Slice(NamedTuple):
     """What a rank did on one of `LANES`, in seconds since the recording began.
 
     `nbytes`: that it sent or copied. `call`: which collective among all ranks, the same
-    number on each; -1 for what is none. `source`: the line that does it, as
-    `path#name#line`. A slice without duration marks a moment.
+    number on each; -1 for what is none. `peers`: the ranks that take part in it, if
+    those are not all. `source`: the line that does it, as `path#name#line`. A slice
+    without duration marks a moment.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Slice(NamedTuple):
     call: int = -1
     phase: str = ""
     source: str = ""
+    peers: tuple[int, ...] = ()
 
 
 class Change(NamedTuple):
@@ -61,7 +63,7 @@ class Trace:
     """The slices and the live bytes of one rank or of several, each in order of time.
 
     Arrows are not kept: in a collective each rank's slice sends when it begins, and has
-    received from every other rank when it ends. (A broadcast has none.)
+    received from its other ranks when it ends. (A broadcast has none.)
     """
 
     ranks: int
@@ -120,13 +122,14 @@ class Trace:
         name = f"{s.verb} {s.unit}".strip()
         told = {"verb": s.verb, "unit": s.unit, "phase": s.phase, "bytes": s.nbytes}
         args = told | {"call": s.call, "source": s.source}
+        args |= {"peers": list(s.peers)} if s.peers else {}
         at = here | {"name": name, "cat": s.lane, "ts": s.begin * 1e6}
         if s.end == s.begin:
             yield at | {"ph": "i", "s": "t", "args": args}
             return
         yield at | {"ph": "X", "dur": (s.end - s.begin) * 1e6, "args": args}
         flow = here | {"name": "sent", "cat": "sent"}
-        others = set(range(self.ranks)) - {s.rank}
+        others = set(s.peers or range(self.ranks)) - {s.rank}
         for other in others if s.call >= 0 and s.verb != "broadcast" else ():
             sent, got = f"{s.call}.{s.rank}.{other}", f"{s.call}.{other}.{s.rank}"
             begins, ends = s.begin * 1e6, max(s.begin, s.end - ARRIVED) * 1e6

@@ -62,7 +62,8 @@ class Buffer:
     """A flat buffer: its elements, a multiple of N, and bytes of each.
 
     `reduced`: bytes of each as a gradient is sent; `itemsize` unless given. `states`:
-    bytes of optimizer state of each.
+    bytes of optimizer state of each. `coded`: bytes of each on the link, gathered and
+    reduced, where these are quantized.
     """
 
     padded: int
@@ -70,6 +71,7 @@ class Buffer:
     trainable: bool = True
     reduced: int | None = None
     states: int = 0
+    coded: tuple[float, ...] | None = None
 
     @property
     def gradient(self) -> int:

@@ -74,16 +74,14 @@ class Transfer:
         sent: float,
         adds: float = 0,
         since: float = 0.0,
-        across: float = 0.0,
+        more: float = 0.0,
     ) -> None:
         self._rank, self._unit, self.op = rank, unit, op
         machine = rank.machine
         self._after = adds / machine.adding
         if op == "all_reduce":  # the sums go round in a second exchange
             self._after += machine.latency + sent / machine.bandwidth
-        if machine.across and across:  # a second hop follows the wait
-            other = machine.across
-            self._after += 2 * (other.latency + across / other.bandwidth)
+        self._after += more  # seconds of a second hop, which follows the wait
         self._end: float | None = rank.transfer(op, unit, sent, since)
 
     def wait(self) -> None:

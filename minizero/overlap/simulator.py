@@ -21,6 +21,8 @@ class _Net:
         self.plan, self.schedule, self.bucket_size = plan, schedule, bucket_size
         self.rank = rank
         self.home = SimulatedHome(rank, plan)
+        # of the parameters alone (hpZ): the rest is sharded over all ranks
+        self.secondary = bool(plan.parameters.group and not plan.optimizer.group)
         self._whole: dict[Buffer, Transfer] = {}
         self._under_way: list[tuple[Layer, list[Transfer]]] = []
 
@@ -66,14 +68,21 @@ class _Net:
     ) -> Transfer:
         ranks = self.rank.machine.ranks
         gathers = op == "all_gather"
-        itemsize = flat.itemsize if gathers else flat.gradient
-        shard = elements * itemsize / ranks
+        gathered, reduced = flat.coded or (flat.itemsize, flat.gradient)
+        shard = elements * (gathered if gathers else reduced) / ranks
         adds = 0 if gathers else shard * (ranks - 1)
-        others, across = self.rank.machine.across, 0.0
-        if others and not gathers:
-            across = shard * (others.ranks - 1) / others.ranks
-        sent = shard * (ranks - 1)
-        return Transfer(self.rank, op, unit.name, sent, adds, since, across)
+        sent, more = shard * (ranks - 1), 0.0
+        if not gathers:  # among copies: all-reduced, or only reduced to its owner
+            more = (1 if self.secondary else 2) * self._across(shard)
+        return Transfer(self.rank, op, unit.name, sent, adds, since, more)
+
+    def _across(self, shard: float) -> float:
+        """Seconds of one exchange of a group's shard with the other groups."""
+        others = self.rank.machine.across
+        if others is None:
+            return 0.0
+        sent = shard * (others.ranks - 1) / others.ranks
+        return others.latency + sent / others.bandwidth
 
     def _gather(self, unit: Layer) -> None:
         for flat in unit.flats:
@@ -108,6 +117,13 @@ class _Net:
         ]
 
     def _publish(self, unit: Layer) -> list[Transfer]:
+        if self.secondary:  # each group's copy is made of its owners' shards
+            sizes = (
+                flat.padded * (flat.coded or (flat.itemsize,))[0]
+                for flat in unit.trainable
+            )
+            more = self._across(sum(sizes) / self.rank.machine.ranks)
+            return [Transfer(self.rank, "all_gather", unit.name, 0.0, 0, 0.0, more)]
         replicated = not self.plan.parameters.sharded
         if not (replicated and self.plan.optimizer.sharded):
             return []
@@ -149,6 +165,8 @@ def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
     rank, root, blocks = net.rank, layers[0], layers[1:]
     sharded = net.plan.parameters.sharded
     owned = 1 / rank.machine.ranks if net.plan.optimizer.sharded else 1.0
+    if net.secondary and rank.machine.across:
+        owned /= rank.machine.across.ranks
     reduces = boundary or net.plan.gradients.sharded
 
     def enter(unit: Layer) -> None:

@@ -3,8 +3,8 @@
 Read `machines` and `shapes` (what there is to run, and on what), `operators` (seconds of
 a block), `memory`, `predict` (a step in simulated time), `published` (the predictions
 against runs that others published), `dryrun` (the real engine, as one rank of many, on
-nothing, as `rehearsal` has it), `planner` and `command`. Imports `engine` and what is
-below it.
+nothing, as `rehearsal` has it), `fixes` (what would make it fit), `planner` and
+`command`. Imports `engine` and what is below it.
 """
 
 from .machines import MACHINES, Machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import torch
 
 from . import machines, shapes
 from .decoder import Decoder
-from .planner import Job, choose, describe, ds_config
+from .advice import describe, judge
+from .planner import LARGEST, Job, choose, ds_config
+from .shapes import check_counts
 
 if TYPE_CHECKING:
     from .dryrun import DryRun
@@ -30,7 +33,11 @@ def add_arguments(commands: Any) -> None:
         parser.add_argument("--sequence", type=int, default=2048, help="tokens")
         parser.add_argument("--machine", default="h100-80gb", help="such as a100-40gb")
     plan.add_argument("--batch-tokens", default="4M", help="of a step, all GPUs")
-    plan.add_argument("--precision", default="bf16", help="bf16 or fp16")
+    plan.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32")
+    plan.add_argument(
+        "--quantize", action="store_true", help="may send 8 and 4 bits (ZeRO++)"
+    )
+    plan.add_argument("--config", type=Path, help="a ds_config.json to judge as well")
     plan.add_argument("--out", type=Path, help="write the ds_config.json there")
     rehearse.add_argument("--config", type=Path, required=True, help="ds_config.json")
     rehearse.add_argument(
@@ -46,32 +53,47 @@ def _shape(options: argparse.Namespace) -> shapes.Shape:
     return shapes.find(options.model)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """A number such as 4M or 500_000."""
     unit = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
     digits = text[:-1] if unit > 1 else text
     try:
         return int(float(digits) * unit)
-    except ValueError:
-        raise ValueError(f"a number such as 4M is wanted, not {text!r}") from None
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"tokens of a step are a number such as 4M, not {text!r}"
+        ) from None
+
+
+def sequences(tokens: int, sequence: int, gpus: int) -> int:
+    """So many that they make about `tokens`, and that every GPU has as many.
+
+    Within 5 % it is the number for a GPU that most micro-batches divide.
+    """
+    wanted = tokens / (sequence * gpus)
+    near = range(math.ceil(wanted / 1.05), math.floor(wanted * 1.05) + 1)
+
+    def ways(n: int) -> tuple[int, float]:
+        sizes = range(1, min(n, LARGEST) + 1)
+        return sum(n % size == 0 for size in sizes), -abs(n - wanted)
+
+    return gpus * max(near, key=ways, default=int(wanted))
 
 
 def plan(options: argparse.Namespace) -> None:
     """Print the plan, and write its config if asked for."""
-    if options.precision not in ("bf16", "fp16"):
-        raise ValueError(f"precision must be bf16 or fp16, not {options.precision!r}")
-    machine = machines.find(options.machine)
-    tokens = _count(options.batch_tokens)
-    each = tokens // (options.sequence * options.gpus)
-    # a power of two where that is near: micro-batches divide it
-    each = 1 << (each.bit_length() - 1) if each else 0
-    sequences = each * options.gpus or tokens // options.sequence
+    machine, shape = machines.find(options.machine), _shape(options)
+    check_counts(gpus=options.gpus, sequence=options.sequence)
+    tokens = count(options.batch_tokens)
+    many = sequences(tokens, options.sequence, options.gpus)
     job = Job(
-        _shape(options), machine, options.gpus, sequences, options.sequence,
-        options.precision,
+        shape, machine, options.gpus, many or tokens // options.sequence,
+        options.sequence, options.precision, options.quantize,
     )  # fmt: skip
     choice = choose(job)
     print(describe(choice))
+    if options.config:
+        print(judge(choice, options.config))
     config = json.dumps(ds_config(choice), indent=2)
     if options.out is None:
         print(config)
@@ -114,4 +136,6 @@ def report(found: DryRun) -> str:
         word = "fits" if found.fits else "does not fit"
         lines.append(f"{word} in {found.budget / 1e9:.1f} GB")
     lines += [f"  {key} needs {n / 1e9:.2f} GB" for key, n in found.fixes.items()]
+    if not (found.fits or found.fixes):
+        lines.append("  and with no change that was tried")
     return "\n".join(lines)

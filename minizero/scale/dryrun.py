@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
 import sys
 from collections import Counter
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_map_only
 
 from .. import comm
@@ -21,7 +19,8 @@ from ..comm.ledger import Ledger
 from ..engine import Engine, initialize
 from ..memory.live_bytes import Seen
 from ..memory.tracker import Tracker
-from .rehearsal import rehearsal
+from .fixes import BuildModel, Run, changes, everything
+from .rehearsal import DEVICE, rehearsal
 
 _ENGINE = [p for p in Path(__file__).parents[1].iterdir() if p.name != "lab"]
 _LIBRARIES = tuple(map(str, (Path(os.__file__).parent, *_ENGINE)))
@@ -31,9 +30,9 @@ _MODELS = str(Path(__file__).with_name("decoder.py"))
 
 
 def _line() -> str:
-    """The innermost line under way that is not torch's or the engine's."""
+    """The innermost line of the model that is under way; "" in backward, or a step."""
     frame = sys._getframe(2)
-    while frame.f_back is not None:
+    while frame.f_back is not None and frame.f_code is not _walk.__code__:
         name = frame.f_code.co_filename
         theirs = name.startswith(("<", *_LIBRARIES)) or _SITE in name
         if name == _MODELS or not theirs:
@@ -47,7 +46,7 @@ class Witness(Tracker):
     """A tracker of storages without memory that remembers who made them.
 
     `lines`: bytes live at the peak, by category and the line of the model that
-    made them; in backward, by the operation of autograd.
+    made them; in backward, the operation of autograd.
     """
 
     def __init__(self) -> None:
@@ -55,6 +54,13 @@ class Witness(Tracker):
         self._events: list[tuple[str, str, int]] = []
         self._made: dict[int, str] = {}
         self._top = self._peak_at = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is DEVICE:
+            return args[0].device
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
         if storage.device.type == "meta":  # another tensor is no part of it
@@ -65,7 +71,7 @@ class Witness(Tracker):
         if key not in self._made:
             node = torch._C._current_autograd_node()
             name = "" if node is None else f"backward of {node.name()}"
-            self._made[key] = _line() or name
+            self._made[key] = _line() or name or "the engine"
         for seen, sign in ((before, -1), (after, 1)):
             if not seen.host:
                 event = seen.category, self._made[key], sign * seen.nbytes
@@ -96,8 +102,8 @@ class DryRun:
     peak, peaks: at most live in a step, in all and by category. when: the last
     mark before the peak. lines: what was live then, and who made it. host: at
     most in host memory. building: at most while the engine was made. rests:
-    between steps. calls: the ledger. fixes: keys of the config that would make
-    it fit, and the peak with each.
+    between steps. calls: the ledger. fixes: keys of the config, each of which
+    would make it fit, and the peak with it; all at once if no one does.
     """
 
     world_size: int
@@ -120,18 +126,7 @@ class DryRun:
         return self.budget is None or self.peak <= self.budget
 
 
-BuildModel = Callable[[], nn.Module]
-
-
-def _walk(
-    build_model: BuildModel,
-    config: dict[str, Any],
-    world_size: int,
-    batch: Any,
-    device: str,
-    steps: int,
-    rank: int,
-) -> DryRun:
+def _walk(run: Run, world_size: int, device: str, steps: int, rank: int) -> DryRun:
     """Build, initialize, and train so many steps."""
     with rehearsal(world_size, rank, device) as mode:
 
@@ -139,9 +134,9 @@ def _walk(
             return mode.from_tensor(tensor, static_shapes=True)
 
         with Witness() as making:
-            model = build_model()
-            engine, *_ = initialize(model=model, config=config)
-        args = tree_map_only(Tensor, fake, batch)
+            model = run.build_model()
+            engine, *_ = initialize(model=model, config=run.config)
+        args = tree_map_only(Tensor, fake, run.batch)
         with Witness() as seen, comm.ledger() as calls:
             for _ in range(steps * engine.gradient_accumulation_steps()):
                 _step(engine, args)
@@ -198,80 +193,41 @@ def dryrun(
 
     build_model: makes the model, on the CPU; its tensors will have shapes and
         no memory. It must return a loss when it is given the batch.
-    config: of `minizero.initialize`, as a dict; files of "nvme" are not played.
+    config: of `minizero.initialize`, as a dict; files of "nvme" are not made.
     batch: one rank's micro-batch: a tuple of tensors, or a dict of them.
     device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's.
-    budget: bytes of the device. If the peak is above, changes of the config
-        are tried, one at a time, and those that fit are in `fixes`.
+    budget: bytes of the device. If the peak is above, changes are tried, one at a
+        time, and the smallest of each kind that fits is in `fixes`.
 
-    RuntimeError in a process that is a rank already; ValueError for a config
-    with "nvme" or another device.
+    RuntimeError in a process that is a rank already; ValueError for another device.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, not {device!r}")
-    zero = config.get("zero_optimization", {})
-    for key in ("offload_optimizer", "offload_param"):
-        if (zero.get(key) or {}).get("device") == "nvme":
-            raise ValueError(
-                f"zero_optimization.{key}.device is nvme, and a dry run plays no "
-                "files; use cpu, which needs as much of the device"
-            )
 
-    def walk(config: dict[str, Any], batch: Any) -> DryRun:
-        try:
-            return _walk(build_model, config, world_size, batch, device, steps, rank)
-        finally:
-            gc.collect()  # an engine is a cycle, and its storages are labelled
+    def walk(run: Run) -> DryRun:
+        return _walk(run, world_size, device, steps, rank)
 
-    gc.collect()
-    found = walk(config, batch)
+    run = Run(build_model, config, batch)
+    found = walk(run)
     found.budget = budget
-    if not found.fits:
-        for key, other, smaller in changes(config, batch):
-            try:
-                peak = walk(other, smaller).peak
-            except ValueError:  # this config cannot be
-                continue
-            if peak <= (budget or 0):
-                found.fixes[key] = peak
+    if budget is None or found.fits:
+        return found
+    for tries in changes(run):
+        found.fixes |= _first(tries, walk, budget)
+    if not found.fixes:
+        found.fixes |= _first([everything(run)], walk, budget)
     return found
 
 
-def changes(
-    config: dict[str, Any], batch: Any
-) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Keys of a config that save memory, the config with each, and its batch."""
-    zero = config.get("zero_optimization", {})
-
-    def changed(section: str, **keys: Any) -> dict[str, Any]:
-        other = copy.deepcopy(config)
-        if section:
-            other.setdefault(section, {}).update(keys)
-        else:
-            other.update(keys)
-        return other
-
-    stage = int(zero.get("stage", 0))
-    for more in range(stage + 1, 4):
-        key = f"zero_optimization.stage: {more}"
-        yield key, changed("zero_optimization", stage=more), batch
-    if not (config.get("bf16") or config.get("fp16") or {}).get("enabled"):
-        yield "bf16.enabled: true", changed("bf16", enabled=True), batch
-    size = config.get("train_micro_batch_size_per_gpu")
-    if size and size % 2 == 0:
-        halved = tree_map_only(Tensor, lambda t: t[: len(t) // 2], batch)
-        keys = {
-            "train_micro_batch_size_per_gpu": size // 2,
-            "gradient_accumulation_steps": 2
-            * config.get("gradient_accumulation_steps", 1),
-        }
-        key = f"train_micro_batch_size_per_gpu: {size // 2}, twice as many"
-        yield key, changed("", **keys), halved
-    cpu = {"device": "cpu"}
-    if stage:
-        key = "zero_optimization.offload_optimizer.device: cpu"
-        off = changed("zero_optimization", offload_optimizer=cpu)
-        yield key, off, batch
-    both = {"offload_optimizer": cpu, "offload_param": cpu}
-    key = "zero_optimization.stage: 3, and both offloads: cpu"
-    yield key, changed("zero_optimization", stage=3, **both), batch
+def _first(
+    tries: list[Run], walk: Callable[[Run], DryRun], budget: float
+) -> dict[str, int]:
+    """The first of these runs that fits, and its peak."""
+    for run in tries:
+        try:
+            peak = walk(run).peak
+        except ValueError:  # this config, or this model, cannot be
+            continue
+        if peak <= budget:
+            return {run.words: peak}
+    return {}

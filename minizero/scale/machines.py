@@ -16,11 +16,12 @@ STREAM = 0.85  # of `hbm`, reading and writing: Dao et al. 2022 count 1.5 to 1.7
 NVLINK = 0.78  # of `link`: NCCL's own model caps an A100's bus bandwidth at 235 GB/s
 NETWORK = 0.9  # of `network`, behind headers and acknowledgements
 BUS = 0.8  # of `pcie` and of `dram`
-# A collective's kernels hold some multiprocessors while they run: 8 to 16 of 108.
-CONTENTION = 0.1
 # NCCL's own model of a ring (src/graph/tuning.cc): seconds to start, and of each hop
 # within a node and between two.
 START, HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+
+
+MAY_BE_ZERO = "drives", "drive", "contention"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Machine:
     memory, hbm: bytes of a GPU's memory, and bytes it reads or writes.
     link: bytes that a GPU sends to the others of its node.
     network: bytes that a GPU sends to other nodes, its share of the node's ports.
-    pcie: bytes of a GPU's slot, to or from the host.
+    pcie: bytes of a GPU's slot, to or from the host. shared: GPUs behind one such link
+        to the host: a switch joins them.
     host, dram: bytes of the host's memory, and bytes it reads or writes.
     drives, drive: NVMe drives of the node, and bytes that one reads. Writing is about
         half as fast.
@@ -40,6 +42,8 @@ class Machine:
     matmul, attention: shares of `peak` that large matrix products reach, and the
         backward of flash attention. The two constants that `scale.published` fits.
     fp8: how many times faster 8-bit products are; 1 where there are none.
+    contention: share of its arithmetic that a GPU loses while a collective runs, whose
+        kernels hold 8 to 16 of 108 multiprocessors.
     """
 
     name: str
@@ -58,6 +62,23 @@ class Machine:
     matmul: float = 0.7
     attention: float = 0.3
     fp8: float = 1.0
+    shared: int = 1
+    contention: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in ("name", "sources", *MAY_BE_ZERO) and not (
+                number and value > 0
+            ):
+                raise ValueError(
+                    f"{name} of the machine {self.name!r} must be a number above 0, not "
+                    f"{value!r}"
+                )
+
+    def slot(self, gpus: int) -> float:
+        """Bytes between the host and each of so many GPUs, all copying at once."""
+        return BUS * self.pcie / min(self.shared, gpus)
 
     @property
     def flops(self) -> float:
@@ -106,6 +127,7 @@ A100 = Machine(
     sources=("nvidia2021a100", "nvidia2021dgxa100", "samsung2020pm9a3"),
     matmul=0.784,
     attention=0.299,
+    shared=2,  # four switches
 )
 A100_40GB = replace(
     A100, name="DGX A100 40GB", memory=40e9, hbm=1555e9, matmul=0.759, attention=0.303
@@ -124,6 +146,8 @@ V100 = Machine(
     drives=8,
     drive=3.2e9,  # 1.6 GB/s for each GPU, as ZeRO-Infinity reports
     sources=("nvidia2020v100", "nvidia2018dgx2", "rajbhandari2021infinity"),
+    matmul=0.41,  # one GPU at 39 and at 40e12 FLOP/s: Shoeybi et al. 2019, Ren et al. 2021
+    shared=4,  # ZeRO-Infinity, fig. 2b: 3 GB/s for each of 16 that copy at once
 )
 WORKSTATION = Machine(
     "PC (RTX 4090)",

@@ -65,8 +65,10 @@ def needed(
     block = saved(shape, tokens, sequence, flash, size)
     if checkpointing == "none":
         kept = shape.layers * block
-    elif checkpointing == "selective":
+    elif checkpointing in ("matmuls", "selective"):
         outputs = sum(o for _, o in shape.products) + 2 * shape.hidden
+        if checkpointing == "selective":
+            outputs -= sum(o for _, o in shape.linears[1::2])
         kept = shape.layers * size * tokens * outputs + block
     else:
         kept = shape.layers * size * tokens * shape.hidden + block

@@ -86,8 +86,9 @@ class Costs:
         """Forward and backward of one block, with what is computed again.
 
         "full" keeps the block's input; recomputation stops at the last tensor
-        that was saved, so the last product is not repeated. "selective" keeps
-        the products' results and the attention's.
+        that was saved, so the last product is not repeated. "matmuls" keeps the
+        products' results and the attention's; "selective" those of the attention
+        and of every other linear layer, as torchtitan does (Liang et al. 2024).
         """
         faster = self.machine.fp8 if self.precision == "fp8" else 1.0
         pairs = [self.linear(i, o, faster) for i, o in self.shape.products]
@@ -95,8 +96,12 @@ class Costs:
         scores, scores_back = self.scores()
         passes, passes_back = map(self.memory, self.passes())
         again = 0.0
-        if checkpointing == "selective":
+        if checkpointing in ("matmuls", "selective"):
             again = passes + scores * (self.attention == "eager")
+        if checkpointing == "selective":
+            again += sum(
+                self.linear(i, o, faster)[0] for i, o in self.shape.linears[1:-1:2]
+            )
         elif checkpointing == "full":
             again = forward - pairs[-1][0] + scores + passes
         forward += scores + passes

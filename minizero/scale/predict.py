@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..comm.quantized import BLOCK
 from ..memory.plan import Plan
 from ..overlap.machine import Buffer, Layer, Timeline
 from ..overlap.machine import Machine as Link
@@ -15,7 +16,6 @@ from ..overlap.prefetch import Overlap
 from ..overlap.simulator import simulate
 from minizero.scale.machines import (
     BUS,
-    CONTENTION,
     STREAM,
     Machine,
     bus,
@@ -24,10 +24,12 @@ from minizero.scale.machines import (
 from .memory import Memory, needed
 from .operators import Costs
 from .shapes import Shape, check_choices, check_counts
+from ..zero.group_shards import check
 from ..zero.interfaces import Schedule
 
 # %% auto #0
-__all__ = ['ITEMSIZES', 'layers_of', 'link_of', 'update_seconds', 'ahead', 'Prediction', 'simulated', 'predict']
+__all__ = ['ITEMSIZES', 'CHECKPOINTING', 'layers_of', 'link_of', 'ahead', 'adam_seconds', 'update_seconds', 'planned',
+           'Prediction', 'simulated', 'predict']
 
 # %% ../../notebooks/16_scale.ipynb #predict-layers
 def layers_of(
@@ -36,20 +38,30 @@ def layers_of(
     checkpointing: str,
     reduced: int,
     update: float,
+    bits: tuple[int | None, int | None] = (None, None),
 ) -> list[Layer]:
     """The root and the blocks, as chapter 8's simulator takes them.
 
     reduced: bytes of an element as it is reduced. update: seconds an element.
+    bits: in which parameters and gradients are sent, if they are quantized.
     """
     shape, size = costs.shape, costs.itemsize
     # a unit's gradients are brought together, cast if need be, and divided
     cast = (size + reduced) * (size != reduced)
     handled = (2 * size + cast + 2 * reduced) * (world_size > 1)
+    # a block of codes has a scale of one byte; and they are made and read
+    coded = tuple(
+        n / 8 + 1 / BLOCK if n else whole
+        for n, whole in zip(bits, (size, reduced), strict=True)
+    )
+    decoded = (size + coded[0]) * bool(bits[0])
+    coding = decoded + 2 * (reduced + coded[1]) * bool(bits[1])
 
     def layer(name: str, n: int, forward: float, backward: float) -> Layer:
         padded = -(-n // world_size) * world_size
-        flat = Buffer(padded, size, reduced=reduced)
-        backward += costs.memory(handled * n)
+        flat = Buffer(padded, size, reduced=reduced, coded=coded)
+        forward += costs.memory(decoded * n)
+        backward += costs.memory((handled + coding) * n)
         return Layer(name, [flat], forward, backward, update * n)
 
     block = costs.block(checkpointing)
@@ -69,34 +81,71 @@ def link_of(machine: Machine, ranks: int, per_node: int, plan: Plan) -> Link:
     latency, speed = bus(machine, ranks, per_node)
     if plan.parameters.on != "device" and ranks > 1:
         # its own shard comes in, while N - 1 others come over the link
-        slot = BUS * machine.pcie * (ranks - 1)
+        slot = machine.slot(per_node) * (ranks - 1)
         speed = 1 / (1 / speed + 1 / slot)
     return Link(
-        ranks, latency, speed, contention=CONTENTION, across=across
+        ranks, latency, speed, contention=machine.contention, across=across
     )
-
-
-def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
-    """Seconds an element for Adam, where its states are.
-
-    30 bytes are read and written, 12 more to clip. On the host all GPUs
-    share its memory, gradients come over the slot and parameters go back. A
-    disk reads 16 bytes and writes as many at half the speed.
-    """
-    if plan.optimizer.on == "device":
-        return 42 / (STREAM * machine.hbm)
-    host = 42 * per_node / (BUS * machine.dram)
-    slot = 6 / (BUS * machine.pcie)
-    files = 16 * 3 * per_node / machine.disk
-    return max(host, slot, files if plan.optimizer.on == "nvme" else 0.0)
 
 
 def ahead(largest: int) -> Schedule:
     """Overlap that gathers one unit ahead of its use."""
     return Overlap(largest, 1 << 60, 0)
 
+# %% ../../notebooks/16_scale.ipynb #predict-update
+def adam_seconds(machine: Machine, per_node: int, on: str) -> float:
+    """Seconds an element for Adam's arithmetic, where its states are.
+
+    30 bytes are read and written, 12 more to clip. On the host all GPUs
+    share its memory: ZeRO-Offload reports 0.22 s for 1e9 on a DGX-2 (Ren et
+    al. 2021, table 4), these bytes take 0.21.
+    """
+    if on == "device":
+        return 42 / (STREAM * machine.hbm)
+    return 42 * per_node / (BUS * machine.dram)
+
+
+def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
+    """Seconds an element for Adam, with what has to come and go.
+
+    To the host gradients come over the slot, and parameters go back. A disk
+    reads 16 bytes and writes as many at half the speed. The slowest of these
+    counts: they are pipelined.
+    """
+    on = plan.optimizer.on
+    arithmetic = adam_seconds(machine, per_node, on)
+    if on == "device":
+        return arithmetic
+    slot = 6 / machine.slot(per_node)
+    files = 16 * 3 * per_node / machine.disk if on == "nvme" else 0.0
+    return max(arithmetic, slot, files)
+
+# %% ../../notebooks/16_scale.ipynb #predict-planned
+def planned(
+    plan: Plan,
+    secondary: int | None,
+    weight_bits: int | None,
+    gradient_bits: int | None,
+    world_size: int,
+) -> Plan:
+    """The plan, with copies of the parameters, if the engine does it."""
+    if secondary is not None:
+        if plan.group or not plan.parameters.sharded:
+            raise ValueError(
+                "secondary keeps copies of parameters that are sharded over "
+                "all ranks: use it at stage 3, without group"
+            )
+        copy = replace(plan.parameters, group=secondary)
+        plan = replace(plan, parameters=copy)
+    if plan.group or weight_bits or gradient_bits:
+        check(plan, weight_bits, gradient_bits)
+    for placement in vars(plan).values():
+        placement.ranks(world_size)
+    return plan
+
 # %% ../../notebooks/16_scale.ipynb #predict-prediction
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
+CHECKPOINTING = ("none", "matmuls", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -142,21 +191,23 @@ def predict(
     tied: bool | None = None, offload_optimizer: str | None = None,
     offload_param: str | None = None, machine: str | Machine = "a100-80gb",
     reduce: str | None = None, attention: str = "flash",
-    group: int | None = None,
+    group: int | None = None, secondary: int | None = None,
+    weight_bits: int | None = None, gradient_bits: int | None = None,
     schedule: Callable[[int], Schedule] = ahead,
 ) -> Prediction:  # fmt: skip
     """Predict one step of a decoder under ZeRO `stage`.
 
     precision: bf16, fp16, fp32, or fp8 for the blocks' products.
-    checkpointing: none, full, or selective: only products' results are kept.
+    checkpointing: none, full, selective (kept is what attention and every
+    other linear layer returns), or matmuls (what all of them return).
     reduce: what gradients are sent in; as `precision`, unless given.
     attention: flash or eager. schedule: makes one, of the largest unit's
-    elements. The rest as for `Shape` and `Plan.stage`: a `group` of ranks
-    shares a copy of what is sharded.
+    elements. group: ranks that share a copy of all that is sharded (MiCS).
+    secondary: of the parameters alone (hpZ). weight_bits, gradient_bits: in
+    which these are sent (qwZ, qgZ). The rest as for `Shape`, `Plan.stage`.
     """
-    shape = Shape(
-        layers, hidden, heads, vocab, kv_heads, ffn_hidden, gated, tied
-    )
+    sizes = layers, hidden, heads, vocab, kv_heads, ffn_hidden, gated, tied
+    shape = Shape(*sizes)
     check_counts(
         sequence=sequence, micro_batch=micro_batch, world_size=world_size,
         accumulation=accumulation, gpus_per_node=gpus_per_node,
@@ -164,17 +215,21 @@ def predict(
     check_choices(
         precision=(precision, ITEMSIZES),
         reduce=(reduce or precision, ITEMSIZES),
-        checkpointing=(checkpointing, ("none", "full", "selective")),
+        checkpointing=(checkpointing, CHECKPOINTING),
         attention=(attention, ("flash", "eager")),
     )
     node, reduced = find(machine), ITEMSIZES[reduce or precision]
-    plan = Plan.stage(stage, offload_optimizer, offload_param, group)
+    plan = planned(
+        Plan.stage(stage, offload_optimizer, offload_param, group),
+        secondary, weight_bits, gradient_bits, world_size,
+    )  # fmt: skip
     tokens = micro_batch * sequence
     costs = Costs(shape, node, tokens, sequence, attention, precision)
     largest = max(shape.block, shape.root) + world_size
     seconds, waits, last = simulated(
         layers_of(costs, world_size, checkpointing, reduced,
-                  update_seconds(node, gpus_per_node, plan)),
+                  update_seconds(node, min(gpus_per_node, world_size), plan),
+                  (weight_bits, gradient_bits)),
         link_of(node, world_size, gpus_per_node, plan),
         plan, lambda: schedule(largest), accumulation,
     )  # fmt: skip
@@ -184,6 +239,5 @@ def predict(
         shape, tokens, sequence, world_size, plan, precision, checkpointing,
         reduced, attention == "flash",
     )  # fmt: skip
-    return Prediction(
-        seconds, rate, waits, rate * flops / node.peak, memory, last
-    )
+    mfu = rate * flops / node.peak
+    return Prediction(seconds, rate, waits, mfu, memory, last)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
+from ..memory import labels
+from ..offload import nvme_storage, second_set
+from ..offload.async_io import Transfer
 
 aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default  # what C++ asks twice for each operation
 
 
 class Values(TorchDispatchMode):
@@ -33,6 +40,58 @@ class Values(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return float("nan") if args[0].is_floating_point() else 0
         return func(*args, **(kwargs or {}))
+
+
+class Mode(FakeTensorMode):
+    """Fake tensors, whose storages nothing keeps: torch's cache has them in its keys."""
+
+    def _cached_dispatch_impl(
+        self, func: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if any(isinstance(x, UntypedStorage) for x in args):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
+
+
+class NoFile:
+    """Where a swap file would be: reads bring nothing, and writes are over at once."""
+
+    direct = True
+
+    def __init__(self, path: Path, *limits: int) -> None:
+        self.path, self.size = path, 0
+
+    def allocate(self, nbytes: int) -> int:
+        self.size += nbytes
+        return self.size - nbytes
+
+    def free(self, at: int, nbytes: int) -> None:
+        pass
+
+    def read(self, offset: int, buffer: Tensor) -> Transfer:
+        return Transfer(self.path, time.perf_counter(), [])
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
+def _in_turn(mode: FakeTensorMode) -> type[ThreadPoolExecutor]:
+    """A thread with the modes, which are a thread's own. It is waited for: fake tensors
+    are not for two at a time."""
+
+    class InTurn(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            def inside() -> Any:
+                with mode, Values():
+                    return fn(*args, **kwargs)
+
+            done = super().submit(inside)
+            wait([done])
+            return done
+
+    return InTurn
 
 
 def _address(tensor: Tensor) -> int:
@@ -71,8 +130,15 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
         stack.callback(dist.destroy_process_group)
         stack.enter_context(patch.object(FakeTensor, "data_ptr", _address))
         stack.enter_context(patch.object(nn.Module, "_apply", _convert))
+        # a GPU that is there would be given pinned memory and streams
+        stack.enter_context(patch.object(torch.cuda, "is_available", lambda: False))
+        stack.enter_context(labels.apart())
+        stack.enter_context(patch.object(nvme_storage, "SwapFile", NoFile))
         own = "backend" if device == "cuda" else "direct"
         stack.enter_context(comm.algorithm(own))
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mode = Mode(allow_non_fake_inputs=True)
+        thread = _in_turn(mode)
+        stack.enter_context(patch.object(second_set, "ThreadPoolExecutor", thread))
+        stack.enter_context(mode)
         stack.enter_context(Values())
         yield mode

@@ -9,6 +9,22 @@ from pathlib import Path
 from typing import Any
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless all are whole numbers of at least 1."""
+    for name, value in counts.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 1 <= value < 1e15 or value % 1:
+            raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+
+
+def check_choices(**choices: tuple[str, Iterable[str]]) -> None:
+    """Raise ValueError unless each value is among those known."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            words = ", ".join(known)
+            raise ValueError(f"{name} must be one of {words}, not {value!r}")
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder of equal blocks.
@@ -29,10 +45,8 @@ class Shape:
     tied: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "ffn_hidden"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value >= 1):
-                raise ValueError(f"{name} must be at least 1, not {value!r}")
+        sizes = {name: value for name, value in vars(self).items() if value is not None}
+        check_counts(**{n: v for n, v in sizes.items() if n not in ("gated", "tied")})
         if self.hidden % self.heads or self.heads % self.groups:
             raise ValueError(
                 f"heads must divide hidden, and kv_heads must divide heads: "
@@ -58,6 +72,14 @@ class Shape:
         h = self.hidden
         up = 2 * self.ffn if self.gated else self.ffn
         return [(h, h + 2 * self.kv), (h, h), (h, up), (self.ffn, h)]
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """`products`, with those apart that a gated block has as layers of their own."""
+        h, f = self.hidden, self.ffn
+        if not self.gated:
+            return self.products
+        return [(h, h), (h, self.kv), (h, self.kv), (h, h), (h, f), (h, f), (f, h)]
 
     @property
     def block(self) -> int:
@@ -88,6 +110,7 @@ MODELS = {
     "gpt2": _gpt(12, 768, 12, 50_257),
     "gpt2-xl": _gpt(48, 1600, 25, 50_257),
     "gpt-175b": _gpt(96, 12_288, 96, 51_200),
+    "gpt-1t": _gpt(128, 25_600, 160, 51_200),
     "mpt-125m": _gpt(12, 768, 12),
     "mpt-350m": _gpt(24, 1024, 16),
     "mpt-760m": _gpt(24, 1536, 12),
@@ -110,8 +133,8 @@ llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023."""
 
 def of_parameters(count: float) -> Shape:
     """A GPT of about so many parameters, 128 elements a head, as published ones are."""
-    if not count >= 1e6:
-        raise ValueError(f"params must be at least 1e6, not {count!r}")
+    if not 1e6 <= count <= 1e15:
+        raise ValueError(f"params must be at least 1e6 and at most 1e15, not {count!r}")
 
     def cut(layers: int) -> Shape:
         heads = max(1, round((count / (12 * layers)) ** 0.5 / 128))
@@ -140,7 +163,7 @@ def from_config(path: str | Path) -> Shape:
     path = Path(path)
     if path.is_dir():
         path /= "config.json"
-    config: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    config = _object(path)
     found: dict[str, Any] = {}
     for name, keys in _KEYS.items():
         given = [config[key] for key in keys if config.get(key) is not None]
@@ -154,6 +177,17 @@ def from_config(path: str | Path) -> Shape:
     return Shape(gated=gated, **found)
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; ValueError with its name if there is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object, but {type(found).__name__}")
+    return found
+
+
 def find(model: str) -> Shape:
     """A published shape by its name, or that of a `config.json`."""
     if model in MODELS:
@@ -164,18 +198,3 @@ def find(model: str) -> Shape:
         f"model must be one of {', '.join(MODELS)}, or the path of a config.json, not "
         f"{model!r}; or give its parameters"
     )
-
-
-def check_counts(**counts: int) -> None:
-    """Raise ValueError unless all are whole numbers of at least 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or value < 1 or value % 1:
-            raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
-
-
-def check_choices(**choices: tuple[str, Iterable[str]]) -> None:
-    """Raise ValueError unless each value is among those known."""
-    for name, (value, known) in choices.items():
-        if value not in known:
-            words = ", ".join(known)
-            raise ValueError(f"{name} must be one of {words}, not {value!r}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import labels
+from ..memory.bytes import versions
 from .absent_parameter import set_absent
 from .flat_buffer import Flat, Place, Slot, in_order
 
@@ -111,28 +112,26 @@ class AbsentFlat(Flat):
     def show(self) -> None:
         """The parameters are views of the buffer from now on."""
         self._point(self.views, ZeroParamStatus.AVAILABLE)
-        self.note_versions()
 
-    def note_versions(self) -> None:
-        """What is written to parameters from now on counts as a write."""
-        self._versions = [_version(s.parameter) for s in self.slots]
-
-    def written(self) -> Iterator[Slot]:
-        """Parameters that were written to since."""
-        now = [_version(s.parameter) for s in self.slots]
-        before = self._versions or now
+    def written(self) -> list[Slot]:
+        """Parameters that were written to since this was asked last."""
+        now = versions(slot.parameter for slot in self.slots)
+        before, self._versions = self._versions, now
+        if before in (None, now):
+            return []
         pairs = zip(self.slots, before, now, strict=True)
-        return (slot for slot, old, new in pairs if old != new)
+        return [slot for slot, old, new in pairs if old != new]
 
     def hide(self) -> None:
         """The parameters are absent from now on."""
         self._point(self.absent, ZeroParamStatus.NOT_AVAILABLE)
-        self.note_versions()
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a parameter was written to while it was absent."""
         at = self.nan.data_ptr()
-        given = (s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s))
+        given = (
+            s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s)
+        )
         for slot in (*self.written(), *(s for s in given if s.numel)):
             self.nan.fill_(self._nothing)
             self.hide()
@@ -144,11 +143,14 @@ class AbsentFlat(Flat):
 
     def _point(self, tensors: list[Tensor], status: ZeroParamStatus) -> None:
         self._pointed = tensors
+        absent = tensors is self.absent
         for slot, tensor in zip(self.slots, tensors, strict=True):
             p = slot.parameter
             if self.holds(slot):  # no other buffer has taken it over
+                set_absent(p, False)  # or `.data` would be refused
                 p.data = tensor
-                set_absent(p, tensors is self.absent)
+                if absent:
+                    set_absent(p, True)
                 p.ds_status = status  # type: ignore[attr-defined]
 
 
@@ -201,15 +203,22 @@ def _is_integer(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex())
 
 
-def _version(p: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd keeps count."""
-    return 0 if p.is_inference() else p._version
-
-
 def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
     """The sharded buffers that hold these parameters, each once."""
     found = (getattr(p, "sharded_in", None) for p in params)
     return list(dict.fromkeys(flat for flat in found if flat is not None))
+
+
+def note_views(flats: Iterable[Any], kept: Iterable[Any]) -> None:
+    """Let buffers leave their memory to views of them that are among the `kept`.
+
+    What a forward has left on its module, or returns, is read when the buffer has been
+    freed; without memory of its own that would be a read of nowhere.
+    """
+    for x in kept:
+        if type(x) is Tensor:
+            for flat in flats:
+                flat.seen |= torch._C._is_alias_of(x, flat.full)  # type: ignore[attr-defined]
 
 
 def is_sharded(p: nn.Parameter) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from .. import comm
 from ..memory import labels
 from .elementwise import is_nothing
-from .flat_buffer import NOTHING, Flat, Unit
+from .flat_buffer import Flat, Unit
 from .interfaces import Precision
 from .script_changes import GradientElsewhere, ScriptChanges
 
@@ -143,7 +143,7 @@ class Accumulation(ScriptChanges):
         else:
             for total, grad in zip(flat.total, grads, strict=True):
                 total.add_(grad)
-        flat.new_grad().fill_(NOTHING)
+        flat.vacate()
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit)
@@ -160,7 +160,6 @@ class Accumulation(ScriptChanges):
                 "a backward of the script's own has failed, and with it the gradients of "
                 "this step; go on with the next forward"
             )
-        self._take_over()
         self._take_back_gradients(again=False)
         if self._unsynced:
             for unit in reversed(self.units):

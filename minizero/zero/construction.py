@@ -21,7 +21,7 @@ from .flat_buffer import Flat, Place, Unit, in_order
 from .interfaces import Home
 from .materialise import blank_modules, materialise
 from .muon import Muon, Owners, adopt, cuts
-from .units import NO_GROUP, Policy, assign, find_units, split
+from .units import NO_GROUP, Policy, assign, split, units_of
 from .update import Step
 
 # the wrapper of each parameter; neither is kept alive
@@ -56,13 +56,13 @@ class Construction(Step):
     def _build(self, policy: Policy | None) -> None:
         """Units and their buffers, with rank 0's values, placed as the plan says."""
         group_of = groups_of(self.model, self.optimizer)
-        modules, blank = find_units(self.model, policy), blank_modules(self.model)
+        modules, blank = units_of(self.model, policy), blank_modules(self.model)
         self.units, self._masters = [], {}
         owners = Owners(world_size())
         with comm.phase("init"):
             for name, named in assign(self.model, modules).items():
                 materialise(blank.get(p) for _, p in named)
-                unit = Unit(name or "root", modules[name])
+                unit = Unit(name or "root", list(modules[name].values()))
                 for group, part in split(named, group_of):
                     whole = self._owns_whole(group)
                     place = owners if whole else in_order

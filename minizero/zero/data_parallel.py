@@ -26,7 +26,7 @@ class DataParallel(Construction):
 
     `optimizer`: an element-wise `torch.optim` optimizer over the model's
     parameters; its groups are re-pointed at shards of the flat buffers.
-    `units`: says which modules communicate as one (default: `find_units`).
+    `units`: says which modules communicate as one (default: `units_of`).
     `bucket_size`: most elements in one reduction.
     """
 

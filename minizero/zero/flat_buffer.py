@@ -35,7 +35,9 @@ class Slot:
 
     def view(self, buffer: Tensor) -> Tensor:
         """The part of `buffer` that is this parameter, in its shape."""
-        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+        part = buffer[self.offset : self.offset + self.numel]
+        # sizes one by one: torch takes three times as long over a Size
+        return part.view(*self.shape) if self.shape else part[0]
 
 
 Place = Callable[[list[nn.Parameter]], tuple[list[int], int]]
@@ -71,11 +73,9 @@ class Layout:
         self.padded = self.size * self.ranks
         self._own = rank() * self.size
 
-    def shards(
-        self, buffer: Tensor, a: int = 0, b: int | None = None
-    ) -> list[Tensor]:
-        """Elements a to b of every rank's shard."""
-        return list(buffer.view(self.ranks, self.size)[:, a:b].unbind())
+    def shards(self, buffer: Tensor) -> list[Tensor]:
+        """Every rank's shard."""
+        return list(buffer.view(self.ranks, self.size).unbind())
 
     @property
     def own_size(self) -> int:
@@ -85,6 +85,13 @@ class Layout:
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard, [own_size]."""
         return buffer[self._own : self._own + self.size]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Elements a to b of the buffer that are no parameter's."""
+        ends = sorted((s.offset, s.offset + s.numel) for s in self.slots)
+        edges = [0, *(edge for both in ends for edge in both), self.padded]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(a, b) for a, b in pairs if a < b]
 
     def cut(self, slot: Slot, number: int) -> tuple[int, int]:
         """Elements a to b of a shard are a parameter's; a = b if none is."""
@@ -109,6 +116,7 @@ class Gradients(Layout):
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
     `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
     `came`: the parameters that have brought this rank one since `zero_grad`.
+    `vacant`: those whose part of `grad` is still to be written.
     `shown`: what `.grad` of each parameter was, when a backward had ended.
     """
 
@@ -124,14 +132,31 @@ class Gradients(Layout):
     ) -> None:
         super().__init__(named, place)
         self.came: set[nn.Parameter] = set()
+        self.vacant: set[nn.Parameter] = set()
         self.shown: dict[nn.Parameter, Tensor] = {}
 
     def new_grad(self) -> Tensor:
-        """The gradient buffer, made of NOTHING if there is none: [padded]."""
+        """The gradient buffer, NOTHING where nobody brought one: [padded]."""
+        grad = self._room()
+        for slot in self.slots if self.vacant else ():
+            if slot.parameter in self.vacant:
+                slot.view(grad).fill_(NOTHING)
+        self.vacant.clear()
+        return grad
+
+    def _room(self) -> Tensor:
         if self.grad is None:
-            grad = torch.full_like(self.full, NOTHING, dtype=self.grad_dtype)
+            grad = torch.empty_like(self.full, dtype=self.grad_dtype)
             self.grad = labels.label(grad, "gradients")
+            self.vacate()
         return self.grad
+
+    def vacate(self) -> None:
+        """Its gradients are void: the next ones replace them."""
+        assert self.grad is not None
+        for a, b in self.gaps():
+            self.grad[a:b].fill_(NOTHING)
+        self.vacant.update(slot.parameter for slot in self.slots)
 
     def collect(self, slot: Slot) -> None:
         """Move a gradient that autograd has left in `.grad` to the buffer.
@@ -139,10 +164,10 @@ class Gradients(Layout):
         Once `.grad` is the buffer's view, autograd adds to it in place; in
         another dtype than the parameter's it cannot be.
         """
-        p, view = slot.parameter, slot.view(self.new_grad())
+        p, view = slot.parameter, slot.view(self._room())
         assert p.grad is not None
         if p.grad.is_sparse or p.grad.data_ptr() != view.data_ptr():
-            first = p not in self.came
+            first = p in self.vacant or p not in self.came
             if first and not p.grad.is_sparse:
                 # -0.0 + 0.0 is 0.0: this gradient is not nothing
                 torch.add(p.grad, 0.0, out=view)
@@ -150,6 +175,7 @@ class Gradients(Layout):
                 (view.zero_() if first else view).add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
         self.came.add(p)
+        self.vacant.discard(p)
 
     def detach_grads(self) -> None:
         """Keep what autograd brings from now on out of the buffer."""
@@ -208,10 +234,13 @@ class Flat(Gradients):
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-unit
 @dataclass(eq=False)
 class Unit:
-    """What communicates together: a block's parameters, or the leftovers."""
+    """What communicates together: a block's parameters, or the leftovers.
+
+    `modules`: mostly one; neighbours that share the unit, in their order.
+    """
 
     name: str
-    module: nn.Module
+    modules: list[nn.Module]
     flats: list[Flat] = field(default_factory=list)
 
     @property

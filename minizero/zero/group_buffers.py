@@ -92,4 +92,4 @@ class GroupShardedFlat(InGroups, ShardedFlat):
             own = kept.view(ranks.copies, self.size)[ranks.group]
             work = comm.all_gather(rows, own, async_op=True)
         work.then(arrive).wait()
-        self.note_versions()
+        self.written()  # by this

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -62,12 +61,11 @@ class Hierarchical(GroupShards):
         how = {"async_op": True, "average": True}
         with comm.quantized(self.gradient_bits), comm.among(scope):
             for a in range(0, size, width):
-                parts: Any = list(rows[:, a : a + width].unbind())
-                whole = rows.view(-1) if width >= size else parts
+                part = rows[:, a : a + width]
                 if place is None:
-                    work = comm.all_reduce(whole, **how)
+                    work = comm.all_reduce(part, **how)
                 else:
-                    work = comm.reduce_scatter(parts[place], whole, **how)
+                    work = comm.reduce_scatter(part[place], part, **how)
                 works.append(work)
         return works
 

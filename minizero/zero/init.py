@@ -84,7 +84,7 @@ def _gathered(
     finally:
         for flat in flats:
             flat.pinned -= 1
-            flat.note_versions()  # what was written is kept by now, or lost
+            flat.written()  # what was is kept by now, or lost
             flat.free()
 
 # %% ../../notebooks/07_zero3.ipynb #zero-init-zero-optimization

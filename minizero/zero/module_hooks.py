@@ -17,10 +17,10 @@ from .units import Policy, find_units
 def users(model: nn.Module, units: Iterable[Unit]) -> Iterable[tuple[nn.Module, Unit]]:
     """The modules whose call needs a unit, each with that unit.
 
-    They are the unit's own module (the root's: the model), and those between it and
+    They are the unit's own modules (the root's: the model), and those between it and
     the parameters. A module that shares a parameter with the root needs both.
     """
-    found = {(unit.module, unit): None for unit in units}
+    found = {(module, unit): None for unit in units for module in unit.modules}
     owner = {s.parameter: u for u in units for f in u.flats for s in f.slots}
     parents: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():

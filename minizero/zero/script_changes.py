@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..memory.bytes import versions
 from ..ranks.launch import rank, world_size
 from .flat_buffer import NOTHING, Flat, Slot, Unit
 from .interfaces import Home
@@ -98,7 +99,7 @@ class ScriptChanges(Moves):
         ]
 
     def _now(self) -> list[int]:
-        return [0 if p.is_inference() else p._version for p in self._owner]
+        return versions(self._owner)
 
     def _in_groups(self) -> int:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -167,10 +168,13 @@ class ScriptChanges(Moves):
     @contextmanager
     def _forward_writes(self) -> Iterator[None]:
         """What a forward writes to parameters is this rank's alone."""
+        if world_size() == 1:
+            yield
+            return
         before = self._now()
         yield
         after = self._now()
-        if before == after or world_size() == 1:
+        if before == after:
             return
         slots = (slot for _, _, slot in self._owner.values())
         for slot, a, b in zip(slots, before, after, strict=True):
@@ -224,7 +228,8 @@ class ScriptChanges(Moves):
                         self._take_back(flat, slot)
                     elif p.grad is not None:  # set before: more is added to it
                         flat.collect(slot)
-                if again and elsewhere and p.grad is shown:
+                # what was reduced is set aside, and its buffer is written anew
+                if again and p.grad is shown and (elsewhere or flat.reduced):
                     p.grad = None
             if again:
                 flat.shown.clear()
@@ -239,7 +244,7 @@ class ScriptChanges(Moves):
             self._fill_grad(flat, slot, 0.0)
             shown.zeroed = False
         elif not isinstance(shown, GradientElsewhere) and flat.grad is not None:
-            view = slot.view(flat.grad).copy_(p.grad)
+            view = slot.view(flat.new_grad()).copy_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
             flat.came.add(p)
         else:
@@ -252,7 +257,7 @@ class ScriptChanges(Moves):
         """Fill all that there is of a parameter's gradient."""
         self.home.finish_adds()
         if flat.grad is not None:
-            slot.view(flat.grad).fill_(value)
+            slot.view(flat.new_grad()).fill_(value)
         shard = [] if flat.grad_shard is None else self.owned_grads(flat)
         for parts in (shard, flat.total or []):
             for number, part in zip(self.numbers(parts), parts, strict=True):

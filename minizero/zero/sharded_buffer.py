@@ -43,8 +43,7 @@ class ShardedFlat(AbsentFlat):
 
     def split(self) -> None:
         """Keep the own shard, free the rest."""
-        kept = self.kept(self.full)
-        self.shard = self.home.store(kept, "parameters", self)
+        self.shard = self.home.store(self.kept(self.full), "parameters", self)
         self.free()
 
     def gather(self) -> Work:
@@ -69,7 +68,7 @@ class ShardedFlat(AbsentFlat):
         if self._arriving is not None:
             self._arriving.wait()  # nothing may land in freed memory
         if self.whole and not self.used and not self.pinned:
-            if world_size() == 1 and any(self.written()):
+            if self.written() and world_size() == 1:
                 self.home.write_back(self.shard, self.kept(self.full))
             self.hide()
             if self.seen:

@@ -34,13 +34,10 @@ class ZeRO1(DataParallel):
         """Launch what averages the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.new_grad()
+            own, shards = flat.own(grad), grad.view(flat.ranks, -1)
             for a, b in flat.pieces(self.bucket_size):
-                whole, own = b - a == flat.size, flat.own(grad)
                 yield comm.reduce_scatter(
-                    own if whole else own[a:b],
-                    grad if whole else flat.shards(grad, a, b),
-                    async_op=True,
-                    average=True,
+                    own[a:b], shards[:, a:b], async_op=True, average=True
                 )
 
     def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Work
 from ..memory import labels
 from ..memory.plan import Plan
+from .absent import note_views
 from .absent_use import TellsAbsentUse, refuse_create_graph
 from .autograd_hooks import hook_outputs, mark_inputs
 from .module_hooks import Hook, Placed, guard, users
@@ -26,7 +27,7 @@ from .flat_buffer import Flat, Unit
 from .sharded_buffer import ShardedFlat
 
 # %% auto #0
-__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'Forwards', 'ZeRO3']
+__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'Lingering', 'Forwards', 'ZeRO3']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-sharded-verbs
 class ShardedVerbs(TellsAbsentUse):
@@ -68,11 +69,11 @@ class ShardedVerbs(TellsAbsentUse):
 class Pass:
     """One forward of a unit, and the backward that goes through it.
 
-    `inner`: how many modules inside the outermost one are under way.
+    `depth`: how many of its modules are under way, one inside another.
     """
 
     unit: Unit
-    inner: int = 0
+    depth: int = 1
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-regather
 class Regather(ShardedVerbs):
@@ -139,8 +140,35 @@ def _there(unit: Unit) -> int:
     """How many buffers of the unit have storage."""
     return sum(f.there for f in unit.flats if isinstance(f, ShardedFlat))
 
+
+class Lingering(Regather):
+    """A unit of several modules stays whole from one to the next.
+
+    `_between`: one of which a module has run, while the model's forward goes
+    on. It is left with its last module, or when another unit is needed.
+    """
+
+    _between: Unit | None = None
+
+    def _lingers(self, unit: Unit, module: nn.Module) -> bool:
+        within = self.units[0] in self._forwards and not self._in_backward
+        last = len(unit.modules) == 1 or module is unit.modules[-1]
+        if within and not last:
+            self._between = unit
+        return self._between is unit
+
+    def _end_between(self, unit: Unit) -> None:
+        """Leave the unit that has stayed whole, if it is another."""
+        between, self._between = self._between, None
+        if between is not None and between is not unit:
+            self._leave(between)
+
+    def _leave(self, unit: Unit) -> None:
+        del self._forwards[unit]
+        self._release(unit)
+
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
-class Forwards(Regather):
+class Forwards(Lingering):
     """Around a forward of a unit: of its module, or of one inside."""
 
     def _before_forward(
@@ -148,8 +176,9 @@ class Forwards(Regather):
     ) -> tuple[Any, Any]:
         if self._recomputes(unit):
             return args, kwargs
+        self._end_between(unit)
         if unit in self._forwards:
-            self._forwards[unit].inner += 1
+            self._forwards[unit].depth += 1
             return args, kwargs
         outermost = not self._forwards and not self._in_backward
         if module is self.model and outermost:
@@ -170,11 +199,13 @@ class Forwards(Regather):
         if self._recomputes(unit):
             return
         this = self._forwards[unit]
-        if this.inner:
-            this.inner -= 1
+        this.depth -= 1
+        note_views(unit.flats, vars(module).values())
+        if this.depth:
             return
-        del self._forwards[unit]
+        note_views(unit.flats, out if isinstance(out, tuple) else (out,))
         if isinstance(out, Iterator):
+            del self._forwards[unit]
             raise TypeError(
                 f"unit {unit.name!r} returns a {type(out).__name__}, "
                 "which would run when the unit's parameters have been freed; "
@@ -182,7 +213,9 @@ class Forwards(Regather):
             )
         if torch.is_grad_enabled():
             hook_outputs(partial(self._before_backward, this), out)
-        self._release(unit)
+        self._end_between(unit)
+        if not self._lingers(unit, module):
+            self._leave(unit)
 
     def _recomputes(self, unit: Unit) -> bool:
         """Whether a forward is one that checkpointing runs in a backward."""
@@ -213,6 +246,7 @@ class ZeRO3(Forwards):
         """The model's forward."""
         if not self._in_backward:
             self._forwards.clear()  # of a forward that was interrupted
+            self._between = None
         self._placed.outermost()
         return super().__call__(*args, **kwargs)
 

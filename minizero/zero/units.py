@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 # %% auto #0
-__all__ = ['Policy', 'NO_GROUP', 'find_units', 'children', 'assign', 'split']
+__all__ = ['Policy', 'Units', 'MANY', 'SMALL', 'NO_GROUP', 'find_units', 'children', 'units_of', 'assign', 'split']
 
 # %% ../../notebooks/03_data_parallel.ipynb #flat-find-units
 Policy = Callable[[nn.Module], bool]
@@ -45,17 +45,49 @@ def children(
     prefix = f"{name}." if name else ""
     return [(prefix + key, m, listed) for key, m in module.named_children()]
 
+# %% ../../notebooks/03_data_parallel.ipynb #flat-units-of
+Units = dict[str, dict[str, nn.Module]]
+MANY, SMALL = 256, 100_000  # blocks of a model, elements of a unit
+
+
+def units_of(model: nn.Module, policy: Policy | None = None) -> Units:
+    """The modules of each unit, with their names; first the root, "".
+
+    They are what `find_units` finds, each alone if there is a policy. Without
+    one, in a model of more than `MANY` blocks, neighbours in one list share a
+    unit until it has `SMALL` elements: alone they would not be worth the
+    fixed cost of their collectives.
+    """
+    found = find_units(model, policy)
+    runs, place, size = [{"": found.pop("")}], "", SMALL
+    shares = policy is None and len(found) > MANY
+    for name, module in found.items():
+        before, place = place, name.rpartition(".")[0]
+        if not shares or place != before or size >= SMALL:
+            runs.append({})
+            size = 0
+        runs[-1][name] = module
+        size += sum(p.numel() for p in module.parameters())
+    return {_name(list(run)): run for run in runs}
+
+
+def _name(modules: list[str]) -> str:
+    """A module's, or those of the first and the last: "blocks.0-9"."""
+    first, last = modules[0], modules[-1].rpartition(".")[2]
+    return first if len(modules) == 1 else f"{first}-{last}"
+
 # %% ../../notebooks/03_data_parallel.ipynb #flat-assign
 def assign(
-    model: nn.Module, units: dict[str, nn.Module]
+    model: nn.Module, units: Units
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """The parameters of each unit, each once, under its first name.
 
     A parameter that the root shares with a unit (a tied head) is the root's.
     """
     owner: dict[nn.Parameter, str] = {}
-    for unit_name, module in units.items():
-        for p in module.parameters() if unit_name else ():
+    modules = {full: name for name, run in units.items() for full in run}
+    for full, unit_name in modules.items():
+        for p in units[unit_name][full].parameters() if unit_name else ():
             if p in owner and owner[p] != unit_name:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is in unit "
@@ -69,7 +101,7 @@ def assign(
         name, module = waiting.pop()
         owner.update((p, "") for p in module.parameters(recurse=False))
         inside = children(name, module)
-        waiting += [(full, m) for full, m, _ in inside if full not in units]
+        waiting += [(full, m) for full, m, _ in inside if full not in modules]
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {
         name: [] for name in units
     }

@@ -90,6 +90,7 @@ class Step(Clipping):
         scheduler should not step either).
         """
         with comm.phase("step"):
+            self._take_over()
             self._finish_gradients()
             comm.check_sequence()
             self.flush()  # an update that is under way is due, ready or not

@@ -13,7 +13,7 @@ from .. import comm
 from ..comm.collectives import Work
 from ..memory.plan import Plan
 from ..ranks.launch import world_size
-from .flat_buffer import NOTHING, Flat, Unit
+from .flat_buffer import Flat, Unit
 
 # %% auto #0
 __all__ = ['Verbs']
@@ -73,5 +73,5 @@ class Verbs:
 
     def clear_grads(self, flat: Flat) -> None:
         """Forget the gradients that stay allocated between steps."""
-        flat.new_grad().fill_(NOTHING)
+        flat.vacate()
         flat.total = None

@@ -81,12 +81,13 @@ class Job:
         }
 
 
-JOBS = [
-    Job(model, ranks, precision)
-    for model in MODELS
-    for ranks in (2, 4)
-    for precision in ("fp32", "bf16")
-]
+def jobs(model: str) -> list[Job]:
+    """With 2 and 4 ranks, in fp32 and in bf16."""
+    kinds = ("fp32", "bf16")
+    return [Job(model, ranks, kind) for ranks in (2, 4) for kind in kinds]
+
+
+JOBS = jobs("20M")
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -291,11 +292,16 @@ GOALS = {
 GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
 
 
-def compare(repeats: int) -> list[Comparison]:
-    """Seconds beyond the model alone, memory and traffic, of each job; imports."""
-    steps = [
-        found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
+def compare_steps(jobs: list[Job], repeats: int) -> list[Comparison]:
+    """Seconds beyond the model alone, memory and traffic, of each job."""
+    return [
+        found for job in jobs for found in _compared(job, list(_turns(job, repeats)))
     ]
+
+
+def compare(repeats: int) -> list[Comparison]:
+    """The steps of a model of 20 M parameters; imports."""
+    steps = compare_steps(JOBS, repeats)
     names = ["torch", "minizero", *(["deepspeed"] if _deepspeed() else [])]
     seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
     ours = seconds.pop("minizero")

@@ -1,8 +1,9 @@
-"""The Python time of a step: it grows linearly with units and with parameters.
+"""The Python time of a step, and of its construction: linear in layers and parameters.
 
-One process trains models of tiny layers, two elements a parameter, so that next to no
-time goes by in kernels. What is left is what a framework costs for each unit and for
-each parameter: under plain PyTorch, FSDP2, and stages 0 and 3 here.
+One process trains models of small layers, so that next to no time goes by in kernels.
+What is left is what a framework costs for each unit, where each block is one; for each
+layer, where neighbours share units; and for each parameter: under plain PyTorch, FSDP2,
+and stages 0 and 3 here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -25,40 +27,62 @@ from minizero.zero.interfaces import Schedule
 from minizero.zero.parallelize import parallelize
 
 Step = Callable[[], object]
-UNITS = {f"{units:,} units": (units, 2) for units in (10, 100, 1_000)}
-# the same ten units, and more parameters in each
-PARAMETERS = {f"{n:,} parameters": (10, n // 10) for n in (1_000, 10_000, 100_000)}
-# at the largest size: seconds of a step, at most so many times plain PyTorch's
-BOUNDS = {"stage 0": 2.0, "stage 3": 3.0}
 
 
-def model_of(units: int, parameters: int) -> nn.Module:
-    """So many units, each with so many parameters of two elements."""
-    layers = max(1, parameters // 2)
+@dataclass(frozen=True)
+class Size:
+    """`count`: what grows. `alone`: whether each block is made a unit."""
+
+    name: str
+    count: int
+    model: Callable[[], nn.Sequential]
+    inputs: int = 2
+    alone: bool = False
+
+
+def blocks(count: int, layers: int) -> nn.Sequential:
+    """So many blocks of so many layers, each with two parameters of two elements."""
     return nn.Sequential(
-        *(nn.Sequential(*map(nn.LayerNorm, [2] * layers)) for _ in range(units))
+        *(nn.Sequential(*map(nn.LayerNorm, [2] * layers)) for _ in range(count))
     )
 
 
-def _plain(units: int, parameters: int) -> Step:
-    model = model_of(units, parameters)
-    return _loop(model, torch.optim.SGD(model.parameters(), lr=0.01))
+def linears(count: int) -> nn.Sequential:
+    """So many layers, each a matrix and a bias."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))
 
 
-def _fsdp2(units: int, parameters: int) -> Step:
+ROWS = [
+    [Size(f"{n:,} units", n, partial(blocks, n, 1), alone=True) for n in (100, 1_000)],
+    [Size(f"{n:,} layers", n, partial(linears, n), 64) for n in (300, 3_000)],
+    [
+        Size(f"{n:,} parameters", n, partial(blocks, 10, n // 20))
+        for n in (20_000, 100_000)
+    ],
+]
+# the largest size of a row: seconds, at most so many times plain PyTorch's
+BOUNDS = {"stage 0": 2.0, "stage 3": 3.0}
+
+
+def _plain(size: Size) -> Step:
+    model = size.model()
+    return _loop(model, size, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def _fsdp2(size: Size) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = model_of(units, parameters)
+    model = size.model()
     mesh = init_device_mesh("cpu", (1,))
     for unit in model.children():
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _loop(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return _loop(model, size, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    x = torch.randn(2, 2)
+def _loop(model: nn.Module, size: Size, optimizer: torch.optim.Optimizer) -> Step:
+    x = torch.randn(2, size.inputs)
 
     def step() -> None:
         model(x).sum().backward()
@@ -68,12 +92,19 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _staged(stage: int, schedule: Callable[[], Schedule]) -> Callable[[int, int], Step]:
-    def build(units: int, parameters: int) -> Step:
-        model = model_of(units, parameters)
+def _staged(stage: int, schedule: Callable[[], Schedule]) -> Callable[[Size], Step]:
+    def build(size: Size) -> Step:
+        model = size.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        net = parallelize(model, optimizer, Plan.stage(stage), schedule=schedule())
-        x = torch.randn(2, 2)
+        each = set(model.children())
+        net = parallelize(
+            model,
+            optimizer,
+            Plan.stage(stage),
+            schedule=schedule(),
+            units=each.__contains__ if size.alone else None,
+        )
+        x = torch.randn(2, size.inputs)
 
         def step() -> None:
             loss: Tensor = net(x).sum()
@@ -85,26 +116,26 @@ def _staged(stage: int, schedule: Callable[[], Schedule]) -> Callable[[int, int]
     return build
 
 
-# FSDP2 makes an object of each shard: of 100,000 parameters it takes minutes
-MOST_FSDP2 = 10_000
-
-CASES: dict[str, Callable[[int, int], Step]] = {
+CASES: dict[str, Callable[[Size], Step]] = {
     "PyTorch": _plain,
-    "FSDP2": _fsdp2,
+    "FSDP2": _fsdp2,  # of units only: of each layer, or 100,000 parameters, for minutes
     "stage 0": _staged(0, Schedule),
     "stage 3": _staged(3, Schedule),
     "stage 3, overlap": _staged(3, lambda: Overlap(param_persistence_threshold=0)),
 }
+Found = dict[str, dict[str, list[float]]]
 
 
-def _timed(make: Callable[[], Step]) -> Callable[[], float]:
-    """Seconds of a step; the first turn builds the model, and is not counted."""
+def _timed(make: Callable[[], Step], building: list[float]) -> Callable[[], float]:
+    """Seconds of a step; those of its making, in the first turn, go to `building`."""
     built: list[Step] = []
 
     def case() -> float:
-        if not built:
-            built.append(make())
         gc.collect()
+        if not built:
+            start = time.perf_counter()
+            built.append(make())
+            building.append(time.perf_counter() - start)
         start = time.perf_counter()
         built[0]()
         return time.perf_counter() - start
@@ -112,70 +143,72 @@ def _timed(make: Callable[[], Step]) -> Callable[[], float]:
     return case
 
 
-def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
-    """On one rank: seconds of each case at each size."""
+def measure(repeats: int) -> tuple[Found, Found]:
+    """On one rank: seconds of each case at each size, of a step and of its making."""
     torch.set_num_threads(1)
-    found = {}
-    for size, (units, parameters) in {**UNITS, **PARAMETERS}.items():
+    steps: Found = {}
+    built: Found = {}
+    for size in (size for row in ROWS for size in row):
+        names = [name for name in CASES if name != "FSDP2" or size.alone]
+        built[size.name] = {name: [] for name in names}
         cases = {
-            name: _timed(partial(make, units, parameters))
-            for name, make in CASES.items()
-            if name != "FSDP2" or units * parameters <= MOST_FSDP2
+            name: _timed(partial(CASES[name], size), built[size.name][name])
+            for name in names
         }
         # the first two turns build, and allocate what later ones find
-        found[size] = interleaved(cases, repeats, warmup=2)
-    return found
+        steps[size.name] = interleaved(cases, repeats, warmup=2)
+    return steps, built
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Steps against PyTorch's and FSDP2's, and how they grow; prints all medians."""
+    """Steps and constructions against PyTorch's and FSDP2's; prints all medians."""
     with Pool(1) as pool:
-        (found,) = pool.run(measure, repeats)
-    print(f"{'seconds a step':22}" + "".join(f"{name:>18}" for name in CASES))
-    for size, cases in found.items():
-        row = (f"{median(cases[c]):18.4f}" if c in cases else f"{'':18}" for c in CASES)
-        print(f"{size:22}{''.join(row)}")
+        ((steps, built),) = pool.run(measure, repeats)
+    for what, found in (("a step", steps), ("construction", built)):
+        print(f"{f'seconds of {what}':26}" + "".join(f"{name:>18}" for name in CASES))
+        for size, cases in found.items():
+            row = (
+                f"{median(cases[c]):18.4f}" if c in cases else f"{'':18}" for c in CASES
+            )
+            print(f"{size:26}{''.join(row)}")
     return [
         comparison
-        for sizes in (UNITS, PARAMETERS)
+        for what, found in (("a step", steps), ("construction", built))
+        for small, large in ROWS
         for name in CASES
+        if name.startswith("stage")
         for comparison in (
-            _growth(found, sizes, name),
-            *(_against(found, sizes, name, other) for other in ("PyTorch", "FSDP2")),
+            _growth(what, found, small, large, name),
+            *(
+                _against(what, found, large, name, other)
+                for other in ("PyTorch", "FSDP2")
+                if other in found[large.name]
+            ),
         )
-        if name.startswith("stage") or comparison.b == "linear"
     ]
 
 
-Found = dict[str, dict[str, list[float]]]
-Sizes = dict[str, tuple[int, int]]
-
-
-def _growth(found: Found, sizes: Sizes, name: str) -> Comparison:
-    """The exponent between the two largest sizes of a case."""
-    small, large = [size for size in sizes if name in found[size]][-2:]
-    times = math.log(math.prod(sizes[large]) / math.prod(sizes[small]))
-    pairs = zip(found[large][name], found[small][name], strict=True)
+def _growth(what: str, found: Found, small: Size, large: Size, name: str) -> Comparison:
+    """The exponent between the two sizes of a case."""
+    times = math.log(large.count / small.count)
+    pairs = zip(found[large.name][name], found[small.name][name], strict=True)
     exponents = [math.log(b / a) / times for b, a in pairs]
     return Comparison(
-        f"growth exponent, {small} to {large}",
+        f"growth exponent of {what}, {small.name} to {large.name}",
         "",
         name,
         "linear",
         exponents,
         [1.0] * len(exponents),
-        at_most=1.2 if name.startswith("stage") else None,
+        at_most=1.2,
     )
 
 
-def _against(found: Found, sizes: Sizes, name: str, other: str) -> Comparison:
-    """A step at the largest size that both have."""
-    size = [size for size in sizes if other in found[size]][-1]
-    seconds, others = found[size][name], found[size][other]
-    # with many units, what a unit costs is what counts: FSDP2 has units too
-    bound = (
-        1.0 if other == "FSDP2" else BOUNDS.get(name) if sizes is PARAMETERS else None
-    )
+def _against(what: str, found: Found, size: Size, name: str, other: str) -> Comparison:
+    """The same model by `name` and by `other`."""
+    seconds, others = found[size.name][name], found[size.name][other]
+    # where each block is a unit, what a unit costs is what counts: FSDP2 has units too
+    bound = 1.0 if other == "FSDP2" else None if size.alone else BOUNDS.get(name)
     return Comparison(
-        f"a step, {size}", "s", name, other, seconds, others, at_most=bound
+        f"{what}, {size.name}", "s", name, other, seconds, others, at_most=bound
     )

@@ -76,7 +76,8 @@ const LOOK = `
   @media print {
     :host { color-scheme: light; break-inside: avoid; }
     .box { color: black; background: white; }
-    .controls, .tools, input, select, button, textarea { display: none !important; }
+    .controls, .line, .tools, input, select, button, textarea { display: none !important; }
+    .chart { border-top: 0; }
     figcaption { display: block; }
   }
 `;
@@ -246,8 +247,15 @@ function mount({ model, el }, { title, names, style = "", content, update, table
   const host = el.localName.includes("-") ? el : make("div", { class: "explorable-frame" });
   host.attachShadow({ mode: "open" }).append(make("style", {}, LOOK + style), box);
   // Jupyter's own theme does not tell the browser that it is dark.
-  const theme = document.body.dataset.jpThemeLight;
-  if (theme) host.style.colorScheme = theme === "false" ? "dark" : "light";
+  const paint = () => {
+    const theme = document.body.dataset.jpThemeLight;
+    if (theme) host.style.colorScheme = theme === "false" ? "dark" : "light";
+  };
+  paint();
+  const themed = new MutationObserver(paint);
+  themed.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
+  // JupyterLab would take the arrow keys for its cells.
+  host.dataset.lmSuppressShortcuts = true;
   if (host !== el) el.append(host);
   const all = () => {
     update();
@@ -262,7 +270,10 @@ function mount({ model, el }, { title, names, style = "", content, update, table
   all();
   if (kept) model.keep?.(names);
   else reset.after(model.share?.(initial) ?? "");
-  return () => model.off(changed, all);
+  return () => {
+    model.off(changed, all);
+    themed.disconnect();
+  };
 }
 
 // The module of one explorable follows.

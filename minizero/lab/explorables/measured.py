@@ -1,4 +1,4 @@
-"""Bytes of model state that ranks really held, for the memory explorer.
+"""Bytes of model state that ranks really held, and published peaks, for the explorer.
 
 `python -m minizero.lab.explorables.measured` trains a GPT for a step on 1, 2 and 4
 ranks under each plan, in bf16 with Adam, and writes `measured.csv`. It takes 12 GB of
@@ -19,8 +19,11 @@ from minizero.memory.labels import labelled_bytes
 from minizero.precision import MixedPrecision
 
 FILE = Path(__file__).with_name("measured.csv")
+PUBLISHED = Path(__file__).with_name("published_memory.csv")
+"""Llama 3.1 8B under FSDP2, which is ZeRO-3, all in fp32 (torchtitan, benchmarks)."""
 CONFIG = GPTConfig(layers=12, hidden=768, heads=12, sequence=8, vocabulary=50_257)
 """GPT-2's smallest, on short sequences: they do not change the state."""
+ENDS = ("few", "many")
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -53,6 +56,22 @@ def runs() -> list[dict[str, Any]]:
         )
         run["held"].append(sum(row[name] for name in STATES))
     return list(by_ranks.values())
+
+
+def published() -> list[dict[str, Any]]:
+    """Runs that were published on few GPUs and on many: a GPU's peaks in bytes.
+
+    All else is alike, so what they differ by is model state.
+    """
+    with PUBLISHED.open(encoding="utf-8") as file:
+        return [
+            {
+                "run": line["run"],
+                **{name: int(line[name]) for name in ("n_params", "few", "many")},
+                "peaks": [round(float(line[f"gib_{at}"]) * 2**30) for at in ENDS],
+            }
+            for line in csv.DictReader(file)
+        ]
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ class MemoryExplorer(Explorable):
         that shard them.
     device_memory: gigabytes (10^9 bytes) of a GPU, one of :data:`DEVICE_MEMORIES`.
 
-    Where ranks were measured with a setting, their bytes stand beside the estimate.
+    Where ranks were measured with a setting, their bytes stand beside the estimate, and
+    the peaks of published runs.
     """
 
     kind = "memory"
@@ -59,6 +60,7 @@ class MemoryExplorer(Explorable):
     device_memory = traitlets.Enum(DEVICE_MEMORIES, 80).tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
+    published: traitlets.List[Any] = traitlets.List(measured.published()).tag(sync=True)
     measured: traitlets.List[Any] = traitlets.List(measured.runs()).tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 

@@ -24,6 +24,7 @@ const CHART_STYLE = `
   .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
+  .published p { margin: 12px 0 4px; }
   .found { flex-basis: 100%; text-align: right; }
   [hidden] { display: none; }
   .mark { position: absolute; top: 50%; transform: translate(-50%, -50%);
@@ -37,7 +38,9 @@ const CHART_STYLE = `
     background: color-mix(in srgb, currentColor 7%, transparent); }
   .track::after { content: ""; position: absolute; top: -3px; bottom: -3px;
     left: var(--capacity); width: 2px;
-    background: repeating-linear-gradient(currentColor 0 4px, Canvas 4px 7px); }
+    background: repeating-linear-gradient(CanvasText 0 4px, Canvas 4px 7px);
+    forced-color-adjust: none; }
+  @media (forced-colors: active) { .track { outline: 1px solid; } }
   .track .bar { overflow: hidden; width: 100%; height: auto; }
   .torn { clip-path: polygon(0 0, 100% 0, calc(100% - 6px) 25%, 100% 50%,
     calc(100% - 6px) 75%, 100% 100%, 0 100%); }

@@ -50,8 +50,8 @@ class Pack:
     def tables(self) -> dict[str, Any]:
         """What the numbers of kinds stand for.
 
-        A slice is lane, verb, unit, bytes, source, and whether all ranks take part; a
-        change is place, category, unit and bytes.
+        A slice is lane, verb, unit, bytes, source, and which ranks take part: 1 is all,
+        0 its own; a change is place, category, unit and bytes.
         """
         return {
             "tick": self.tick,
@@ -64,7 +64,8 @@ class Pack:
         before = 0
         for s in sorted(trace.slices, key=lambda s: s.begin):
             code = self._sources.setdefault(s.source, len(self._sources))
-            what = s.lane, s.verb, s.unit, s.nbytes, code, int(s.call >= 0)
+            joined = s.peers or int(s.call >= 0)
+            what = s.lane, s.verb, s.unit, s.nbytes, code, joined
             kind = self._slices.setdefault(what, len(self._slices))
             begin, end = self.ticks(s.begin), self.ticks(s.end)
             yield s.rank, kind, begin - before, end - begin

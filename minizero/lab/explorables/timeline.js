@@ -239,7 +239,7 @@ function drawing(trace, go, light) {
   };
   const [lanes, blocks] = [svg("lanes"), svg("blocks")];
   const [all, arrows, now] = lanes.children;
-  let [parts, drawn, lit] = [null, "", null];
+  let [parts, drawn, lit, width] = [null, "", null, 640];
   const scrub = (event) => {
     const { left, width } = lanes.getBoundingClientRect();
     const gutter = gutterOf(width);
@@ -262,7 +262,8 @@ function drawing(trace, go, light) {
   /** `state`: what the picture depends on, beside the trace. `plain`: the step that is
    *  drawn to one scale with it, if there is one. */
   const update = (state, plain, rank, time, slice, { verbs, categories }) => {
-    const [one, width, names] = [trace(), lanes.clientWidth || 640, Object.keys(categories)];
+    const [one, names] = [trace(), Object.keys(categories)];
+    width = lanes.clientWidth || width;  // JupyterLab takes cells out of the page and back
     if (drawn !== `${width} ${state}`) {
       const most = (other, of) => live(other, rank, names).map(of).reduce((a, b) =>
         Math.max(a, b), 1);
@@ -278,7 +279,7 @@ function drawing(trace, go, light) {
     now.setAttribute("d", `M${parts.x(time)} 0V${parts.base}`);
     all.querySelector(".lit")?.classList.remove("lit");
     if (slice) all.querySelector(`[data-i="${one.slices.indexOf(slice)}"]`)?.classList.add("lit");
-    arrows.innerHTML = slice && slice.call >= 0 ? flows(one, slice.call, parts.spots) : "";
+    arrows.innerHTML = slice && slice.call >= 0 ? flows(one, slice, parts.spots) : "";
     const rows = memory(one, time, rank, parts.slots, width, slice, categories);
     blocks.firstChild.innerHTML = rows.html;
     size(blocks, width, rows.height);

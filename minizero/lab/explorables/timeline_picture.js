@@ -104,11 +104,11 @@ function picture(trace, rank, width, scale, verbs, categories) {
         lane(slices, numbers, y, tall, x, verbs, spots));
     });
   }
-  const base = trace.ranks * each + 18 + CURVE;
+  const base = trace.ranks * each + 22 + CURVE;
   const title = `<tspan class="bold">live bytes, rank ${rank}</tspan>`;
   const names = Object.entries(categories).map(([name, { colour }]) =>
     `<tspan dx="12" class="paint patch" fill="${colour}">■</tspan> ${name}`);
-  out.push(`<text x="0" y="${base - CURVE - 10}">${title}${width < 520 ? "" : names.join("")}</text>`,
+  out.push(`<text x="0" y="${base - CURVE - 14}">${title}${width < 520 ? "" : names.join("")}</text>`,
     curve(live(trace, rank, Object.keys(categories)), base, scale, [left, right], x,
       trace.total, categories));
   for (const time of rounds(1e3 * trace.total * trace.tick, width < 520 ? 4 : 8))
@@ -130,7 +130,9 @@ function slots(traces, categories) {
       }
     }
   }
-  return [...most].map(([category, units]) => [category, [...units].filter(([, n]) => n)])
+  const order = [...most.get("parameters").keys()];
+  return [...most].map(([category, units]) => [category, [...units].filter(([, n]) => n)
+    .sort(([a], [b]) => order.indexOf(a) - order.indexOf(b))])
     .filter(([, units]) => units.length);
 }
 
@@ -197,8 +199,9 @@ function memory(trace, time, shown, all, width, lit, categories) {
 }
 
 /** Arrows of one collective: from each rank's send to where each other has received. */
-function flows(trace, call, spots) {
-  const alike = trace.slices.filter((s) => s.call === call && spots.has(s));
+function flows(trace, { call, peers }, spots) {
+  const alike = trace.slices.filter((s) =>
+    s.call === call && spots.has(s) && (peers?.includes(s.rank) ?? true));
   return alike.flatMap((from) => alike.filter((to) => to !== from).map((to) => {
     const [[x0, , y0], [, x1, y1]] = [spots.get(from), spots.get(to)];
     const back = y1 > y0 ? -4 : 4;
@@ -213,7 +216,10 @@ function tells(s) {
     update: `updates its part of ${unit}`, wait: `waits for ${unit}`,
     launch: `launches a call for ${unit}`, all_gather: `gathers the parameters of ${unit}`,
     reduce_scatter: `reduces the gradients of ${unit}`,
-    all_reduce: `reduces the gradients of ${unit}` }[s.verb] ?? `${s.lane}: ${says(s)}`;
+    all_reduce: `reduces the gradients of ${unit}`, read: `reads ${unit} from disk`,
+    write: `writes ${unit} to disk`, load: `copies the shard of ${unit} from the host`,
+    out: `copies the shard of ${unit} from the host`, add: `copies gradients of ${unit} to the host`,
+    in: `copies gradients of ${unit} to the host` }[s.verb] ?? `${s.lane}: ${says(s)}`;
 }
 
 /** A slice in words, and the line of the package that does it. */
@@ -221,7 +227,13 @@ function about(trace, slice) {
   const [path, name, line] = slice.source;
   const moved = slice.bytes ? `, ${amount(slice.bytes)}` : "";
   const until = slice.end > slice.begin ? ` to ${ms(trace, slice.end)}` : "";
-  const what = `${says(slice)}, rank ${slice.rank}${moved}, ${ms(trace, slice.begin)}${until}. `;
+  const here = trace.slices.filter((s) => s.call === slice.call).map((s) => s.rank);
+  const missing = slice.call < 0 ? [] : (slice.peers ?? Array.from({ length: trace.ranks },
+    (_, rank) => rank)).filter((rank) => !here.includes(rank));
+  const waits = missing.length ? `It waits for rank ${missing.join(", ")}, which made no such call. `
+    : "";
+  const what = `${says(slice)}, rank ${slice.rank}${moved}, ${ms(trace, slice.begin)}${until}. `
+    + waits;
   if (!name) return [what];
   const root = document.documentElement.dataset.content_root;  // in the book's pages
   const place = root === undefined ? `${path}, ${name}`

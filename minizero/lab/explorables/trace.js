@@ -12,8 +12,7 @@ const PHASES = {
   update: (s) => s.verb === "update",
 };
 
-/** Numbers the calls of each rank among all, which have one number on every rank then,
- *  and gives what one rank does to all if they are alike. */
+/** Numbers the calls of each rank, which have one number on every rank then, and gives what one rank does to all if they are alike. */
 function complete({ ranks, tick, slices, moments }) {
   const alike = ranks > 1 && new Set([...slices, ...moments].map((s) => s.rank)).size === 1;
   const all = (list) => alike
@@ -21,7 +20,7 @@ function complete({ ranks, tick, slices, moments }) {
   const trace = { ranks, tick, slices: all(slices), moments: all(moments) };
   trace.slices.sort((a, b) => a.begin - b.begin);
   const calls = Array(ranks).fill(0);
-  for (const s of trace.slices) s.call ??= s.all ? calls[s.rank]++ : -1;
+  for (const s of trace.slices) s.call ??= s.joined ? calls[s.rank]++ : -1;
   trace.total = Math.max(1, ...slices.map((s) => s.end), ...moments.map((m) => m.time));
   return trace;
 }
@@ -34,8 +33,8 @@ function unpack(tables, packed) {
   for (let i = 0; i < all.length; i += 4) {
     const [lane, verb, unit, bytes, code, joined] = tables.slices[all[i + 1]];
     time += all[i + 2];
-    slices.push({ rank: all[i], lane, verb, unit, bytes, all: joined, source: tables.sources[code],
-      begin: time, end: time + all[i + 3] });
+    slices.push({ rank: all[i], lane, verb, unit, bytes, joined, source: tables.sources[code],
+      peers: joined.length ? joined : null, begin: time, end: time + all[i + 3] });
   }
   [all, time] = [numbers(packed.moments), 0];
   for (let i = 0; i < all.length; i += 3 + all[i + 2]) {
@@ -74,7 +73,7 @@ function fromChrome(...files) {
       const end = begin + (dur ? Math.max(1, Math.round(dur)) : 0);
       slices.push({ rank, begin, end, verb: args?.verb ?? name,
         lane: LANES.includes(lane) ? lane : "compute", unit: args?.unit ?? "",
-        bytes: args?.bytes ?? 0, call: args?.call ?? -1, source: (args?.source ?? "").split("#") });
+        bytes: args?.bytes ?? 0, call: args?.call ?? -1, peers: args?.peers, source: (args?.source ?? "").split("#") });
     }
   }
   if (!slices.length) throw new Error("it has no slices");

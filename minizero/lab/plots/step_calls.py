@@ -192,7 +192,7 @@ def _units(net: DataParallel, frame: FrameType) -> Iterator[Unit]:
             if (
                 value is unit
                 or getattr(value, "unit", None) is unit
-                or value is unit.module
+                or any(value is module for module in unit.modules)
                 or any(value is f or value in f.slots for f in unit.flats)
                 or any(value is s.parameter for f in unit.flats for s in f.slots)
             ):

@@ -7,8 +7,8 @@ apart in greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in col
 
 from __future__ import annotations
 
-from minizero.lab.units import amount as amount
-from minizero.lab.units import short as short
+from minizero.memory.amounts import amount as amount
+from minizero.memory.amounts import short as short
 
 CATEGORY_COLOURS = {
     "parameters": "#0460A9",
