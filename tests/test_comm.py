@@ -269,6 +269,31 @@ def test_ledgers_nest(pool: Pool) -> None:
     assert set(pool.run(nested)) == {(1, 1)}
 
 
+def columns(algorithm: str) -> None:
+    """Rows that are columns of a table, as a bucket of every shard is."""
+    me, ranks = rank(), world_size()
+    with comm.algorithm(algorithm):
+        tables = [
+            values(10 * ranks, r, torch.float32).view(-1, 10) for r in range(ranks)
+        ]
+        mine, total = tables[me].clone(), sum(tables)
+        row = torch.empty(4)
+        comm.reduce_scatter(row, mine[:, 3:7])
+        assert torch.equal(row, total[me, 3:7])
+        comm.all_reduce(mine[:, 3:7])
+        expected = tables[me].clone()
+        expected[:, 3:7] = total[:, 3:7]
+        assert torch.equal(mine, expected)
+        comm.all_gather(mine[:, :2], torch.full((2,), float(me)))
+        assert mine[:, :2].tolist() == [[float(j)] * 2 for j in range(ranks)]
+        assert torch.equal(mine[:, 2:], expected[:, 2:])
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "backend"])
+def test_columns_of_a_table_are_rows(pool: Pool, algorithm: str) -> None:
+    pool.run(columns, algorithm)
+
+
 def misuse() -> list[str]:
     messages = []
     for wrong in (

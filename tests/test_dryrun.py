@@ -20,7 +20,7 @@ from minizero.scale.command import report
 from minizero.scale.decoder import Decoder
 from minizero.scale.dryrun import DryRun
 from minizero.scale.fixes import Run, changes, everything
-from minizero.scale.shapes import Shape
+from minizero.scale.shapes import MODELS, Shape
 
 SHAPE = Shape(2, 64, 4, 128, kv_heads=2, ffn_hidden=96, gated=True)
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -157,6 +157,20 @@ def test_state_at_many_ranks_is_what_the_estimate_says() -> None:
             assert want <= found.rests[category] <= want + padded, category
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "ranks"), [("llama-7b", 8), ("llama-70b", 1024)])
+def test_state_of_a_large_model_is_exactly_the_estimate(model: str, ranks: int) -> None:
+    shape, tokens = MODELS[model], torch.zeros(1, 512, dtype=torch.long)
+    build = functools.partial(Decoder, shape)
+    batch = (tokens, tokens)
+    found = dryrun(build, settings(3), world_size=ranks, batch=batch, steps=1)
+    state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
+    assert found.parameters == shape.parameters
+    assert found.rests["parameters"] == state.parameters
+    assert found.rests["gradients"] == state.gradients
+    assert found.rests["optimizer"] == state.optimizer + counters
+
+
 def test_what_does_not_fit_is_told_with_the_keys_that_help() -> None:
     config, batch = settings(0), (TOKENS, TOKENS)
     whole = decoder(4, **config)
@@ -206,6 +220,19 @@ def test_a_dry_run_leaves_torch_as_it_was_and_refuses_in_sentences() -> None:
     assert torch.ones(1).item() == 1
     with pytest.raises(ValueError, match="device must be cuda or cpu, not 'mps'"):
         dryrun(torch.nn.Identity, {}, world_size=2, batch=(), device="mps")
+
+
+def test_nothing_around_a_dry_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what an earlier one has left, as one that failed does, nor a GPU."""
+    config = settings(3, "cpu", BOTH)
+    alone = decoder(8, **config)
+    build = functools.partial(Decoder, SHAPE)
+    with pytest.raises(TypeError, match="targets") as left:
+        dryrun(build, config, world_size=8, batch=(TOKENS,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    after = decoder(8, **config)
+    assert (after.peaks, after.host) == (alone.peaks, alone.host)
+    assert after.building == alone.building and left.tb is not None
 
 
 def test_plan_writes_a_config_that_a_dry_run_reads(capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]

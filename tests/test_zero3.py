@@ -145,14 +145,24 @@ def written() -> list[str]:
         lambda: weight.data.copy_(torch.ones(1, 4)),
         lambda: weight.__setitem__(0, 1.0),
         lambda: bias.__imul__(2.0),
-        lambda: bias.data.clamp_(0, 1),  # of one element: torch would let it pass
+        # of one element: torch would let these pass
+        lambda: bias.data.clamp_(0, 1),
+        lambda: torch.add(torch.ones(1), 1, out=bias.data),
+        lambda: torch._foreach_add_([bias.data], 1.0),
+        lambda: bias.data.numpy().fill(1),
+        lambda: bias.detach().fill_(0.0),
+        # torch's own ways to give it other values
+        lambda: setattr(bias, "data", torch.ones(1)),
+        lambda: nn.utils.vector_to_parameters(torch.ones(5), [bias, weight]),
+        model.double,
     ):
         with pytest.raises(RuntimeError) as error, torch.no_grad():
             write()
         told.append(str(error.value))
+    model.to("cpu").float()  # where it is, and what it is, already
     with zero.GatheredParameters([bias], modifier_rank=0):
         bias.data.fill_(7.0)
-    bias.detach().fill_(0.0)
+    Tensor.detach(bias).fill_(0.0)
     with pytest.raises(RuntimeError, match="'0.bias' was written to while absent"):
         net(torch.zeros(1, 4))
     assert torch.equal(net(torch.zeros(1, 4)), torch.full((1, 1), 7.0))
@@ -161,7 +171,7 @@ def written() -> list[str]:
 
 def test_writes_to_absent_parameters_are_refused(pool: Pool) -> None:
     """Where they are made, in a sentence; the values stay as they were."""
-    names = ["0.weight"] * 4 + ["0.bias"] * 2
+    names = ["0.weight"] * 4 + ["0.bias"] * 8 + ["0.weight"]
     for name, message in zip(names, pool.run(written)[0], strict=True):
         assert f"would write to parameter {name!r}" in message
         assert "zero.GatheredParameters([p], modifier_rank=0)" in message
@@ -395,6 +405,54 @@ def kept_views() -> None:
 def test_views_outlive_the_block_that_gathered(pool: Pool) -> None:
     """On a CPU `.cpu()` copies nothing, and what is freed cannot be read."""
     pool.run(kept_views)
+
+
+class Keeps(nn.Module):
+    """Leaves views of its weight on itself, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.linear.weight
+        self.row, self.cut = weight[1], weight.detach()
+        return torch.tanh(self.linear(x)), weight[2:4]
+
+
+def penalised(stage: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    blocks = nn.ModuleList(Keeps() for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = []
+            for block in self.blocks:
+                x, some = block(x)
+                rows.append(some.square().sum())
+            return x.sum() + torch.stack(rows).sum()
+
+    model = Model()
+    net = parallelize(model, sgd(model), Plan.stage(stage))
+    for _ in range(2):
+        loss = net(torch.ones(2, 6))
+        for block in blocks:
+            loss = loss + block.row.square().sum() + block.cut.sum()
+        net.backward(loss)
+        assert all(block.cut.isfinite().all() for block in blocks)
+        net.step()
+    return net.state_dict()
+
+
+def test_views_outlive_the_forward_that_kept_them(pool: Pool) -> None:
+    """What is read after a release has memory still, and the values that it had."""
+    expected, got = pool.run(penalised, 0)[0], pool.run(penalised, 3)[0]
+    for name, weight in expected.items():
+        assert torch.equal(weight, got[name]), name
 
 
 class Experts(nn.Module):

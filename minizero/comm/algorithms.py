@@ -50,7 +50,9 @@ def store_sum(out: Tensor, parts: Rows, average: bool) -> None:
     """Write the ordered sum into `out`, piece by piece: no pass over memory
     is made for an operand that is still in the cache."""
     size = parts[0].numel()
-    step = PIECE if out.device.type == "cpu" else max(size, 1)
+    # neither a device nor a dry run has such a cache
+    cached = type(out) is Tensor and out.device.type == "cpu"
+    step = PIECE if cached else max(size, 1)
     for a in range(0, size, step):
         cut = [part[a : a + step] for part in parts]
         out[a : min(a + step, size)].copy_(ordered_sum(cut, average))

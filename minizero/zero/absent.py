@@ -129,7 +129,9 @@ class AbsentFlat(Flat):
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a parameter was written to while it was absent."""
         at = self.nan.data_ptr()
-        given = (s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s))
+        given = (
+            s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s)
+        )
         for slot in (*self.written(), *(s for s in given if s.numel)):
             self.nan.fill_(self._nothing)
             self.hide()
@@ -145,8 +147,7 @@ class AbsentFlat(Flat):
         for slot, tensor in zip(self.slots, tensors, strict=True):
             p = slot.parameter
             if self.holds(slot):  # no other buffer has taken it over
-                if not absent:
-                    set_absent(p, False)
+                set_absent(p, False)  # or `.data` would be refused
                 p.data = tensor
                 if absent:
                     set_absent(p, True)
@@ -206,6 +207,18 @@ def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
     """The sharded buffers that hold these parameters, each once."""
     found = (getattr(p, "sharded_in", None) for p in params)
     return list(dict.fromkeys(flat for flat in found if flat is not None))
+
+
+def note_views(flats: Iterable[Any], kept: Iterable[Any]) -> None:
+    """Let buffers leave their memory to views of them that are among the `kept`.
+
+    What a forward has left on its module, or returns, is read when the buffer has been
+    freed; without memory of its own that would be a read of nowhere.
+    """
+    for x in kept:
+        if type(x) is Tensor:
+            for flat in flats:
+                flat.seen |= torch._C._is_alias_of(x, flat.full)  # type: ignore[attr-defined]
 
 
 def is_sharded(p: nn.Parameter) -> bool:

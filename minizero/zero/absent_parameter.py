@@ -1,13 +1,15 @@
 """What a parameter is while it is absent: it has its shape, and writes are refused.
 
 Torch alone would refuse some of them, in words about memory, and lose others: what fills
-all elements alike, and any write to a single one.
+all elements alike, and any write to a single one. Refused are methods that write,
+functions that do (a name with `_` at its end, or `out=`), NumPy's view of the memory,
+and other values as `.data`, which `model.half()` and `vector_to_parameters` give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ def _writes() -> list[str]:
     in_place = [n for n in names if n.endswith("_") and n not in _HARMLESS]
     operators = [n for n in dir(Tensor) if n.startswith("__i")]  # `__iadd__` of `+=`
     operators = [n for n in operators if hasattr(Tensor, f"__{n[3:]}")]
-    return [*in_place, *operators, "__setitem__"]
+    return [*in_place, *operators, "__setitem__", "numpy"]
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -32,28 +34,54 @@ def _refusing(name: str) -> Callable[..., Any]:
         if p.sharded_in.building:  # `zero.Init` gathers for each operation
             with torch.set_grad_enabled(torch.is_grad_enabled() and self is p):
                 return getattr(Tensor, name)(p, *args, **kwargs)
-        [named] = (s.name for s in p.sharded_in.slots if s.parameter is p)
-        raise RuntimeError(
-            f"{name} would write to parameter {named!r}, which is sharded, and absent "
-            "now, so that it would be lost; write to it inside "
-            "minizero.zero.GatheredParameters([p], modifier_rank=0), on every rank"
-        )
+        _refuse(p, name)
 
     return write
 
 
+def _refuse(p: Any, name: str) -> NoReturn:
+    [named] = (s.name for s in p.sharded_in.slots if s.parameter is p)
+    raise RuntimeError(
+        f"{name} would write to parameter {named!r}, which is sharded, and absent "
+        "now, so that it would be lost; write to it inside "
+        "minizero.zero.GatheredParameters([p], modifier_rank=0), on every rank"
+    )
+
+
+def _tensors(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
 class _Refuses:
-    """A tensor whose methods that write say where to write instead."""
+    """A tensor that says where to write instead: to its methods, and to functions."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        written = _tensors(kwargs.get("out"))
+        if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
+            written += _tensors(args[0])
+        for t in written:
+            if isinstance(t, _Refuses) and not _of(t).sharded_in.building:
+                _refuse(_of(t), name)
+        plain: Any = torch._C._disabled_torch_function_impl
+        return plain(func, types, args, kwargs)
 
 
 for _name in _writes():
     setattr(_Refuses, _name, _refusing(_name))
 
 
+def _of(t: Any) -> Any:
+    """The parameter that it stands for."""
+    return t.stands_for
+
+
 class AbsentData(_Refuses, Tensor):
     """The `.data` of an absent parameter: to be looked at."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     stands_for: nn.Parameter
 
     def detach(self) -> Tensor:
@@ -78,7 +106,16 @@ class AbsentParameter(_Refuses, nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        own: Any = self.sharded_in  # type: ignore[attr-defined]
+        alias = torch._C._is_alias_of(values, own.nan)  # type: ignore[attr-defined]
+        unchanged = alias and values.dtype == self.dtype  # as by `to` its own device
+        if not own.building and not unchanged:
+            _refuse(self, "other values as .data (as of half() or to(dtype))")
         _DATA.__set__(self, values)
+
+    def detach(self) -> Tensor:
+        """As `data`."""
+        return self.data
 
 
 def set_absent(p: nn.Parameter, absent: bool) -> None:

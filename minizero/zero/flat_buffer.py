@@ -152,7 +152,7 @@ class Gradients(Layout):
         return self.grad
 
     def vacate(self) -> None:
-        """All gradients in the buffer are void: the next ones replace them."""
+        """Its gradients are void: the next ones replace them."""
         assert self.grad is not None
         for a, b in self.gaps():
             self.grad[a:b].fill_(NOTHING)

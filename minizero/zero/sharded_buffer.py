@@ -43,8 +43,7 @@ class ShardedFlat(AbsentFlat):
 
     def split(self) -> None:
         """Keep the own shard, free the rest."""
-        kept = self.kept(self.full)
-        self.shard = self.home.store(kept, "parameters", self)
+        self.shard = self.home.store(self.kept(self.full), "parameters", self)
         self.free()
 
     def gather(self) -> Work:

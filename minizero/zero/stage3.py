@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Work
 from ..memory import labels
 from ..memory.plan import Plan
+from .absent import note_views
 from .absent_use import TellsAbsentUse, refuse_create_graph
 from .autograd_hooks import hook_outputs, mark_inputs
 from .module_hooks import Hook, Placed, guard, users
@@ -26,7 +27,7 @@ from .flat_buffer import Flat, Unit
 from .sharded_buffer import ShardedFlat
 
 # %% auto #0
-__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'Forwards', 'ZeRO3']
+__all__ = ['ShardedVerbs', 'Pass', 'Regather', 'Lingering', 'Forwards', 'ZeRO3']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-sharded-verbs
 class ShardedVerbs(TellsAbsentUse):
@@ -139,15 +140,36 @@ def _there(unit: Unit) -> int:
     """How many buffers of the unit have storage."""
     return sum(f.there for f in unit.flats if isinstance(f, ShardedFlat))
 
-# %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
-class Forwards(Regather):
-    """Around a forward of a unit: of its module, or of one inside.
 
-    `_between`: a unit of several modules, one of which has run; before the
-    last has, and the model's forward goes on, it stays whole.
+class Lingering(Regather):
+    """A unit of several modules stays whole from one to the next.
+
+    `_between`: one of which a module has run, while the model's forward goes
+    on. It is left with its last module, or when another unit is needed.
     """
 
     _between: Unit | None = None
+
+    def _lingers(self, unit: Unit, module: nn.Module) -> bool:
+        within = self.units[0] in self._forwards and not self._in_backward
+        last = len(unit.modules) == 1 or module is unit.modules[-1]
+        if within and not last:
+            self._between = unit
+        return self._between is unit
+
+    def _end_between(self, unit: Unit) -> None:
+        """Leave the unit that has stayed whole, if it is another."""
+        between, self._between = self._between, None
+        if between is not None and between is not unit:
+            self._leave(between)
+
+    def _leave(self, unit: Unit) -> None:
+        del self._forwards[unit]
+        self._release(unit)
+
+# %% ../../notebooks/07_zero3.ipynb #zero-stage3-forwards
+class Forwards(Lingering):
+    """Around a forward of a unit: of its module, or of one inside."""
 
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
@@ -178,8 +200,10 @@ class Forwards(Regather):
             return
         this = self._forwards[unit]
         this.depth -= 1
+        note_views(unit.flats, vars(module).values())
         if this.depth:
             return
+        note_views(unit.flats, out if isinstance(out, tuple) else (out,))
         if isinstance(out, Iterator):
             del self._forwards[unit]
             raise TypeError(
@@ -190,22 +214,8 @@ class Forwards(Regather):
         if torch.is_grad_enabled():
             hook_outputs(partial(self._before_backward, this), out)
         self._end_between(unit)
-        within = self.units[0] in self._forwards and not self._in_backward
-        several = len(unit.modules) > 1 and module is not unit.modules[-1]
-        if within and several:
-            self._between = unit
-        else:
+        if not self._lingers(unit, module):
             self._leave(unit)
-
-    def _end_between(self, unit: Unit) -> None:
-        """Leave the unit that has stayed whole, if it is another."""
-        between, self._between = self._between, None
-        if between not in (None, unit):
-            self._leave(between)
-
-    def _leave(self, unit: Unit) -> None:
-        del self._forwards[unit]
-        self._release(unit)
 
     def _recomputes(self, unit: Unit) -> bool:
         """Whether a forward is one that checkpointing runs in a backward."""
