@@ -259,8 +259,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'minizero.hf.config.ZeroConfig.fill': ('huggingface.html#zeroconfig.fill', 'minizero/hf/config.py'),
                                     'minizero.hf.config.ZeroConfig.finished': ( 'huggingface.html#zeroconfig.finished',
                                                                                 'minizero/hf/config.py'),
-                                    'minizero.hf.config.ZeroConfig.for_engine': ( 'huggingface.html#zeroconfig.for_engine',
-                                                                                  'minizero/hf/config.py'),
                                     'minizero.hf.config.ZeroConfig.trainer_config_process': ( 'huggingface.html#zeroconfig.trainer_config_process',
                                                                                               'minizero/hf/config.py')},
             'minizero.hf.loop': { 'minizero.hf.loop.EngineStep': ('huggingface.html#enginestep', 'minizero/hf/loop.py'),

@@ -222,6 +222,19 @@ def test_a_dry_run_leaves_torch_as_it_was_and_refuses_in_sentences() -> None:
         dryrun(torch.nn.Identity, {}, world_size=2, batch=(), device="mps")
 
 
+def test_nothing_around_a_dry_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what an earlier one has left, as one that failed does, nor a GPU."""
+    config = settings(3, "cpu", BOTH)
+    alone = decoder(8, **config)
+    build = functools.partial(Decoder, SHAPE)
+    with pytest.raises(TypeError, match="targets") as left:
+        dryrun(build, config, world_size=8, batch=(TOKENS,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    after = decoder(8, **config)
+    assert (after.peaks, after.host) == (alone.peaks, alone.host)
+    assert after.building == alone.building and left.tb is not None
+
+
 def test_plan_writes_a_config_that_a_dry_run_reads(capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "ds_config.json"
     words = "plan --params 1e8 --machine a100-40gb --gpus 16 --batch-tokens 256k"

@@ -63,6 +63,26 @@ def llama(**more: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+class Features(torch.utils.data.Dataset[dict[str, Any]]):
+    """Two classes of floats, which nobody has cast."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"x": torch.full((4,), float(i % 2)), "labels": i % 2}
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(y.float(), labels), "logits": y}
+
+
 class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences in which a token says the next one, mostly."""
 
@@ -181,6 +201,11 @@ def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
             assert not args.place_model_on_device and args.n_gpu <= 1
             assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
             assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
+        args = hf.TrainingArguments(deepspeed={}, **USUAL | {name: True})
+        data = {"train_dataset": Features(), "eval_dataset": Features()}
+        made = hf.Trainer(Classifier(), args, **data)
+        made.train()
+        made.evaluate()  # what a model is given is cast there, too
         return found
 
     found = two.run(run)[0]
@@ -260,7 +285,24 @@ def test_auto_values_are_filled_in(two: Pool) -> None:
     assert sizes == (8, 2, 2) and bucket == 32 * 32
     # norms decay as little as under the Trainer's own optimizer
     assert decays == [(True, 0.5), (True, 0.0)]
-    assert rates[0] == 0 and rates[-1] < max(rates) == 0.01
+    # the config's schedule is two steps at its top, the Trainer's one
+    assert rates[0] == 0 and rates[-1] < max(rates) == 0.01 and rates.count(0.01) == 2
+
+
+def test_muon_by_config(two: Pool) -> None:
+    """Matrices to Muon, what the Trainer decays or not to AdamW; as under any stage."""
+    params = {"lr": "auto", "weight_decay": "auto", "adam_lr": 1e-3}
+
+    def run(stage: int) -> Any:
+        config = {"optimizer": {"type": "Muon", "params": params}}
+        made = trainer(stage, llama(), config, max_steps=2, weight_decay=0.5)
+        made.train()
+        groups = made.optimizer.param_groups
+        return losses(made), [(g["use_muon"], g["weight_decay"]) for g in groups]
+
+    three, one = two.run(run, 3)[0], two.run(run, 1)[0]
+    assert three == one
+    assert three[1] == [(True, 0.5), (False, 0.5), (False, 0.0)]
 
 
 def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:

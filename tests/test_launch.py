@@ -28,7 +28,7 @@ from minizero.ranks.launch import (
     world_size,
 )
 from minizero.ranks.processes.output import Printer
-from minizero.ranks.rendezvous import join
+from minizero.ranks.rendezvous import _batch_threads, join
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -413,3 +413,21 @@ def test_a_rank_never_starts(tmp_path):
         script = program.format(missing)
         done = run_script(tmp_path, script, *torchrun, "--nproc-per-node=2")
         assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_threads_of_the_group_take_no_core_from_others() -> None:
+    before, seen = os.sched_getscheduler(0), list[int]()
+
+    def note() -> None:
+        seen.append(os.sched_getscheduler(0))
+
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        with _batch_threads():
+            inside = threading.Thread(target=note)
+            inside.start()
+        inside.join()
+        assert (seen, os.sched_getscheduler(0)) == ([os.SCHED_BATCH], os.SCHED_OTHER)
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))

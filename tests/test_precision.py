@@ -23,6 +23,7 @@ from minizero.memory.tracker import Tracker
 from minizero.precision.loss_scale import DynamicLossScale, LossScale
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import Pool, rank, world_size
+from minizero.zero import interfaces
 from minizero.zero.data_parallel import DataParallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -462,6 +463,7 @@ def measure(
         "live": {kind: live[kind] for kind in KINDS},
         "stray": live["activations"],
         "padded": sum(f.padded for u in net.units for f in u.flats),
+        "largest": max(sum(f.padded for f in u.flats) for u in net.units),
         "peak": tracker.peaks["gradients"],
         "sent": {
             name: sum(c.bytes for c in trained if name in (c.op, c.unit)) // 2
@@ -490,6 +492,21 @@ def test_bytes_of_the_update(two: Pool) -> None:
         for seen in two.run(measure, stage, MixedPrecision(BF16)):
             copies = 4 * seen["padded"] // share
             assert seen["peak"] == seen["live"]["gradients"] + copies
+
+
+def in_parts() -> tuple[dict[str, Any], Run, Run]:
+    whole = train(1, MixedPrecision(BF16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interfaces, "COPIED", 0)
+        return measure(1, MixedPrecision(BF16)), train(1, MixedPrecision(BF16)), whole
+
+
+def test_bytes_of_an_update_in_parts(two: Pool) -> None:
+    """Of a large model's gradients only a part is there in fp32; no bit changes."""
+    for seen, run, whole in two.run(in_parts):
+        copies = 4 * seen["largest"] // 2
+        assert seen["peak"] == seen["live"]["gradients"] + copies
+        assert run.same(whole)
 
 
 def test_bytes_sent(two: Pool) -> None:

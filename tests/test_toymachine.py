@@ -33,6 +33,11 @@ def two_calls() -> tuple[list[float], int, float]:
         stream.copy(torch.empty_like(x), x)
         stream.event().wait()
         copied = time.perf_counter() - begin
+        begin = time.perf_counter()
+        stream.copy(torch.empty_like(x), x)
+        stream.event().wait("device")
+        comm.all_reduce(x[:1000])  # begins when the copy is there
+        assert time.perf_counter() - begin >= 160_000 / (BUS * TOY.pcie)
     return [c.finished - calls[0].launched for c in calls], calls[0].bytes, copied
 
 

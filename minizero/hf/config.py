@@ -60,11 +60,4 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         if steps is None:
             done.config.pop("scheduler", None)
         done.trainer_config_finalize(args, model, steps or 0)
-        return done.for_engine()
-
-    def for_engine(self) -> dict[str, Any]:
-        """What the engine reads: inf, which Accelerate writes, is never."""
-        config = copy.deepcopy(self.config)
-        if config.get("steps_per_print") == float("inf"):
-            del config["steps_per_print"]
-        return config
+        return done.config

@@ -116,7 +116,7 @@ def loop_config(accelerator: Any, model: Any, objects: tuple[Any, ...]) -> Any:
             f"config {asked}; give one of them"
         )
     accelerator.gradient_accumulation_steps = asked
-    return filled.for_engine()
+    return filled.config
 
 
 @contextmanager

@@ -80,7 +80,8 @@ class _Links:
 
     def hold(self, until: float) -> None:
         """The next call waits for a copy."""
-        self.holds[len(self.calls)] = until
+        i = len(self.calls)
+        self.holds[i] = max(until, self.holds.get(i, 0.0))
 
     def until(self, call: Call) -> float:
         """When it is over: its link has carried what was launched before it."""
@@ -95,12 +96,16 @@ class _Links:
 
 @dataclass
 class _Copied:
-    """The moment when a stream's copies are done, as `CopyEvent`."""
+    """The moment when a stream's copies are done, as `CopyEvent`.
+
+    The host sleeps until then; where the device waits, only its next call does.
+    """
 
     until: float
+    hold: Callable[[float], None]
 
     def wait(self, on: str = "cpu") -> None:
-        sleep_until(self.until)
+        (sleep_until if on == "cpu" else self.hold)(self.until)
 
     def over(self) -> bool:
         return time.perf_counter() >= self.until
@@ -114,6 +119,7 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
     those launched before it, and an update when its bytes have passed through the
     memory of where it is made. group: ranks that share a copy, if there are groups.
     """
+    links: _Links
     frees: dict[int, float] = {}
     slot = machine.slot(machine.gpus)
     wait, copy, follow = Work.wait, CopyStream.copy, CopyStream.follow
@@ -154,7 +160,7 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
         mock.patch.object(Work, "wait", waiting),
         mock.patch.object(CopyStream, "copy", copying),
         mock.patch.object(CopyStream, "follow", following),
-        mock.patch.object(CopyStream, "event", lambda s: _Copied(free(s))),
+        mock.patch.object(CopyStream, "event", lambda s: _Copied(free(s), links.hold)),
         mock.patch.object(HostStorage, "load", loading),
     ):
         links = _Links(machine, group, calls)

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -192,15 +193,35 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
         gpu = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     nccl = backend == "nccl"
-    dist.init_process_group(
-        # NCCL moves no host memory, where models may live too
-        "cpu:gloo,cuda:nccl" if nccl else backend,
-        device_id=gpu if nccl else None,
-        store=store,
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    with contextlib.nullcontext() if nccl else _batch_threads():
+        dist.init_process_group(
+            # NCCL moves no host memory, where models may live too
+            "cpu:gloo,cuda:nccl" if nccl else backend,
+            device_id=gpu if nccl else None,
+            store=store,
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+
+
+@contextlib.contextmanager
+def _batch_threads() -> Iterator[None]:
+    """Threads that are started inside wait their turn on a core, on Linux.
+
+    Gloo's thread wakes for each message, and spins as long as another thread holds its
+    connection's lock. Where ranks share few cores, it would take the core from the very
+    thread that holds it.
+    """
+    normal = getattr(os, "SCHED_OTHER", None)
+    if normal is None or os.sched_getscheduler(0) != normal:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, normal, os.sched_param(0))
 
 
 def leave() -> None:

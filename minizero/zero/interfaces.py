@@ -6,7 +6,7 @@ A later chapter subclasses the one that it is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -177,6 +177,31 @@ def _nothing() -> None:
     """What there is to wait for where nothing moves."""
 
 
+Updates = list[tuple[Unit, "list[Owned]"]]
+COPIED = 1 << 22  # elements of gradients that may be there in another dtype at once
+
+
+def in_parts(units: Updates) -> Iterator[Updates]:
+    """All units in one part, unless their gradients are copied for the update.
+
+    Then the copies of a part have at most an eighth of all elements, or `COPIED` if that
+    is more, or one unit's: each part is a call of the optimizer, which looks at all of
+    its parameters.
+    """
+    sizes = [
+        sum(o.grad.numel() for o in every if o.grad.dtype != o.given.dtype)
+        for _, every in units
+    ]
+    most, part, copied = max(COPIED, sum(sizes) // 8), Updates(), 0
+    for one, size in zip(units, sizes, strict=True):
+        if part and copied + size > most:
+            yield part
+            part, copied = [], 0
+        part.append(one)
+        copied += size
+    yield part
+
+
 class Home:
     """Where shards rest between steps, and how they come near: here, in place.
 
@@ -281,13 +306,14 @@ class Home:
         units: list[tuple[Unit, list[Owned]]],
         optimizer: torch.optim.Optimizer,
     ) -> Generator[Near, None, None]:
-        """Bring near what is to be updated, a part at a time: here, all at once."""
-        shards = [
-            NearShard(owned.flat, owned.given, owned.grad, owned.shard, owned.alone)
-            for _, shards in units
-            for owned in shards
-        ]
-        yield Near(shards, lambda: [unit for unit, _ in units])
+        """Bring near what is to be updated, a part at a time: here, in place."""
+        for part in in_parts(units):
+            shards = [
+                NearShard(owned.flat, owned.given, owned.grad, owned.shard, owned.alone)
+                for _, every in part
+                for owned in every
+            ]
+            yield Near(shards, lambda part=part: [unit for unit, _ in part])  # type: ignore[misc]
 
     def update(
         self,
