@@ -21,7 +21,7 @@ from .scope import rank, world_size
 __all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
            'ring_all_gather']
 
-# %% ../../notebooks/02_ranks.ipynb #algorithms-direct
+# %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
     """Sum, or mean, neighbours first; of 16-bit inputs in fp32.
 
@@ -64,7 +64,7 @@ def store(out: Tensor, total: Tensor) -> None:
     out[: total.numel()].copy_(total)
     out[total.numel() :].zero_()
 
-
+# %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from .nvme_storage import DiskStorage
 from .staging import StagedTensor
 
 # %% auto #0
-__all__ = ['Activity', 'activities', 'StagedSlice', 'slices', 'NVMe']
+__all__ = ['Activity', 'activities', 'Slice', 'StagedSlice', 'slices', 'NVMe']
 
 # %% ../../notebooks/11_nvme.ipynb #nvme-activity
 class Activity(NamedTuple):
@@ -53,9 +53,9 @@ def activities(part: StagedSlice) -> Iterator[Activity]:
             yield Activity(lane, part.unit.name, began, ended)
     yield Activity("step", part.unit.name, part.began, part.ended)
 
-# %% ../../notebooks/11_nvme.ipynb #nvme-staged-slice
+# %% ../../notebooks/11_nvme.ipynb #nvme-slice
 @dataclass(eq=False)
-class StagedSlice:
+class Slice:
     """An owned shard from element `a` on, and all that its update needs.
 
     `values`: of the parameters. `master`: the same where no copy is kept.
@@ -79,6 +79,11 @@ class StagedSlice:
     def tensors(self) -> list[StagedTensor]:
         tensors = [self.values, self.grad, self.master]
         return list(dict.fromkeys([*tensors, *self.states.values()]))
+
+# %% ../../notebooks/11_nvme.ipynb #nvme-staged-slice
+@dataclass(eq=False)
+class StagedSlice(Slice):
+    """A slice on its way: brought, shown to the optimizer, written back."""
 
     def bring(self, buffer: Tensor) -> None:
         """Launch all reads, into this staging buffer."""

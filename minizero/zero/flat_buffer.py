@@ -17,7 +17,7 @@ from ..memory import labels
 from ..ranks.launch import rank, world_size
 
 # %% auto #0
-__all__ = ['Place', 'NOTHING', 'Slot', 'in_order', 'Layout', 'Gradients', 'Flat', 'Unit']
+__all__ = ['Place', 'NOTHING', 'Slot', 'in_order', 'Layout', 'GradientBuffer', 'Gradients', 'Flat', 'Unit']
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-slot
 @dataclass(frozen=True)
@@ -105,46 +105,38 @@ class Layout:
         for a in range(0, self.size, width):
             yield a, min(a + width, self.size)
 
-# %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-gradients
+# %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-room
 NOTHING = -0.0  # what nobody has brought a gradient for
 
 
-class Gradients(Layout):
-    """The gradients of a flat buffer, in the layout of its values.
+class GradientBuffer(Layout):
+    """A buffer for gradients, in the layout of the values `full`.
 
     `grad`: [padded], or None; in `grad_dtype` it is kept, added up, reduced.
-    `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
-    `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
-    `came`: the parameters that have brought this rank one since `zero_grad`.
-    `vacant`: those whose part of `grad` is still to be written.
-    `shown`: what `.grad` of each parameter was, when a backward had ended.
+    `vacant`: the parameters whose part of it is still to be written.
     """
 
     full: Tensor
     grad_dtype: torch.dtype
     grad: Tensor | None = None
-    total: list[Tensor] | None = None
-    grad_shard: Tensor | None = None
-    reduced = False
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], place: Place
     ) -> None:
         super().__init__(named, place)
-        self.came: set[nn.Parameter] = set()
         self.vacant: set[nn.Parameter] = set()
-        self.shown: dict[nn.Parameter, Tensor] = {}
 
     def new_grad(self) -> Tensor:
         """The gradient buffer, NOTHING where nobody brought one: [padded]."""
-        grad = self._room()
+        grad = self.room()
         for slot in self.slots if self.vacant else ():
             if slot.parameter in self.vacant:
                 slot.view(grad).fill_(NOTHING)
         self.vacant.clear()
         return grad
 
-    def _room(self) -> Tensor:
+    def room(self) -> Tensor:
+        """The gradient buffer, whatever is in it."""
         if self.grad is None:
             grad = torch.empty_like(self.full, dtype=self.grad_dtype)
             self.grad = labels.label(grad, "gradients")
@@ -158,13 +150,34 @@ class Gradients(Layout):
             self.grad[a:b].fill_(NOTHING)
         self.vacant.update(slot.parameter for slot in self.slots)
 
+# %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-gradients
+class Gradients(GradientBuffer):
+    """The gradients of a flat buffer, on their way from autograd to its owner.
+
+    `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
+    `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
+    `came`: the parameters that have brought this rank one since `zero_grad`.
+    `shown`: what `.grad` of each parameter was, when a backward had ended.
+    """
+
+    total: list[Tensor] | None = None
+    grad_shard: Tensor | None = None
+    reduced = False
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], place: Place
+    ) -> None:
+        super().__init__(named, place)
+        self.came: set[nn.Parameter] = set()
+        self.shown: dict[nn.Parameter, Tensor] = {}
+
     def collect(self, slot: Slot) -> None:
         """Move a gradient that autograd has left in `.grad` to the buffer.
 
         Once `.grad` is the buffer's view, autograd adds to it in place; in
         another dtype than the parameter's it cannot be.
         """
-        p, view = slot.parameter, slot.view(self._room())
+        p, view = slot.parameter, slot.view(self.room())
         assert p.grad is not None
         if p.grad.is_sparse or p.grad.data_ptr() != view.data_ptr():
             first = p in self.vacant or p not in self.came
