@@ -152,7 +152,7 @@ class GradientBuffer(Layout):
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-gradients
 class Gradients(GradientBuffer):
-    """The gradients of a flat buffer, on their way from autograd to its owner.
+    """The gradients of a flat buffer, from autograd until they are reduced.
 
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
     `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
