@@ -116,10 +116,11 @@ def judge(choice: Choice, config: Source) -> str:
 def fit(job: Job, found: Result) -> str:
     """Whether it fits, in words."""
     memory = found.memory
+    asked = ", rehearsed" if found.unsure else ""
     if found.fits:
-        return f"{amount(memory.total)} of {amount(job.room)}"
-    if memory.total > job.room:
-        return f"needs at least {amount(memory.total)} of {amount(job.room)}"
+        return f"{amount(found.needs)} of {amount(job.room)}{asked}"
+    if found.needs > job.room:
+        return f"needs at least {amount(found.needs)} of {amount(job.room)}{asked}"
     return f"needs {amount(memory.host)} of {amount(job.host)} on the host"
 
 

@@ -21,7 +21,7 @@ BUS = 0.8  # of `pcie` and of `dram`
 START, HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
 
 
-MAY_BE_ZERO = "drives", "drive", "contention"
+MAY_BE_ZERO = "drives", "drive", "contention", "reserved"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Machine:
     fp8: how many times faster 8-bit products are; 1 where there are none.
     contention: share of its arithmetic that a GPU loses while a collective runs, whose
         kernels hold 8 to 16 of 108 multiprocessors.
+    reserved: the share of its memory that CUDA, NCCL and the allocator's gaps take.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Machine:
     fp8: float = 1.0
     shared: int = 1
     contention: float = 0.1
+    reserved: float = 0.1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

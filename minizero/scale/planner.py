@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -15,8 +15,8 @@ from .memory import Memory, needed
 from .predict import ITEMSIZES, Prediction, predict
 from .shapes import Shape, check_choices, check_counts
 
-RESERVED = 0.1
-"""The share of a device that CUDA, NCCL and the allocator's gaps take."""
+UNSURE = 0.25
+"""By which share `needed` may be off: within it, a `Job.peak` is asked."""
 LARGEST = 256
 """Sequences of a micro-batch at most."""
 
@@ -29,6 +29,8 @@ class Job:
     """What is to be trained, and where; `sequences`: a step's, of all ranks.
 
     quantize: whether a plan may round what is sent (ZeRO++), which changes losses.
+    peak: bytes of a device that a candidate takes, of a run or a dry run; asked where
+        the formula is not sure.
     """
 
     shape: Shape
@@ -38,6 +40,7 @@ class Job:
     sequence: int
     precision: str = "bf16"
     quantize: bool = False
+    peak: Callable[[Candidate], float] | None = None
 
     def __post_init__(self) -> None:
         check_counts(gpus=self.gpus, sequence=self.sequence)
@@ -62,13 +65,13 @@ class Job:
     @property
     def room(self) -> float:
         """Bytes of a device that a plan may use."""
-        return (1 - RESERVED) * self.machine.memory
+        return (1 - self.machine.reserved) * self.machine.memory
 
     @property
     def host(self) -> float:
         """A rank's share of the host's memory."""
         shared = min(self.machine.gpus, self.gpus)
-        return (1 - RESERVED) * self.machine.host / shared
+        return (1 - self.machine.reserved) * self.machine.host / shared
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,33 @@ class Result:
         )  # fmt: skip
 
     @property
+    def allowed(self) -> bool:
+        """Whether it may be chosen."""
+        return self.job.quantize or not self.candidate.weight_bits
+
+    @property
+    def unsure(self) -> bool:
+        """Whether what it takes on the device is asked, not computed."""
+        near = abs(self.memory.total / self.job.room - 1) <= UNSURE
+        return self.job.peak is not None and near
+
+    @cached_property
+    def needs(self) -> float:
+        """Bytes of the device."""
+        if self.job.peak is None or not self.unsure:
+            return self.memory.total
+        return self.job.peak(self.candidate)
+
+    @property
+    def may_fit(self) -> bool:
+        """As far as the formula knows."""
+        here = self.unsure or self.memory.total <= self.job.room
+        return here and self.memory.host <= self.job.host
+
+    @property
     def fits(self) -> bool:
         """On the device, and with all ranks of a node in the host."""
-        memory = self.memory
-        return memory.total <= self.job.room and memory.host <= self.job.host
+        return self.may_fit and self.needs <= self.job.room
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -200,9 +226,14 @@ class Choice:
 def choose(job: Job) -> Choice:
     """The fastest candidate that fits; ValueError if none does."""
     results = [Result(job, candidate) for candidate in candidates(job)]
-    allowed = [r for r in results if job.quantize or not r.candidate.weight_bits]
-    if not any(r.fits for r in allowed):
-        least = min(allowed, key=lambda r: max(
+    # of two that are as fast, the one with less communication to go wrong
+    by_time = sorted(
+        (r for r in results if r.may_fit),
+        key=lambda r: (r.prediction.step_seconds, r.candidate.stage),
+    )
+    best = next((r for r in by_time if r.allowed and r.fits), None)
+    if best is None:
+        least = min((r for r in results if r.allowed), key=lambda r: max(
             r.memory.total / job.room, r.memory.host / job.host
         ))  # fmt: skip
         raise ValueError(
@@ -211,17 +242,12 @@ def choose(job: Job) -> Choice:
             f"{amount(least.memory.host)} of {amount(job.host)} of the host; use more "
             "GPUs, or a shorter sequence"
         )
-    # of two that are as fast, the one with less communication to go wrong
-    fitting = sorted(
-        (r for r in results if r.fits),
-        key=lambda r: (r.prediction.step_seconds, r.candidate.stage),
-    )
-    best = next(r for r in fitting if r in allowed)
     others = []
     for kind in dict.fromkeys(r.candidate.kind for r in results):
-        same = [r for r in fitting if r.candidate.kind == kind]
-        absent = [r for r in results if r.candidate.kind == kind]
-        others.append(same[0] if same else min(absent, key=lambda r: r.memory.total))
+        fitting = (r for r in by_time if r.candidate.kind == kind and r.fits)
+        every = (r for r in results if r.candidate.kind == kind)
+        least = min(every, key=lambda r: r.memory.total)
+        others.append(next(fitting, least))
     others = [r for r in others if r.candidate.kind != best.candidate.kind]
     others.sort(key=lambda r: r.prediction.step_seconds if r.fits else inf)
     return Choice(job, best, others)
