@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..memory.plan import Plan
 from .machine import Buffer, Layer
@@ -43,8 +43,11 @@ class SimulatedHome:
         """When the updated shard is where parameters rest."""
         return self._arrives.get(unit, 0.0)
 
-    def update(self, layers: Sequence[Layer], owned: float) -> None:
-        """Unit by unit, where the states rest; `owned` is the share of this rank."""
+    def update(self, layers: Sequence[Layer], owned: float) -> Iterator[Layer]:
+        """Unit by unit, where the states rest; `owned` is the share of this rank.
+
+        Off the device each unit is handed on when it is updated; else all at the end.
+        """
         rank, on = self.rank, self.plan.optimizer.on
         if on != "device" and self.plan.gradients.on == "device":
             for unit in layers:
@@ -62,6 +65,10 @@ class SimulatedHome:
             if on != "device" and self.plan.parameters.on == "device":
                 nbytes = sum(self._own(f, f.itemsize) for f in unit.trainable)
                 self._arrives[unit] = rank.copy("up", unit.name, nbytes, rank.now)
+            if on != "device":
+                yield unit
+        if on == "device":
+            yield from layers
 
     def _states(self, unit: Layer) -> float:
         return sum(self._own(flat, flat.states) for flat in unit.trainable)

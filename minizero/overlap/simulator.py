@@ -204,8 +204,6 @@ def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
     net.carry_out(schedule.grads_ready(root) if reduces else [])
     net.finish()
     schedule.backward_ends()
-    if boundary:
-        net.home.update(layers, owned)
-    for unit in layers if boundary else ():
+    for unit in net.home.update(layers, owned) if boundary else ():
         net.carry_out(schedule.updated(unit))
     net.finish()

@@ -17,6 +17,8 @@ from .shapes import Shape, check_choices, check_counts
 
 UNSURE = 0.25
 """By which share `needed` may be off: within it, a `Job.peak` is asked."""
+SAME = 0.01
+"""Shares of a step's time that are less than a prediction's error."""
 LARGEST = 256
 """Sequences of a micro-batch at most."""
 
@@ -99,6 +101,13 @@ class Candidate:
             return found
         copy = replace(found.parameters, group=self.secondary)
         return replace(found, parameters=copy)
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Less first: what is moved, grouped and coded; the stage."""
+        moved = self.offload_optimizer, self.offload_param, self.weight_bits
+        count = sum(map(bool, (*moved, self.group or self.secondary)))
+        return count, self.stage
 
     @property
     def kind(self) -> str:
@@ -208,6 +217,10 @@ class Result:
             precision=job.precision,
         )
 
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step_seconds
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -220,17 +233,16 @@ class Choice:
 
     def loses(self, other: Result) -> float:
         """The share of its time that another plan costs more."""
-        return other.prediction.step_seconds / self.best.prediction.step_seconds - 1
+        return other.seconds() / self.best.seconds() - 1
 
 
 def choose(job: Job) -> Choice:
-    """The fastest candidate that fits; ValueError if none does."""
+    """The fastest candidate that fits, of equals the simplest.
+
+    ValueError if none fits.
+    """
     results = [Result(job, candidate) for candidate in candidates(job)]
-    # of two that are as fast, the one with less communication to go wrong
-    by_time = sorted(
-        (r for r in results if r.may_fit),
-        key=lambda r: (r.prediction.step_seconds, r.candidate.stage),
-    )
+    by_time = sorted((r for r in results if r.may_fit), key=Result.seconds)
     best = next((r for r in by_time if r.allowed and r.fits), None)
     if best is None:
         least = min((r for r in results if r.allowed), key=lambda r: max(
@@ -242,6 +254,9 @@ def choose(job: Job) -> Choice:
             f"{amount(least.memory.host)} of {amount(job.host)} of the host; use more "
             "GPUs, or a shorter sequence"
         )
+    near = (1 + SAME) * best.seconds()
+    equals = [r for r in by_time if r.seconds() <= near and r.allowed and r.fits]
+    best = min(equals, key=lambda r: (r.candidate.simplicity, r.seconds()))
     others = []
     for kind in dict.fromkeys(r.candidate.kind for r in results):
         fitting = (r for r in by_time if r.candidate.kind == kind and r.fits)
@@ -249,7 +264,7 @@ def choose(job: Job) -> Choice:
         least = min(every, key=lambda r: r.memory.total)
         others.append(next(fitting, least))
     others = [r for r in others if r.candidate.kind != best.candidate.kind]
-    others.sort(key=lambda r: r.prediction.step_seconds if r.fits else inf)
+    others.sort(key=lambda r: r.seconds() if r.fits else inf)
     return Choice(job, best, others)
 
 
