@@ -480,6 +480,20 @@ def test_an_interrupt_keeps_a_pool():
     assert rest == ["[rank 1] ready", "The ranks were interrupted.", "[5, 5]"]
 
 
+def test_an_interrupt_reaches_a_rank_that_has_not_begun():
+    """Until its task begins a rank ignores interrupts."""
+    stop = "print(pid := pool.run(os.getpid)[1]); os.kill(pid, signal.SIGSTOP)"
+    pool = POOL.replace("try:", f"import os, signal; {stop}\n    try:")
+    process = script(SLEEPS + pool)
+    pid = int(read_until(process, "\n"))
+    read_until(process, "ready")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGCONT)
+    rest = process.communicate(timeout=SLACK)[0].splitlines()
+    assert rest[-2:] == ["The ranks were interrupted.", "[5, 5]"]
+
+
 def test_an_interrupt_ends_a_pool_that_is_stuck():
     process = script(BLOCKED + POOL)
     read_until(process, "ready")

@@ -17,8 +17,8 @@ from .shapes import Shape, check_choices, check_counts
 
 UNSURE = 0.25
 """By which share `needed` may be off: within it, a `Job.peak` is asked."""
-SAME = 0.01
-"""Shares of a step's time that are less than a prediction's error."""
+SAME = 0.04
+"""The mean error of a prediction: steps that differ by less are equal."""
 LARGEST = 256
 """Sequences of a micro-batch at most."""
 
@@ -103,11 +103,10 @@ class Candidate:
         return replace(found, parameters=copy)
 
     @property
-    def simplicity(self) -> tuple[int, int]:
-        """Less first: what is moved, grouped and coded; the stage."""
+    def extras(self) -> int:
+        """How much there is beside a stage: what is moved, grouped and coded."""
         moved = self.offload_optimizer, self.offload_param, self.weight_bits
-        count = sum(map(bool, (*moved, self.group or self.secondary)))
-        return count, self.stage
+        return sum(map(bool, (*moved, self.group or self.secondary)))
 
     @property
     def kind(self) -> str:
@@ -256,7 +255,7 @@ def choose(job: Job) -> Choice:
         )
     near = (1 + SAME) * best.seconds()
     equals = [r for r in by_time if r.seconds() <= near and r.allowed and r.fits]
-    best = min(equals, key=lambda r: (r.candidate.simplicity, r.seconds()))
+    best = min(equals, key=lambda r: (r.candidate.extras, r.seconds()))
     others = []
     for kind in dict.fromkeys(r.candidate.kind for r in results):
         fitting = (r for r in by_time if r.candidate.kind == kind and r.fits)

@@ -263,11 +263,14 @@ class Processes:
         return since > PATIENCE and not self._recall(run)
 
     def _recall(self, run: Run) -> bool:
-        """Interrupts the ranks at work; whether all have come back."""
-        for rank in run.waiting:
-            self._children[rank].signal(signal.SIGINT)
+        """Interrupts the ranks at work; whether all have come back.
+
+        Again and again, since a rank ignores what comes before it has begun its task.
+        """
         limit = time.monotonic() + PATIENCE
         while run.waiting and time.monotonic() < limit:
+            for rank in run.waiting:
+                self._children[rank].signal(signal.SIGINT)
             self._listen(run)
         return not run.waiting
 
