@@ -11,16 +11,30 @@ import torch
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm import backend, point_to_point
+from minizero.comm import backend, offers, point_to_point
+from minizero.memory import Tracker
+from minizero.ranks import cross_memory
 from minizero.ranks.launch import Pool, RankError, rank, world_size
 
 NUMBERS = [0, 1, 7, 12]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
+FORBIDDEN = "this system does not let a process read another's memory"
+
+
+@pytest.fixture(scope="module", params=["1", "2", "3", "3 that read"])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with Pool(request.param) as pool:
+    """Ranks; the last ones read every message where it is."""
+    with Pool(int(request.param[0])) as pool:
+        if "read" in request.param and not all(pool.run(read_from, 0)):
+            pytest.skip(FORBIDDEN)
         yield pool
+
+
+def read_from(size: int) -> bool:
+    """From now on messages of more than `size` bytes are read where they are."""
+    offers.LARGE = size
+    return cross_memory.readable()
 
 
 def values(n: int, r: int, dtype: torch.dtype) -> torch.Tensor:
@@ -248,11 +262,12 @@ def nested() -> tuple[int, int]:
 
 
 def forget() -> float:
-    """A receive is dropped before rank 0 has sent anything."""
+    """Collectives are dropped before rank 0 has sent anything."""
     lost = torch.empty(1000)
     if rank() == 0:
         time.sleep(0.3)
     comm.broadcast(lost, async_op=True)
+    comm.reduce_scatter(torch.empty(-(-1000 // world_size())), lost, async_op=True)
     del lost
     gc.collect()
     found = torch.full((5,), 1.0 + rank())
@@ -262,7 +277,60 @@ def forget() -> float:
 
 def test_a_collective_that_nobody_waits_for_stops_no_other(pool: Pool) -> None:
     assert set(pool.run(forget)) == {5.0}
-    assert set(pool.run(lambda: len(point_to_point._forgotten))) == {0}
+
+
+def dropped_by_some() -> float:
+    """Rank 0 drops later than the others, and waits for another in between."""
+    row, buffer = torch.empty(1000), torch.ones(1000 * world_size())
+    held = comm.reduce_scatter(row, buffer, async_op=True)
+    if rank() > 0:
+        del held
+        gc.collect()
+    found = torch.full((5,), 1.0 + rank())
+    comm.broadcast(found)
+    return found.sum().item()
+
+
+def test_ranks_may_drop_a_collective_at_different_times(pool: Pool) -> None:
+    assert set(pool.run(dropped_by_some)) == {5.0}
+
+
+def reads() -> tuple[int, int]:
+    """How often this rank reads in an all-reduce, and its most landing buffers."""
+    made: list[int] = []
+    original, read = cross_memory.read, made.append
+    cross_memory.read = lambda rank, start, into: (
+        read(into.nbytes),
+        original(rank, start, into),
+    )[1]
+    try:
+        tensor = torch.full((1_000_000,), 1.0 + rank())
+        with Tracker() as tracker:
+            comm.all_reduce(tensor)
+    finally:
+        cross_memory.read = original
+    assert tensor.eq(sum(range(1, world_size() + 1))).all()
+    return sum(made), tracker.peak - tensor.nbytes
+
+
+def test_a_large_message_is_read_where_it_is() -> None:
+    """Also it needs no buffer to land in, but a piece that fits into the cache."""
+    with Pool(2) as pool:
+        if not all(pool.run(read_from, 1 << 18)):
+            pytest.skip(FORBIDDEN)
+        for read, room in pool.run(reads):
+            assert read == 4_000_000
+            assert room < 2_000_000
+        pool.run(cross_memory.meet)
+        for read, room in pool.run(unread):
+            assert read == 0
+            assert room >= 2_000_000
+
+
+def unread() -> tuple[int, int]:
+    """As on a system that forbids it."""
+    cross_memory._met = None
+    return reads()
 
 
 def test_ledgers_nest(pool: Pool) -> None:

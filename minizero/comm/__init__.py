@@ -1,11 +1,11 @@
 """Collectives, and the ledger in which each call is entered.
 
-Read `point_to_point` (send and receive), `algorithms` (collectives made of them),
-`backend` (its own, and the choice), `scope` (among which ranks), `quantized` (rows in
-8 or 4 bits), `ledger`, `sequence` (do all ranks make the same calls?), `collectives`
-(what everybody calls), `all_to_all`, `grid` (a group as the whole world), and
-`agreement` (one rank's bytes, anybody's error). Imports `ranks` and `memory`. Nothing
-outside this folder calls a collective of torch.
+Read `point_to_point` (send and receive), `offers` (large messages), `algorithms`
+(collectives made of them), `backend` (its own, and the choice), `scope` (among which
+ranks), `quantized` (rows in 8 or 4 bits), `ledger`, `sequence` (do all ranks make the
+same calls?), `collectives` (what everybody calls), `all_to_all`, `grid` (a group as the
+whole world), and `agreement` (one rank's bytes, anybody's error). Imports `ranks` and
+`memory`. Nothing outside this folder calls a collective of torch.
 """
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them

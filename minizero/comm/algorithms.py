@@ -13,13 +13,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .point_to_point import Rows, exchange, same_place
-from ..memory.labels import label
+from .point_to_point import Rows, borrow, exchange, same_place
 from .scope import rank, world_size
 
 # %% auto #0
-__all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
-           'ring_all_gather']
+__all__ = [
+    "PIECE",
+    "ordered_sum",
+    "store_sum",
+    "store",
+    "direct_reduce_scatter",
+    "direct_all_gather",
+    "ring_reduce_scatter",
+    "ring_all_gather",
+]
+
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
@@ -64,26 +72,25 @@ def store(out: Tensor, total: Tensor) -> None:
     out[: total.numel()].copy_(total)
     out[total.numel() :].zero_()
 
+
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Callable[[], None]:
     """Send row j to rank j; sum what arrives in one order."""
     me, ranks = rank(), range(len(inp))
-    mine, peers = inp[me], [j for j in ranks if j != me]
-    came = {j: label(torch.empty_like(mine), "buffers") for j in peers}
-    wait = exchange({j: inp[j] for j in peers}, came, tag)
+    others = {j: inp[j] for j in ranks if j != me}
+    block = borrow(others, inp[me], tag)
 
     def finish() -> None:
-        wait()
-        store_sum(out, [came.get(j, mine) for j in ranks], average)
+        with block() as came:
+            parts = [came.get(j, inp[me]) for j in ranks]
+            store_sum(out, parts, average)
 
     return finish
 
 
-def direct_all_gather(
-    out: Rows, inp: Tensor, tag: int
-) -> Callable[[], None]:
+def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
     """Send the own row to every rank; the others' rows land in place."""
     mine = out[me := rank()]
     own = inp[: mine.numel()]
@@ -92,6 +99,7 @@ def direct_all_gather(
     if not same_place(mine, own):
         mine.copy_(own)
     return wait
+
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
 def ring_reduce_scatter(

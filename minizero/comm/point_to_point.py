@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..memory.labels import label
 from ..ranks.launch import device
+from .offers import Lent, Offered, Taken, is_read
 from .scope import member
 from .scope import rank, world_size
 
@@ -44,10 +48,6 @@ def count(parts: Rows) -> int:
     if isinstance(parts, Cuts):
         return parts.buffer.numel()
     return sum(part.numel() for part in parts)
-
-
-# Transfers that nobody waited for: see `exchange`.
-_forgotten: list[dist.Work] = []
 
 
 def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
@@ -117,6 +117,18 @@ def same_place(a: Tensor, b: Tensor) -> bool:
     return alike and a.storage_offset() == b.storage_offset()
 
 
+def _wait_apart(works: list[Any]) -> None:
+    """In a thread: once gloo has lost a receive that is under way, nothing else of that
+    peer arrives; and other ranks may still wait for what this one has dropped."""
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):  # they may as well have ended
+            while works:
+                works.pop(0).wait()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _nothing() -> None:
     """What a rank that is alone waits for."""
 
@@ -126,11 +138,8 @@ def exchange(
 ) -> Callable[[], None]:
     """Post all sends and receives (by place in the scope) at once; the result waits.
 
-    If the result is dropped instead, the next call waits for them: once gloo has lost a
-    receive that is under way, nothing else of that peer arrives.
+    If the result is dropped instead, a thread waits.
     """
-    while _forgotten:
-        _forgotten.pop(0).wait()
     if not (sends or receives):
         return _nothing
     landing = {
@@ -142,23 +151,61 @@ def exchange(
     rows_once = {id(t): t for t in sends.values() if staged(t)}
     host = {key: t.cpu() for key, t in rows_once.items()}
     leaving = {peer: host.get(id(t), t) for peer, t in sends.items() if t.numel()}
+    # what is read is waited for first: those that offer wait until it has been
+    works: list[Any] = [
+        Taken(t, peer, tag) for peer, t in landing.items() if is_read(t)
+    ]
     # As bytes: the transport need not know the dtype.
     ops = [
         dist.P2POp(kind, t.view(torch.uint8), member(peer), tag=tag)
         for kind, side in ((dist.isend, leaving), (dist.irecv, landing))
         for peer, t in side.items()
+        if not is_read(t)
     ]
-    works = dist.batch_isend_irecv(ops) if ops else []
+    works += dist.batch_isend_irecv(ops) if ops else []
+    works += [Offered(t, peer, tag) for peer, t in leaving.items() if is_read(t)]
 
     def wait() -> None:
         dropped.detach()
-        for work in works:
-            work.wait()
+        while works:
+            works.pop(0).wait()
         for peer, t in landing.items():
             if t is not receives[peer]:
                 receives[peer].copy_(t)
         leaving.clear()
 
-    dropped = weakref.finalize(wait, _forgotten.extend, works)
+    dropped = weakref.finalize(wait, _wait_apart, works)
     dropped.atexit = False
     return wait
+
+
+def borrow(
+    sends: dict[int, Tensor], like: Tensor, tag: int
+) -> Callable[[], contextlib.AbstractContextManager[dict[int, Any]]]:
+    """Send rows, and get one of the same peers each, as long as `like`.
+
+    They are there inside a block of what is returned, to be cut. Those that can be read
+    where they are take no memory.
+    """
+    lent = {peer: Lent(like, peer, tag) for peer in sends} if is_read(like) else {}
+    landing = (
+        {} if lent else {p: label(torch.empty_like(like), "buffers") for p in sends}
+    )
+    wait = exchange(sends, landing, tag)
+
+    @contextlib.contextmanager
+    def block() -> Iterator[dict[int, Any]]:
+        dropped.detach()
+        if not lent:
+            wait()
+        for each in lent.values():
+            each.begin()
+        yield lent or landing
+        for each in lent.values():
+            each.end()
+        if lent:
+            wait()
+
+    dropped = weakref.finalize(block, _wait_apart, list(lent.values()))
+    dropped.atexit = False
+    return block
