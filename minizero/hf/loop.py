@@ -76,6 +76,7 @@ class Loop(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward inside does not reduce, where the plan keeps gradients."""
+        # older releases of transformers come here even if all are to reduce
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         self._reduces, before = each, self._reduces
         try:
