@@ -85,10 +85,8 @@ class Loop(accelerate.Accelerator):
             self._reduces = before
 
     def clip_grad_norm_(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: int = 2,
+        self, parameters: Iterable[Tensor],
+        max_norm: float, norm_type: int = 2,
     ) -> Tensor:
         """Clip the gradients of the whole model; their norm before that."""
         net = self._engine().net
