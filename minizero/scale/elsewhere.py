@@ -25,8 +25,9 @@ def deepspeed(largest: int) -> Schedule:
 class Other:
     """A published run: `seconds` of a step, or `flops` a second and GPU, or `tokens`.
 
-    FLOP a second were published with those of recomputation: 8 a parameter and token.
-    memory: bytes at the peak, where they were published.
+    FLOP a second are published with those of recomputation and of whole scores, as
+    Narayanan et al. 2021 count them (eq. 3). memory: bytes at the peak, where they were
+    published.
     """
 
     name: str
@@ -47,7 +48,11 @@ class Other:
         """Tokens a second and GPU."""
         if self.seconds:
             return self.micro_batch * self.sequence / self.seconds
-        return self.tokens or self.flops / (8 * self.shape.parameters)
+        if self.tokens:
+            return self.tokens
+        shape, h = self.shape, self.shape.hidden
+        block = 8 * shape.block + 16 * self.sequence * h
+        return self.flops / (shape.layers * block + 6 * h * shape.vocab)
 
     def predict(self) -> Prediction:
         """The prediction of this row."""
