@@ -238,8 +238,9 @@ def test_offload_changes_no_bit(two: Pool, tmp_path: Path) -> None:
 
     found = two.run(run)[0]
     assert found == [found[0]] * 6
-    saved = [(tmp_path / str(p) / "model.safetensors") for p in (*STAGES, "cpu", "nvme")]
-    assert {file.read_bytes() for file in saved} == {saved[0].read_bytes()}
+    saved = [tmp_path / str(place) for place in (*STAGES, "cpu", "nvme")]
+    files = [(folder / "model.safetensors").read_bytes() for folder in saved]
+    assert files == [files[0]] * 6
 
 
 # the config
