@@ -122,6 +122,18 @@ def test_experts_are_refused_where_they_are_spread() -> None:
         split({"params": model.parameters()})
 
 
+def test_parts_of_a_model_by_name() -> None:
+    from minizero.deepspeed.compression.helper import (
+        recursive_getattr,
+        recursive_setattr,
+    )
+
+    model, layer = nn.Sequential(net()), nn.Linear(1, 1)
+    recursive_setattr(model, "0.0", layer)
+    recursive_setattr(model, "other", layer)
+    assert recursive_getattr(model, "0.0.weight") is model.other.weight is layer.weight
+
+
 def test_the_accelerator_of_a_cpu() -> None:
     a = deepspeed.get_accelerator()
     if a.device_name() != "cpu":
@@ -130,6 +142,7 @@ def test_the_accelerator_of_a_cpu() -> None:
     assert (
         a.is_available() and a.is_bf16_supported() and a.on_accelerator(torch.ones(1))
     )
+    assert torch.bfloat16 in a.supported_dtypes()
     assert a.memory_allocated() == 0 == a.max_memory_allocated(0)
     assert a.communication_backend_name() == "gloo"
     for nothing in (a.empty_cache, a.synchronize, a.reset_peak_memory_stats):

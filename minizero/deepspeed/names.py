@@ -44,6 +44,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_world_group",
         "torch.distributed": "*",
     },
+    "compression.helper": {".unsharded": "recursive_getattr recursive_setattr"},
     "moe.utils": {".unsharded": "split_params_into_different_moe_groups_for_optimizer"},
     "ops.adagrad": {".optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
