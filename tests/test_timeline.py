@@ -310,6 +310,24 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
     assert opened(other).startswith(
         "other.json is no trace that can be drawn: it has no traceEvents. "
     )
+    event = {"ph": "X", "pid": 0, "tid": 1, "name": "a", "ts": 1, "dur": 1}
+    timeless = {k: v for k, v in event.items() if k != "ts"}
+    for i, (text, why) in enumerate(
+        (
+            ("3", "it has no traceEvents. "),
+            (json.dumps([event])[:-9], "Unterminated string in JSON"),
+            (json.dumps([timeless]), "an event of it has no time, a number of "),
+            (json.dumps([event | {"dur": "long"}]), "an event of it has no time"),
+            (json.dumps([event] * 50_001), "it has 50001 events, more than 50000; "),
+        )
+    ):
+        path = tmp_path / f"odd{i}.json"
+        path.write_text(text)
+        said = opened(path)
+        assert said.startswith(f"{path.name} is no trace that can be drawn: {why}")
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps([event | {"args": {"source": 5, "unit": 8, "peers": 1}}]))
+    assert opened(odd).startswith("odd.json: 1 slice of 1 rank. At 0 ms of 0 ms")
     assert opened(whole).startswith(
         "run.json: 6 slices of 2 ranks. At 2.8 ms of 2.8 ms"
     )

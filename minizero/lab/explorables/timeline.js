@@ -208,7 +208,7 @@ function files(opened) {
     try {
       const texts = await Promise.all(list.map((one) => one.text()));
       const trace = fromChrome(...texts.map((text) => JSON.parse(text)));
-      opened(trace, `${names}: ${trace.slices.length} slices of ${trace.ranks} ` +
+      opened(trace, `${names}: ${trace.slices.length} ${trace.slices.length > 1 ? "slices" : "slice"} of ${trace.ranks} ` +
         `${trace.ranks > 1 ? "ranks" : "rank"}. `);
     } catch (error) {
       opened(null, `${names} is no trace that can be drawn: ${error.message}. `);

@@ -54,7 +54,7 @@ def memory_bars(
         _stack(axes, y, row, longest)
     for y, total in enumerate(totals):
         end = total
-        if budget is not None and 0 <= budget - total < 0.14 * longest:
+        if budget is not None and 0 <= budget - total < 0.18 * longest:
             end = budget  # the line would run through the number
         end_label(axes, end, y, amount(total))
     if budget is not None:
