@@ -198,6 +198,7 @@ def build_sharded() -> None:
         model[0],
         model[2],
     ]
+    assert deepspeed.utils.z3_leaf_module(model[2])
     engine = begin(model, config(3))
     engine.backward(engine(batch(0)[0]).sum())
     engine.step()
@@ -218,6 +219,7 @@ def asked_about() -> None:
     assert engine.zero_optimization_stage() == 2 and engine.zero_overlap_comm() is False
     assert engine.gradient_clipping() == 1.0 and engine.steps_per_print() == 0
     assert not engine.dynamic_loss_scale() and not engine.fp16_enabled()
+    assert not engine.optimizer.needs_scaler()
     assert engine.get_batch_info() == (16, 4, 2)
     group = engine.data_parallel_group
     assert torch.distributed.get_world_size(group) == 2
@@ -271,6 +273,7 @@ def backward_refused() -> None:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
     for stage in (0, 3):
         engine = begin(net(), config(stage, 1, **fp16))
+        assert engine.optimizer.needs_scaler()
         before = whole(engine)
         with pytest.raises(RuntimeError, match="the loss needs the loss scale, 256"):
             engine(batch(0)[0]).float().sum().backward()

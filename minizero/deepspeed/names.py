@@ -17,7 +17,10 @@ _parts = product(
     ("get", "set"), ("full", "local"), ("fp32_param", "grad", "optimizer_state")
 )
 _SAFE = " ".join(f"safe_{do}_{part}_{what}" for do, part, what in _parts)
-_LEAVES = {".sharding": "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"}
+_LEAVES = {
+    ".sharding": "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
+    "z3_leaf_module"
+}
 _LOADER = {"..engine.data": "DeepSpeedDataLoader=Loader"}
 _LOGS = {".logs": "logger log_dist"}
 _OPTIMIZER = "..engine.optimizer"
