@@ -346,6 +346,37 @@ def test_it_plays(browser: Any, show: Show, calm: bool) -> None:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+SETTINGS = """const [plan, offload, step] = root.querySelectorAll("select");
+  const set = (control, value) => {
+    control.selectedIndex = value;
+    control.dispatchEvent(new Event("change"));
+  };
+  const heights = new Set();
+  for (const [stage, place, source] of [[1, 2, 0], [0, 0, 0], [1, 1, 0], [2, 1, 0],
+      [3, 2, 0], [3, 0, 1]]) {
+    set(step, source);
+    if (!source) set(plan, stage);
+    if (!offload.disabled) set(offload, place);
+    for (let i = 0; i <= 40; i++) {
+      const scrub = root.querySelector(".scrub");
+      scrub.value = i / 40;
+      scrub.dispatchEvent(new Event("input"));
+      const { top } = root.querySelector(".words + .name").getBoundingClientRect();
+      heights.add(top - root.querySelector(".words").getBoundingClientRect().top);
+    }
+  }
+  return [...heights]"""
+"""How far below the words that tell what a rank does stands what follows them."""
+
+
+@pytest.mark.parametrize("width", [360, 440, 600, 768])
+def test_words_stay_in_their_room(browser: Any, show: Show, width: int) -> None:
+    """Under any plan and at any moment, so that nothing moves while a step plays."""
+    (root,) = show(Timeline().static_html(), width=width)
+    script = SETTINGS.replace("root", "arguments[0]")
+    assert len(browser.execute_script(script, root)) == 1
+
+
 @pytest.mark.parametrize("width", [360, 768])
 def test_nothing_moves_when_it_is_set(browser: Any, show: Show, width: int) -> None:
     """Whatever is set, what follows the figure stays where it is."""
