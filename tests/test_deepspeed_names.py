@@ -220,6 +220,7 @@ def asked_about() -> None:
     assert engine.gradient_clipping() == 1.0 and engine.steps_per_print() == 0
     assert not engine.dynamic_loss_scale() and not engine.fp16_enabled()
     assert not engine.optimizer.needs_scaler()
+    engine.tput_timer.update_epoch_count()
     assert engine.get_batch_info() == (16, 4, 2)
     group = engine.data_parallel_group
     assert torch.distributed.get_world_size(group) == 2

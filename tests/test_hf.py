@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -201,6 +202,7 @@ def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
             assert args.mixed_precision == made.accelerator.mixed_precision == "no"
             assert not args.place_model_on_device and args.n_gpu <= 1
             assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
+            assert args.device == engine.device, 'not "cpu:0"'
             assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
         args = hf.TrainingArguments(deepspeed={}, **USUAL | {name: True})
         data = {"train_dataset": Features(), "eval_dataset": Features()}
@@ -697,6 +699,8 @@ def test_loading_takes_memory_for_the_shards(two: Pool, tmp_path: Path) -> None:
     def run() -> Any:
         seen = []
         split = ShardedFlat.split
+        # M_MMAP_THRESHOLD, at its default for good: what is freed is given back at once
+        ctypes.CDLL(None).mallopt(-3, 128 * 1024)
 
         def watch(self: ShardedFlat) -> None:
             seen.append(taken())
