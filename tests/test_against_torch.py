@@ -474,6 +474,9 @@ KNOWN = {
     "a gradient set where none comes": Script(
         0, frozenset(), ((0, "before", "freeze"), (0, "before", "set grad"))
     ),
+    "a gradient set between micro-batches": one(
+        0, "set grad", "after backward", micro_batches=2
+    ),
     "forward hooks registered later": one(3, "late hook"),
     "deepcopy": one(3, "deepcopy"),
     "step hooks with offload": one(2, "count hooks", offload=True),

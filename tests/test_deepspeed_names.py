@@ -122,6 +122,18 @@ def test_experts_are_refused_where_they_are_spread() -> None:
         split({"params": model.parameters()})
 
 
+def test_parts_of_a_model_by_name() -> None:
+    from minizero.deepspeed.compression.helper import (
+        recursive_getattr,
+        recursive_setattr,
+    )
+
+    model, layer = nn.Sequential(net()), nn.Linear(1, 1)
+    recursive_setattr(model, "0.0", layer)
+    recursive_setattr(model, "other", layer)
+    assert recursive_getattr(model, "0.0.weight") is model.other.weight is layer.weight
+
+
 def test_the_accelerator_of_a_cpu() -> None:
     a = deepspeed.get_accelerator()
     if a.device_name() != "cpu":
@@ -130,6 +142,7 @@ def test_the_accelerator_of_a_cpu() -> None:
     assert (
         a.is_available() and a.is_bf16_supported() and a.on_accelerator(torch.ones(1))
     )
+    assert torch.bfloat16 in a.supported_dtypes()
     assert a.memory_allocated() == 0 == a.max_memory_allocated(0)
     assert a.communication_backend_name() == "gloo"
     for nothing in (a.empty_cache, a.synchronize, a.reset_peak_memory_stats):
@@ -185,6 +198,7 @@ def build_sharded() -> None:
         model[0],
         model[2],
     ]
+    assert deepspeed.utils.z3_leaf_module(model[2])
     engine = begin(model, config(3))
     engine.backward(engine(batch(0)[0]).sum())
     engine.step()
@@ -205,6 +219,8 @@ def asked_about() -> None:
     assert engine.zero_optimization_stage() == 2 and engine.zero_overlap_comm() is False
     assert engine.gradient_clipping() == 1.0 and engine.steps_per_print() == 0
     assert not engine.dynamic_loss_scale() and not engine.fp16_enabled()
+    assert not engine.optimizer.needs_scaler()
+    engine.tput_timer.update_epoch_count()
     assert engine.get_batch_info() == (16, 4, 2)
     group = engine.data_parallel_group
     assert torch.distributed.get_world_size(group) == 2
@@ -258,6 +274,7 @@ def backward_refused() -> None:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
     for stage in (0, 3):
         engine = begin(net(), config(stage, 1, **fp16))
+        assert engine.optimizer.needs_scaler()
         before = whole(engine)
         with pytest.raises(RuntimeError, match="the loss needs the loss scale, 256"):
             engine(batch(0)[0]).float().sum().backward()

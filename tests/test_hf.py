@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -200,6 +202,7 @@ def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
             assert args.mixed_precision == made.accelerator.mixed_precision == "no"
             assert not args.place_model_on_device and args.n_gpu <= 1
             assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
+            assert args.device == engine.device, 'not "cpu:0"'
             assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
         args = hf.TrainingArguments(deepspeed={}, **USUAL | {name: True})
         data = {"train_dataset": Features(), "eval_dataset": Features()}
@@ -214,21 +217,32 @@ def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
 
 
 def test_offload_changes_no_bit(two: Pool, tmp_path: Path) -> None:
+    """Nor does a plan; the files for `from_pretrained` are equal byte for byte."""
+
     def run() -> Any:
-        found = [trained(3, max_steps=2)]
+        found = []
+        for stage in STAGES:
+            made = trainer(stage, max_steps=2)
+            made.train()
+            made.save_model(str(tmp_path / str(stage)))
+            found.append(losses(made))
         for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": tmp_path}):
             home = {k: str(v) for k, v in place.items()}
             zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
             zero |= {"offload_optimizer": home, "offload_param": home}
             made = trainer(3, config={"zero_optimization": zero}, max_steps=2)
             made.train()
+            made.save_model(str(tmp_path / home["device"]))
             found.append(losses(made))
             plan = made.model_wrapped.net.home.plan
             assert plan.parameters.on == plan.optimizer.on == home["device"]
         return found
 
     found = two.run(run)[0]
-    assert found == [found[0]] * 3
+    assert found == [found[0]] * 6
+    saved = [tmp_path / str(place) for place in (*STAGES, "cpu", "nvme")]
+    files = [(folder / "model.safetensors").read_bytes() for folder in saved]
+    assert files == [files[0]] * 6
 
 
 # the config
@@ -335,6 +349,11 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
         )
         model = gpt2()
         refused(lambda: four.prepare(model, torch.optim.SGD(model.parameters())))
+        pair = [(made, torch.optim.SGD(made.parameters())) for made in (gpt2(), gpt2())]
+        bare.prepare(*pair[0])
+        refused(lambda: bare.prepare(*pair[1]))
+        bare.free_memory()
+        bare.prepare(*pair[1])
         return said
 
     words = (
@@ -349,6 +368,7 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
         "clip_grad_norm_",
         '"bf16" in the config',
         "gradient_accumulation_steps=2, and the config 4",
+        "call its free_memory()",
     )
     said = two.run(run)[0]
     assert len(said) == len(words)
@@ -497,7 +517,7 @@ def test_the_best_model_is_loaded_at_the_end(two: Pool, tmp_path: Path) -> None:
         made = trainer(
             3,
             output_dir=str(tmp_path / str(only)),
-            learning_rate=0.3,  # so that it gets worse
+            learning_rate=0.1,  # so that it gets worse
             lr_scheduler_type="constant",
             eval_strategy="steps",
             eval_steps=1,
@@ -512,7 +532,7 @@ def test_the_best_model_is_loaded_at_the_end(two: Pool, tmp_path: Path) -> None:
 
     for only in (False, True):
         every, best = two.run(run, only)[0]
-        assert len(every) == 4 and best == min(every)
+        assert len(every) == 4 and best == min(every) < every[-1]
 
 
 AFRESH = """
@@ -656,6 +676,48 @@ def test_a_pretrained_model_is_never_whole(two: Pool, tmp_path: Path) -> None:
     assert most == 1 and ours == theirs
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_loading_takes_memory_for_the_shards(two: Pool, tmp_path: Path) -> None:
+    """A rank gets its half of 64 MB in files of 16 MB: never a file, nor the model.
+
+    In bf16, so that what is read of the fp32 files is not only mapped.
+    """
+    from minizero.zero.sharded_buffer import ShardedFlat
+
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    config = transformers.LlamaConfig(vocab_size=64, **large, **OFF)
+    transformers.LlamaForCausalLM(config).save_pretrained(
+        tmp_path / "large", max_shard_size="32MB"
+    )
+    llama().save_pretrained(tmp_path / "small")
+
+    def taken() -> float:
+        """Of this process, in MB, without what it has mapped of files."""
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) / 1000
+
+    def run() -> Any:
+        seen = []
+        split = ShardedFlat.split
+        # M_MMAP_THRESHOLD, at its default for good: what is freed is given back at once
+        ctypes.CDLL(None).mallopt(-3, 128 * 1024)
+
+        def watch(self: ShardedFlat) -> None:
+            seen.append(taken())
+            split(self)
+
+        auto = transformers.AutoModelForCausalLM
+        with zero.Init():
+            auto.from_pretrained(tmp_path / "small")  # brings in what loading needs
+            with patch.object(ShardedFlat, "split", watch):
+                model = auto.from_pretrained(tmp_path / "large", dtype=torch.bfloat16)
+        sizes = [p.nbytes / 1e6 for p in model.parameters()]
+        return max(seen) - min(seen), max(sizes), sum(sizes)
+
+    for rise, largest, whole in two.run(run):
+        assert whole > 64 and rise < whole / 2 + 4 * largest
+
+
 def lora(**more: Any) -> Any:
     names = ["q_proj", "v_proj"]
     return peft.LoraConfig(target_modules=names, task_type="CAUSAL_LM", **more)
@@ -669,7 +731,11 @@ def test_lora_on_a_frozen_base(two: Pool, tmp_path: Path) -> None:
         more = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2}
         made = trainer(stage, model, **more)
         made.train()
-        made.save_model(str(folder / "adapter"))
+        wraps = patch.object(model, "save_pretrained", wraps=model.save_pretrained)
+        with wraps as saves:
+            made.save_model(str(folder / "adapter"))
+        for call in saves.call_args_list:  # on rank 0; the base is not asked for
+            assert all("lora_" in name for name in call.kwargs["state_dict"])
         again = trainer(stage, peft.get_peft_model(llama(), lora(r=4)), **more)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         assert losses(again) == losses(made)
@@ -773,7 +839,8 @@ def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
             found.append(loss.item())
             if step == 3 and stage == 0:
                 accelerator.save_state(str(tmp_path / "state"))
-        assert model.global_steps == 4 and len(found) == (4 if resume else 8)
+        assert (model.global_steps, model.micro_steps) == (4, 8)
+        assert len(found) == (4 if resume else 8)
         assert model.get_batch_info() == (8, 2, 2) and model.gradient_clipping() == 1
         assert model.config.zero_optimization.reduce_bucket_size == 32 * 32
         return found, optimizer.param_groups[0]["lr"]

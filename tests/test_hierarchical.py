@@ -354,7 +354,7 @@ def test_coded_with_overlap_accumulation_and_a_resume(
 
 
 def quantized(plan: Plan, **bits: int) -> tuple[Any, ...]:
-    """Losses, exact weights, whether GatheredParameters keeps bits, bytes."""
+    """Losses, weights, whether own shards are and stay exact, what is computed with."""
     net = made(plan, **bits)
     losses = steps(net, 0, 2)
     weights = [
@@ -364,13 +364,16 @@ def quantized(plan: Plan, **bits: int) -> tuple[Any, ...]:
         whole = [f.full.clone() for u in net.units for f in u.flats]
     after = [shard for u in net.units for f in u.flats for shard in net.owned(f)]
     kept = all(map(torch.equal, weights, after))
+    code = Code(8)
+    coded = [code.decode(code.encode(w), torch.empty_like(w)) for w in weights]
+    exact = not any(map(torch.equal, weights, coded))
     unit = net.units[1]
     for flat in unit.flats:
         flat.gather().wait()
     seen = [flat.full.clone() for flat in unit.flats]
     for flat in unit.flats:
         flat.free()
-    return losses, whole, kept, seen
+    return losses, whole, kept and exact, seen
 
 
 @pytest.mark.parametrize("plan", [Plan.stage(3), SECONDARY, CASES["stage 3"][0]])

@@ -16,13 +16,15 @@ from minizero import comm
 from minizero.__main__ import main
 from minizero.config.read import read
 from minizero.lab.bench.planner import MODEL, Case, build, step
-from minizero.lab.models.gpt import GPT
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.toymachine import TOY, shape_of
 from minizero.ranks.launch import Pool
 from minizero.scale import MACHINES, MODELS, Job, choose
 from minizero.scale.advice import candidate_of, describe, large_buckets, warnings
+from minizero.scale.candidates import Candidate, candidates
 from minizero.scale.command import count, sequences
 from minizero.scale.exact import exactly
-from minizero.scale.planner import Candidate, Choice, Result, candidates, ds_config
+from minizero.scale.planner import SAME, Choice, Result, ds_config
 
 V100 = replace(MACHINES["v100-32gb"], gpus=8)
 SLOW = replace(V100, network=1.25e9 / 8)
@@ -55,6 +57,15 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert {choice.best.candidate.kind, *(r.candidate.kind for r in choice.others)} == (
         kinds
     )
+
+
+def test_of_equals_the_simplest_is_chosen() -> None:
+    """Chapter 18's job: offload is faster by less than a prediction is off."""
+    shape = shape_of(GPTConfig(layers=6, hidden=96, heads=3, sequence=64))
+    choice = choose(Job(shape, TOY, 4, 8, 64, "fp32"))
+    assert choice.best.candidate.extras == 0
+    least = min(choice.loses(r) for r in choice.others if r.fits)
+    assert -SAME / (1 + SAME) <= least < 0
 
 
 def test_a_rehearsal_is_asked_where_the_formula_is_not_sure() -> None:

@@ -181,6 +181,10 @@ def test_accumulation_reduces_at_each_micro_batch_where_gradients_are_sharded() 
         )
 
     assert extra(1) == 0 < extra(2) < extra(3)
+    one, two, three = (
+        predict(**JOB, accumulation=n).step_seconds for n in (1, 2, 3)
+    )  # and updates once
+    assert three - two == pytest.approx(two - one) and three - two < one
 
 
 def test_memory_agrees_with_the_estimate_and_with_a_published_run() -> None:

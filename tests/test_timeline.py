@@ -310,6 +310,24 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
     assert opened(other).startswith(
         "other.json is no trace that can be drawn: it has no traceEvents. "
     )
+    event = {"ph": "X", "pid": 0, "tid": 1, "name": "a", "ts": 1, "dur": 1}
+    timeless = {k: v for k, v in event.items() if k != "ts"}
+    for i, (text, why) in enumerate(
+        (
+            ("3", "it has no traceEvents. "),
+            (json.dumps([event])[:-9], "Unterminated string in JSON"),
+            (json.dumps([timeless]), "an event of it has no time, a number of "),
+            (json.dumps([event | {"dur": "long"}]), "an event of it has no time"),
+            (json.dumps([event] * 50_001), "it has 50001 events, more than 50000; "),
+        )
+    ):
+        path = tmp_path / f"odd{i}.json"
+        path.write_text(text)
+        said = opened(path)
+        assert said.startswith(f"{path.name} is no trace that can be drawn: {why}")
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps([event | {"args": {"source": 5, "unit": 8, "peers": 1}}]))
+    assert opened(odd).startswith("odd.json: 1 slice of 1 rank. At 0 ms of 0 ms")
     assert opened(whole).startswith(
         "run.json: 6 slices of 2 ranks. At 2.8 ms of 2.8 ms"
     )
@@ -344,6 +362,37 @@ def test_it_plays(browser: Any, show: Show, calm: bool) -> None:
         assert play.text == "Play"
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+SETTINGS = """const [plan, offload, step] = root.querySelectorAll("select");
+  const set = (control, value) => {
+    control.selectedIndex = value;
+    control.dispatchEvent(new Event("change"));
+  };
+  const heights = new Set();
+  for (const [stage, place, source] of [[1, 2, 0], [0, 0, 0], [1, 1, 0], [2, 1, 0],
+      [3, 2, 0], [3, 0, 1]]) {
+    set(step, source);
+    if (!source) set(plan, stage);
+    if (!offload.disabled) set(offload, place);
+    for (let i = 0; i <= 40; i++) {
+      const scrub = root.querySelector(".scrub");
+      scrub.value = i / 40;
+      scrub.dispatchEvent(new Event("input"));
+      const { top } = root.querySelector(".words + .name").getBoundingClientRect();
+      heights.add(top - root.querySelector(".words").getBoundingClientRect().top);
+    }
+  }
+  return [...heights]"""
+"""How far below the words that tell what a rank does stands what follows them."""
+
+
+@pytest.mark.parametrize("width", [360, 440, 600, 768])
+def test_words_stay_in_their_room(browser: Any, show: Show, width: int) -> None:
+    """Under any plan and at any moment, so that nothing moves while a step plays."""
+    (root,) = show(Timeline().static_html(), width=width)
+    script = SETTINGS.replace("root", "arguments[0]")
+    assert len(browser.execute_script(script, root)) == 1
 
 
 @pytest.mark.parametrize("width", [360, 768])

@@ -65,8 +65,8 @@ SCHEMA = {
                     kind("X", tid=COUNT, dur={"type": "number", "exclusiveMinimum": 0}),
                     kind("i", tid=COUNT, s={"enum": ["t", "p", "g"]}),
                     kind("C", args=COUNTS),
-                    kind("s", tid=COUNT, id=TEXT, cat=TEXT),
-                    kind("f", tid=COUNT, id=TEXT, cat=TEXT, bp={"const": "e"}),
+                    kind("s", tid=COUNT, id=COUNT, cat=TEXT),
+                    kind("f", tid=COUNT, id=COUNT, cat=TEXT, bp={"const": "e"}),
                     kind("M", args={"type": "object", "minProperties": 1}),
                 ]
             },
@@ -168,6 +168,7 @@ def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
         if event["ph"] == "X":
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     assert len(threads) >= 6
+    assert all(tid not in (0, pid) for pid, tid in threads)
     for slices in threads.values():  # none reaches into another
         for a, b in zip(slices, slices[1:], strict=False):
             assert a["ts"] + a["dur"] <= b["ts"] + 1e-6

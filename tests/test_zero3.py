@@ -80,6 +80,9 @@ class Fussy(nn.Module):
         with torch.no_grad():
             self.layers[1].bias.fill_(2.0)
         nn.init.zeros_(self.layers[2].weight[1])  # as a padding token's row
+        bias = self.layers[0].bias
+        with zero.GatheredParameters(bias, modifier_rank=0), torch.no_grad():
+            bias[2:].fill_(3.0)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -27,6 +27,11 @@ def world(group: dist.ProcessGroup | None) -> Iterator[None]:
 
     What is launched inside is waited for inside. Groups need not make the same calls,
     so what hangs inside is found by the timeout alone.
+
+    It sets `dist.group.WORLD`, as `init_process_group` does, and puts it back. Torch's
+    documented way is a group for each call: shards, norms, tags and checkpoints would
+    each have to be given one. (`comm.among` is not enough: it moves collectives, and
+    who owns which shard stays as it was.)
     """
     if group is None:
         yield

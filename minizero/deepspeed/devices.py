@@ -65,6 +65,9 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
     def is_synchronized_device(self) -> bool:
         return self.kind == "cpu"
 

@@ -17,7 +17,10 @@ _parts = product(
     ("get", "set"), ("full", "local"), ("fp32_param", "grad", "optimizer_state")
 )
 _SAFE = " ".join(f"safe_{do}_{part}_{what}" for do, part, what in _parts)
-_LEAVES = {".sharding": "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"}
+_LEAVES = {
+    ".sharding": "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
+    "z3_leaf_module"
+}
 _LOADER = {"..engine.data": "DeepSpeedDataLoader=Loader"}
 _LOGS = {".logs": "logger log_dist"}
 _OPTIMIZER = "..engine.optimizer"
@@ -44,6 +47,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_world_group",
         "torch.distributed": "*",
     },
+    "compression.helper": {".unsharded": "recursive_getattr recursive_setattr"},
     "moe.utils": {".unsharded": "split_params_into_different_moe_groups_for_optimizer"},
     "ops.adagrad": {".optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},

@@ -121,7 +121,12 @@ def unset_z3_leaf_modules(
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that are marked."""
-    return [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
+    return [m for m in model.modules() if z3_leaf_module(m)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this one is."""
+    return getattr(model, "_z3_leaf", False)
 
 
 def _mark(

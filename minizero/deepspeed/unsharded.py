@@ -1,8 +1,11 @@
-"""Names that scripts import for another parallelism, and do not use without it."""
+"""Names that scripts import for what is not done here, and use without it."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
+
+from torch import nn
 
 
 class PipelineModule:
@@ -31,3 +34,14 @@ def split_params_into_different_moe_groups_for_optimizer(
                 "gradients are averaged over all ranks; leave the mark out"
             )
     return groups
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """What is under a name with dots, such as "layers.0.weight"."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Put something else there."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)

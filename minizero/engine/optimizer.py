@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..precision import DynamicLossScale
 from ..zero.data_parallel import DataParallel
 
 
@@ -58,6 +59,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaler.scale = float(scale)
 
     cur_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether `engine.scale(loss).backward()` is due, and not `loss.backward()`."""
+        scaler = getattr(self.net.precision, "scaler", None)
+        return isinstance(scaler, DynamicLossScale) or self.loss_scale != 1.0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and update, without counting: `engine.step` calls this."""

@@ -115,6 +115,9 @@ class Meter:
         """Begin a new average."""
         self.recent = Throughput()
 
+    def update_epoch_count(self) -> None:
+        """Scripts for DeepSpeed say so when an epoch ends; steps are all timed alike."""
+
     def avg_samples_per_sec(self) -> float:
         """Of all ranks, since the last report."""
         return self.recent.samples_per_second

@@ -88,13 +88,13 @@ def start(
     optimizer: Optimizer,
     objects: tuple[Any, ...] = (),
 ) -> None:
-    """Make the accelerator's engine, unless there is one for the model."""
-    engine, config = accelerator.engine, accelerator.config
-    if engine is not None and engine.module is model:
-        if getattr(optimizer, "engine", None) is engine:
-            return
-    elif engine is not None:
-        engine.destroy()
+    """Make the accelerator's engine."""
+    config = accelerator.config
+    if accelerator.engine is not None:
+        raise ValueError(
+            "the accelerator has a model, and trains one; call its "
+            "free_memory() first, or make another accelerator"
+        )
     if callable(config):
         config = config(model)
     else:

@@ -76,6 +76,7 @@ class Loop(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward inside does not reduce, where the plan keeps gradients."""
+        # older releases of transformers come here even if all are to reduce
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         self._reduces, before = each, self._reduces
         try:
@@ -84,10 +85,8 @@ class Loop(accelerate.Accelerator):
             self._reduces = before
 
     def clip_grad_norm_(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: int = 2,
+        self, parameters: Iterable[Tensor],
+        max_norm: float, norm_type: int = 2,
     ) -> Tensor:
         """Clip the gradients of the whole model; their norm before that."""
         net = self._engine().net

@@ -61,13 +61,15 @@ def cross_entropy(
     """
     name = "cross_entropy"
     check(name, f"torch.nn.functional.{name}", logits=logits)
-    if target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
+    wanted = torch.int64, logits.shape[:-1], logits.device
+    if (target.dtype, target.shape, target.device) != wanted:
         raise ValueError(
             f"{name} takes an int64 target for each row of logits "
-            f"{tuple(logits.shape)}, not {tuple(target.shape)} of "
-            f"{target.dtype}"
+            f"{tuple(logits.shape)} on {logits.device}, not "
+            f"{tuple(target.shape)} of {target.dtype} on {target.device}"
         )
-    logits, target = logits.flatten(0, -2), target.flatten()
+    logits = logits.reshape(-1, logits.shape[-1])
+    target = target.flatten()
     if not runs_on(logits):
         return functional.cross_entropy(
             logits.float(), target, ignore_index=ignore_index

@@ -56,13 +56,8 @@ class Norm(torch.autograd.Function):
         launch(
             norm_backward, (programs,), *given, rows, width, **ctx.options
         )
-        return (
-            dx,
-            dweight.sum(0).to(weight.dtype),
-            None if dbias is None else dbias.sum(0).to(bias.dtype),
-            None,
-            None,
-        )
+        dbias = None if dbias is None else dbias.sum(0)
+        return dx, dweight.sum(0), dbias, None, None  # autograd casts
 
 # %% ../../notebooks/14_kernels.ipynb #norm-functions
 def _check(

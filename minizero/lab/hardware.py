@@ -92,7 +92,7 @@ class Table:
         def row(cells: list[str], tag: str) -> str:
             side = ["left", *["right"] * (len(cells) - 2), "left"]
             return "".join(
-                f'<{tag} style="text-align: {s}">{escape(c)}</{tag}>'
+                f'<{tag} style="text-align: {s}; padding: 2px 8px">{escape(c)}</{tag}>'
                 for c, s in zip(cells, side, strict=True)
             )
 

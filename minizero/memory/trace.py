@@ -99,14 +99,12 @@ class Trace:
         here = {"pid": rank}
         yield _named("process", f"rank {rank}", here)
         tracks = _tracks(s for s in self.slices if s.rank == rank)
-        for thread, (lane, slices) in enumerate(tracks):
+        # Perfetto takes thread 0 for none, and the process's number for its main thread.
+        for thread, (lane, slices) in enumerate(tracks, 1000 * rank + 1):
             here = {"pid": rank, "tid": thread}
             yield _named("thread", lane, here)
-            yield here | {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "args": {"sort_index": thread},
-            }
+            sort = {"name": "thread_sort_index", "args": {"sort_index": thread}}
+            yield here | {"ph": "M"} | sort
             for s in slices:
                 yield from self._events(s, here)
         for time, live in self.live(rank):
@@ -115,7 +113,7 @@ class Trace:
                     category: live.get((place, category), 0) for category in CATEGORIES
                 }
                 name = f"live bytes, {place}"
-                at = {"ph": "C", "pid": rank, "tid": 0, "ts": time * 1e6}
+                at = {"ph": "C", "pid": rank, "ts": time * 1e6}
                 yield at | {"name": name, "args": args}
 
     def _events(self, s: Slice, here: dict[str, int]) -> Iterator[dict[str, Any]]:
@@ -131,7 +129,8 @@ class Trace:
         flow = here | {"name": "sent", "cat": "sent"}
         others = set(s.peers or range(self.ranks)) - {s.rank}
         for other in others if s.call >= 0 and s.verb != "broadcast" else ():
-            sent, got = f"{s.call}.{s.rank}.{other}", f"{s.call}.{other}.{s.rank}"
+            ways = (s.rank, other), (other, s.rank)
+            sent, got = ((s.call * self.ranks + a) * self.ranks + b for a, b in ways)
             begins, ends = s.begin * 1e6, max(s.begin, s.end - ARRIVED) * 1e6
             yield flow | {"ph": "s", "id": sent, "ts": begins}
             yield flow | {"ph": "f", "bp": "e", "id": got, "ts": ends}

@@ -8,7 +8,8 @@ from dataclasses import replace
 from ..config.read import read
 from ..config.source import Source
 from ..memory.amounts import amount
-from .planner import KEPT, Candidate, Choice, Job, Result
+from .candidates import KEPT, Candidate, Job
+from .planner import Choice, Result
 
 WAITS = 0.1
 """The share of a step in waits above which a link is slow."""
@@ -141,9 +142,8 @@ def describe(choice: Choice) -> str:
         f"  {fit(job, best)}: "
         + ", ".join(f"{name} {amount(getattr(memory, name))}" for name in parts),
     ]
-    kept = {"matmuls": "selective", "full": "full"}.get(best.candidate.checkpointing)
-    if kept:
-        lines.append(f'  in the model: recompute_units(model, "{kept}")')
+    if (how := best.candidate.recompute) != "none":
+        lines.append(f'  in the model: recompute_units(model, "{how}")')
     lines.append("why not:")
     for other in choice.others:
         what = fit(job, other)

@@ -13,7 +13,8 @@ import torch
 from . import machines, shapes
 from .decoder import Decoder
 from .advice import describe, judge
-from .planner import LARGEST, Job, choose, ds_config
+from .candidates import LARGEST, Job
+from .planner import choose, ds_config
 from .shapes import check_counts
 
 if TYPE_CHECKING:

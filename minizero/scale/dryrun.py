@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ def _walk(run: Run, world_size: int, device: str, steps: int, rank: int) -> DryR
             for _ in range(steps * engine.gradient_accumulation_steps()):
                 _step(engine, args)
         lines = [(*key, n) for key, n in seen.lines.most_common(5)]
-        count = sum(unit_elements(engine))
+        flats = [flat for unit in engine.net.units for flat in unit.flats]
+        count = sum(flat.numel for flat in flats)
         return DryRun(
             world_size, rank, None, count, seen.peak, seen.peaks, _when(seen),
             lines, seen.host_peak, making.peak, dict(seen.live), calls,
@@ -151,21 +152,10 @@ def _walk(run: Run, world_size: int, device: str, steps: int, rank: int) -> DryR
 
 def _step(engine: Engine, args: Any) -> None:
     out = engine(**args) if isinstance(args, dict) else engine(*args)
-    loss = (
-        out
-        if isinstance(out, Tensor)
-        else out[0]
-        if isinstance(out, tuple)
-        else out.loss
-    )
-    engine.backward(loss)
+    if not isinstance(out, Tensor):
+        out = out[0] if isinstance(out, tuple) else out.loss
+    engine.backward(out)
     engine.step()
-
-
-def unit_elements(engine: Engine) -> Iterator[int]:
-    """Elements of each unit, without padding."""
-    for unit in engine.net.units:
-        yield sum(flat.numel for flat in unit.flats)
 
 
 def _when(seen: Witness) -> str:

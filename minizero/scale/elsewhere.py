@@ -25,8 +25,9 @@ def deepspeed(largest: int) -> Schedule:
 class Other:
     """A published run: `seconds` of a step, or `flops` a second and GPU, or `tokens`.
 
-    FLOP a second were published with those of recomputation: 8 a parameter and token.
-    memory: bytes at the peak, where they were published.
+    FLOP a second are published with those of recomputation and of whole scores, as
+    Narayanan et al. 2021 count them (eq. 3). memory: bytes at the peak, where they were
+    published.
     """
 
     name: str
@@ -47,7 +48,11 @@ class Other:
         """Tokens a second and GPU."""
         if self.seconds:
             return self.micro_batch * self.sequence / self.seconds
-        return self.tokens or self.flops / (8 * self.shape.parameters)
+        if self.tokens:
+            return self.tokens
+        shape, h = self.shape, self.shape.hidden
+        block = 8 * shape.block + 16 * self.sequence * h
+        return self.flops / (shape.layers * block + 6 * h * shape.vocab)
 
     def predict(self) -> Prediction:
         """The prediction of this row."""
@@ -67,11 +72,6 @@ class Other:
         return self.predict().tokens_per_second_per_gpu / self.published - 1
 
 
-def own_port(machine: Machine) -> Machine:
-    """As if each GPU fetched all that it gathers through its own port."""
-    return replace(machine, network=machine.network / machine.gpus)
-
-
 _EAGER = {"checkpointing": "full", "precision": "fp16", "attention": "eager"}
 _DEEPSPEED = _EAGER | {"schedule": deepspeed}
 _PLUS = _DEEPSPEED | {"secondary": 16, "weight_bits": 8, "gradient_bits": 4}
@@ -86,7 +86,8 @@ def _gpt(layers: int, hidden: int, heads: int) -> Shape:
 
 _10B, _18B, _52B = _gpt(50, 4096, 32), _gpt(40, 6144, 48), _gpt(64, 8192, 32)
 _138B, _530B = _gpt(76, 12_288, 96), _gpt(105, 20_480, 128)
-_PORT = own_port(A100)
+# as if each GPU fetched all that it gathers through its own port
+_PORT = replace(A100, network=A100.network / A100.gpus)
 # four to a node; an all-reduce of 64 of them was measured at 54.2 Gbit/s a node, where
 # the ports are of 400 in all (BigScience, experiments/bandwidth)
 _JEAN_ZAY = replace(V100, gpus=4, link=75e9, network=54.2e9 / 8 / 4 / NETWORK, shared=2)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ..activations import recompute_units
+from .candidates import Candidate, Job
 from .dryrun import dryrun
-from .planner import Candidate, Choice, Job, Result, ds_config
+from .planner import Choice, Result, ds_config
 
 
 def exactly(job: Job, model: Callable[[], nn.Module], device: str = "cuda") -> Job:
@@ -23,11 +24,9 @@ def exactly(job: Job, model: Callable[[], nn.Module], device: str = "cuda") -> J
 
     @cache
     def peak(candidate: Candidate) -> float:
-        kept = {"matmuls": "selective"}.get(candidate.checkpointing)
-
         def build() -> nn.Module:
             net = model()
-            recompute_units(net, kept or candidate.checkpointing)
+            recompute_units(net, candidate.recompute)
             return net
 
         config = ds_config(Choice(job, Result(job, candidate), []))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +82,12 @@ class Run:
         return changed.named("in the model: minizero.activations.recompute_units")
 
 
+def fewer_rows(run: Run) -> list[Run]:
+    """A half of its rows, and a half of that, as long as they are even."""
+    halves = takewhile(lambda n: run.rows % 2**n == 0, count(1))
+    return [run.of_rows(run.rows // 2**n) for n in halves]
+
+
 def changes(run: Run) -> Iterator[list[Run]]:
     """One change at a time, each with the values to try, the gentlest first."""
     stage = int(run.zero.get("stage", 0))
@@ -89,11 +96,7 @@ def changes(run: Run) -> Iterator[list[Run]]:
         (run.config.get(kind) or {}).get("enabled") for kind in ("bf16", "fp16")
     ):
         yield [run.bf16()]
-    fewer, rows = [], run.rows
-    while rows % 2 == 0:
-        rows //= 2
-        fewer.append(run.of_rows(rows))
-    yield fewer
+    yield fewer_rows(run)
     if stage == 3:
         yield [run.without_overlap()]
     if stage:
@@ -105,9 +108,6 @@ def changes(run: Run) -> Iterator[list[Run]]:
 
 def everything(run: Run) -> Run:
     """Stage 3, both offloads, one row at a time, and its blocks computed again."""
-    rows = run.rows
-    while rows % 2 == 0:
-        rows //= 2
-    run = run if rows == run.rows else run.of_rows(rows)
+    run = [run, *fewer_rows(run)][-1]
     run = run if run.zero.get("stage") == 3 else run.stage(3)
     return run.offload("optimizer", "param").recompute()

@@ -90,10 +90,10 @@ class Pipeline(Neighbours):
             else:
                 loss += y.item() if self.last else 0.0
                 grad = self.swap(+1, y, True)
-                x = self.swap(-1, self._back(grad, not (more or ahead)), more)
-        for left in range(ahead, 0, -1):
+                x = self.swap(-1, self._back(grad), more)
+        for _ in range(ahead):
             grad = self.swap(+1, None, True)
-            self.swap(-1, self._back(grad, left == 1), False)
+            self.swap(-1, self._back(grad), False)
         return loss
 
     def _forward(
@@ -108,10 +108,10 @@ class Pipeline(Neighbours):
         self.most = max(self.most, len(self.kept))
         return y
 
-    def _back(self, grad: Tensor | None, last: bool) -> Tensor | None:
-        """Of the oldest micro-batch, from its output's gradient."""
+    def _back(self, grad: Tensor | None) -> Tensor | None:
+        """Of the oldest micro-batch; the step reduces what is not sharded."""
         x, y = self.kept.popleft()
         sharded = self.net.plan.gradients.sharded
-        with nullcontext() if last or sharded else self.net.no_sync():
+        with nullcontext() if sharded else self.net.no_sync():
             self.net.backward(y if grad is None else (y * grad).sum())
         return None if x is None else x.grad

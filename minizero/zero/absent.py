@@ -60,7 +60,9 @@ class AbsentFlat(Flat):
         self.nan = self.full.new_full((), self._nothing)
         self._cut_views()
         self._pointed = self.views
-        self.absent = [self.nan.expand(slot.shape) for slot in self.slots]
+        shapes = {slot.shape for slot in self.slots}
+        expanded = {shape: self.nan.expand(shape) for shape in shapes}
+        self.absent = [expanded[slot.shape] for slot in self.slots]
 
     def _cut_views(self) -> None:
         # while it is whole: a view cannot be cut from an empty storage
@@ -100,8 +102,8 @@ class AbsentFlat(Flat):
         vars(p := slot.parameter).setdefault("ds_id", next(_numbers))
         vars(p).update(
             sharded_in=self,
-            ds_shape=p.shape,
-            ds_numel=p.numel(),
+            ds_shape=slot.shape,
+            ds_numel=slot.numel,
             ds_status=ZeroParamStatus.AVAILABLE,
             __deepcopy__=partial(_copied, p),
             __reduce_ex__=partial(_reduced, p),
@@ -129,10 +131,11 @@ class AbsentFlat(Flat):
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a parameter was written to while it was absent."""
         at = self.nan.data_ptr()
-        given = (
-            s for s in self.slots if s.parameter.data_ptr() != at and self.holds(s)
-        )
-        for slot in (*self.written(), *(s for s in given if s.numel)):
+        with torch._C.DisableTorchFunction():  # `zero.Init` would gather, to look there
+            ptrs = [slot.parameter.data_ptr() for slot in self.slots]
+        pairs = zip(self.slots, ptrs, strict=True)
+        given = (s for s, ptr in pairs if ptr != at and s.numel and self.holds(s))
+        for slot in (*self.written(), *given):
             self.nan.fill_(self._nothing)
             self.hide()
             raise RuntimeError(

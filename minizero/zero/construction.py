@@ -70,7 +70,7 @@ class Construction(Step):
                 self.units.append(unit)
             materialise(blank.values())
             for module in self.model.modules():
-                for buffer in module.buffers(recurse=False):
+                for buffer in module.buffers(recurse=False) if module._buffers else ():
                     _take_over(buffer)
                     self.precision.attach_buffer(buffer, module)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .flat_buffer import Flat
+from .units import inside
 from .muon import Muon
 
 
@@ -161,17 +162,14 @@ def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[nn.Parameter, int]:
     """The optimizer group of each parameter of the model."""
-    known = set(model.parameters())
-    group_of: dict[nn.Parameter, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if p not in known:
-                raise ValueError(
-                    f"the optimizer's group {index} has a parameter of shape "
-                    f"{tuple(p.shape)} that is not the model's; make the "
-                    "optimizer over model.parameters()"
-                )
-            group_of[p] = index
+    groups = enumerate(optimizer.param_groups)
+    group_of = {p: index for index, group in groups for p in group["params"]}
+    for p in group_of.keys() - {*inside(model)}:
+        raise ValueError(
+            f"the optimizer's group {group_of[p]} has a parameter of shape "
+            f"{tuple(p.shape)} that is not the model's; make the "
+            "optimizer over model.parameters()"
+        )
     return group_of
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from ..ranks.launch import rank, world_size
 __all__ = ['Place', 'NOTHING', 'Slot', 'in_order', 'Layout', 'GradientBuffer', 'Gradients', 'Flat', 'Unit']
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-buffer-slot
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where one parameter lies in its flat buffer; offset in elements."""
 
     name: str
@@ -31,7 +30,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        return self.shape.numel()
 
     def view(self, buffer: Tensor) -> Tensor:
         """The part of `buffer` that is this parameter, in its shape."""
@@ -129,8 +128,10 @@ class GradientBuffer(Layout):
     def new_grad(self) -> Tensor:
         """The gradient buffer, NOTHING where nobody brought one: [padded]."""
         grad = self.room()
-        for slot in self.slots if self.vacant else ():
-            if slot.parameter in self.vacant:
+        if len(self.vacant) == len(self.slots):
+            grad.fill_(NOTHING)
+        elif self.vacant:
+            for slot in (s for s in self.slots if s.parameter in self.vacant):
                 slot.view(grad).fill_(NOTHING)
         self.vacant.clear()
         return grad
@@ -232,10 +233,10 @@ class Flat(Gradients):
 
     def fill(self, slot: Slot) -> None:
         """Copy a parameter into its place, and make it a view of that."""
-        slot.view(self.full).copy_(slot.parameter.detach())
+        view = slot.view(self.full).copy_(slot.parameter.detach())
         # `.data`, not a new Parameter: the version counter stays the
         # parameter's own when the buffer is refilled
-        slot.parameter.data = slot.view(self.full)
+        slot.parameter.data = view
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """Hold the values in another dtype, and gradients in yet another."""

@@ -13,8 +13,8 @@ from ..ranks.launch import device
 
 def _blank(module: nn.Module) -> list[Tensor]:
     """The module's own tensors that have no values."""
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return [t for t in own if t.is_meta]
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in own if t is not None and t.is_meta]
 
 
 def blank_modules(model: nn.Module) -> dict[Tensor, nn.Module]:

@@ -11,11 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .absent import check_present
 from .flat_buffer import Unit
-from .units import Policy, find_units
+from .units import Policy, find_units, own
 
 
-def users(model: nn.Module, units: Iterable[Unit]) -> Iterable[tuple[nn.Module, Unit]]:
-    """The modules whose call needs a unit, each with that unit.
+def users(model: nn.Module, units: Iterable[Unit]) -> dict[Unit, list[nn.Module]]:
+    """The modules whose call needs a unit.
 
     They are the unit's own modules (the root's: the model), and those between it and
     the parameters. A module that shares a parameter with the root needs both.
@@ -29,21 +29,24 @@ def users(model: nn.Module, units: Iterable[Unit]) -> Iterable[tuple[nn.Module, 
     waiting = [
         (module, owner[p])
         for module in (model, *parents)
-        for p in module.parameters(recurse=False)
+        for p in own(module)
     ]
     while waiting:
         pair = module, unit = waiting.pop()
         if pair not in found:
             found[pair] = None
             waiting += [(parent, unit) for parent in parents.get(module, ())]
-    return found
+    using: dict[Unit, list[nn.Module]] = {}
+    for module, unit in found:
+        using.setdefault(unit, []).append(module)
+    return using
 
 
 def refuse_compiled(model: nn.Module, policy: Policy | None) -> None:
     """Raise ValueError if units would be inside a graph: there no hook gathers."""
     for name, module in find_units(model, policy).items():
-        own = module._compiled_call_impl is not None
-        if own or (not name and hasattr(module, "_orig_mod")):
+        alone = module._compiled_call_impl is not None
+        if alone or (not name and hasattr(module, "_orig_mod")):
             raise ValueError(
                 f"{name or 'the model'} is compiled already, and parameters that are "
                 "gathered and freed cannot be part of a graph; wrap the model first, "
@@ -53,10 +56,8 @@ def refuse_compiled(model: nn.Module, policy: Policy | None) -> None:
 
 def guard(module: nn.Module) -> None:
     """Let a module refuse to hand out or to load a state dict without values."""
-    saved = Hook(lambda m, *_: check_present(m.parameters(), "saved"))
-    loaded = Hook(lambda m, *_: check_present(m.parameters(), "loaded"))
-    module.register_state_dict_pre_hook(saved)
-    module.register_load_state_dict_pre_hook(loaded)
+    module.register_state_dict_pre_hook(_saved)
+    module.register_load_state_dict_pre_hook(_loaded)
 
 
 def _nothing() -> Callable[..., None]:
@@ -81,6 +82,10 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+_saved = Hook(lambda m, *_: check_present(m.parameters(), "saved"))
+_loaded = Hook(lambda m, *_: check_present(m.parameters(), "loaded"))
 
 
 class Placed:

@@ -226,6 +226,7 @@ class ScriptChanges(Moves):
                 if p.grad is not shown or (elsewhere and self._elsewhere[p].zeroed):
                     if shown is not None or not again:
                         self._take_back(flat, slot)
+                        shown = flat.shown.get(p)
                     elif p.grad is not None:  # set before: more is added to it
                         flat.collect(slot)
                 # what was reduced is set aside, and its buffer is written anew
@@ -245,8 +246,12 @@ class ScriptChanges(Moves):
             shown.zeroed = False
         elif not isinstance(shown, GradientElsewhere) and flat.grad is not None:
             view = slot.view(flat.new_grad()).copy_(p.grad)
-            p.grad = view if view.dtype == p.dtype else None
             flat.came.add(p)
+            if view.dtype == p.dtype:
+                p.grad = flat.shown[p] = view
+            else:
+                p.grad = None
+                flat.shown.pop(p, None)
         else:
             raise RuntimeError(
                 f"the gradient of parameter {slot.name!r} was set, but it is spread "

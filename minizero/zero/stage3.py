@@ -234,11 +234,11 @@ class ZeRO3(Forwards):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._placed = Placed()
-        for module, unit in users(self.model, self.units):
+        for unit, modules in users(self.model, self.units).items():
             before = Hook(partial(self._before_forward, unit))
             after = Hook(partial(self._after_forward, unit))
-            placed = self._placed.around(module, before, after)
-            self.handles += placed
+            for module in modules:
+                self.handles += self._placed.around(module, before, after)
         for module in self.model.modules():
             guard(module)
 

@@ -26,18 +26,11 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import TOY, computing, paced, shape_of
 from minizero.ranks.launch import Pool, rank
+from minizero.scale.candidates import Candidate, Job, candidates
 from minizero.scale.exact import exactly
 from minizero.scale.machines import BUS, NETWORK, NVLINK
 from minizero.scale.operators import Costs
-from minizero.scale.planner import (
-    Candidate,
-    Choice,
-    Job,
-    Result,
-    candidates,
-    choose,
-    ds_config,
-)
+from minizero.scale.planner import Choice, Result, choose, ds_config
 
 SHEET = replace(
     TOY, peak=3e9, hbm=0.3e9, dram=0.3e9, contention=0.0, host=1e9, reserved=0.0
@@ -97,8 +90,7 @@ def build(job: Job, candidate: Candidate) -> Engine:
     with zero.Init(config=config):
         net = GPT(MODEL)
     engine = minizero.initialize(model=net, config=config)[0]
-    kept = {"matmuls": "selective"}.get(candidate.checkpointing)
-    recompute_units(net, kept or candidate.checkpointing)
+    recompute_units(net, candidate.recompute)
     return engine
 
 

@@ -41,7 +41,8 @@ const STYLE = `
   .phases [aria-current="true"] { background: #0460a9; color: white; }
   .words { min-height: 3lh; }
   .code { min-height: 3lh; margin: 4px 0 0; font-size: 13px; overflow-wrap: anywhere; }
-  @container (max-width: 553px) { .words { min-height: 5lh; } .code { min-height: 5lh; } }
+  @container (max-width: 553px) { .words, .code { min-height: 5lh; } }
+  @container (max-width: 400px) { .words, .code { min-height: 6lh; } }
   .over { outline: 2px dashed #2f86c8; outline-offset: 4px; }
   .open { position: relative; display: inline-block; cursor: pointer;
     text-decoration: underline; line-height: 30px; }
@@ -207,7 +208,7 @@ function files(opened) {
     try {
       const texts = await Promise.all(list.map((one) => one.text()));
       const trace = fromChrome(...texts.map((text) => JSON.parse(text)));
-      opened(trace, `${names}: ${trace.slices.length} slices of ${trace.ranks} ` +
+      opened(trace, `${names}: ${trace.slices.length} ${trace.slices.length > 1 ? "slices" : "slice"} of ${trace.ranks} ` +
         `${trace.ranks > 1 ? "ranks" : "rank"}. `);
     } catch (error) {
       opened(null, `${names} is no trace that can be drawn: ${error.message}. `);
@@ -335,12 +336,12 @@ function render({ model, el }) {
       rank(), time, slice, { verbs: get("verbs"), categories: get("categories") });
     scrub.value = get("moment");
     scrub.setAttribute("aria-valuetext", `${ms(one, time)} of ${ms(one, one.total)}`);
-    const doing = begun.filter((s) => s.end > time).sort((a, b) =>
-      LANES.indexOf(a.lane) - LANES.indexOf(b.lane)).map(tells);
+    const doing = tells(begun.filter((s) => s.end > time).sort((a, b) =>
+      LANES.indexOf(a.lane) - LANES.indexOf(b.lane)));
     const bytes = numbersOf(one, get).find(([name]) => name === "device")[1];
     words.setAttribute("aria-live", buttons.playing() ? "off" : "polite");
     words.textContent = `${told}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
-      `${doing.join(", and ") || "does nothing"}. ${amount(bytes)} are live on its device.`;
+      `${doing || "does nothing"}. ${amount(bytes)} are live on its device.`;
     shown.lanes.setAttribute("aria-label", `Lanes and live bytes. ${words.textContent}`);
     shown.blocks.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
     code.replaceChildren(...(slice ? about(one, slice) : []));

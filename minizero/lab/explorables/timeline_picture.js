@@ -165,7 +165,8 @@ function memory(trace, time, shown, all, width, lit, categories) {
         const bytes = units.reduce((sum, [unit]) =>
           sum + (there.get(`${category}/${unit}`)?.device ?? 0), 0);
         const name = category.length * 7 < wide ? category : `${category.slice(0, 5)}.`;
-        out.push(text(from, 10, name, `class="bold"`), text(from, 22, amount(bytes)));
+        const shown = wide < 45 ? Number(bytes.toPrecision(3)) : bytes;  // 674 kB, not 674.1
+        out.push(text(from, 10, name, `class="bold"`), text(from, 22, amount(shown)));
       }
       units.forEach(([unit, most], i) => {
         const [x, box, now] = [from + i * each, each - 2, there.get(`${category}/${unit}`)];
@@ -209,17 +210,20 @@ function flows(trace, { call, peers }, spots) {
   })).join("");
 }
 
-/** What a rank does, as the end of a sentence. */
-function tells(s) {
-  const unit = s.unit || "the model";
-  return { forward: `runs the forward of ${unit}`, backward: `runs the backward of ${unit}`,
-    update: `updates its part of ${unit}`, wait: `waits for ${unit}`,
-    launch: `launches a call for ${unit}`, all_gather: `gathers the parameters of ${unit}`,
-    reduce_scatter: `reduces the gradients of ${unit}`,
-    all_reduce: `reduces the gradients of ${unit}`, read: `reads ${unit} from disk`,
-    write: `writes ${unit} to disk`, load: `copies the shard of ${unit} from the host`,
-    out: `copies the shard of ${unit} from the host`, add: `copies gradients of ${unit} to the host`,
-    in: `copies gradients of ${unit} to the host` }[s.verb] ?? `${s.lane}: ${says(s)}`;
+const TELLS = { forward: "runs the forward of %", backward: "runs the backward of %",
+  update: "updates its part of %", wait: "waits for %", launch: "launches a call for %",
+  all_gather: "gathers the parameters of %", reduce_scatter: "reduces the gradients of %",
+  all_reduce: "reduces the gradients of %", read: "reads % from disk",
+  write: "writes % to disk", load: "copies the shard of % from the host",
+  out: "copies the shard of % from the host", add: "copies gradients of % to the host",
+  in: "copies gradients of % to the host" };
+const LIST = new Intl.ListFormat("en-GB");
+
+/** What a rank does, as the end of a sentence; with several units alike it is told once. */
+function tells(slices) {
+  const alike = Map.groupBy(slices, (s) => TELLS[s.verb] ?? `${s.lane}: ${says(s)}`);
+  return [...alike].map(([told, all]) => told.replace("%", () =>
+    LIST.format(new Set(all.map((s) => s.unit || "the model"))))).join(", and ");
 }
 
 /** A slice in words, and the line of the package that does it. */

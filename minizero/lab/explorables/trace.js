@@ -3,6 +3,8 @@
 
 const LANES = ["compute", "gather", "reduce", "to host", "to disk"];
 
+const MOST = 50_000;  // events of a file, each of which is drawn
+
 // What the words of the text ask for, and which slices are that.
 const PHASES = {
   gather: (s) => s.lane === "gather",
@@ -21,7 +23,8 @@ function complete({ ranks, tick, slices, moments }) {
   trace.slices.sort((a, b) => a.begin - b.begin);
   const calls = Array(ranks).fill(0);
   for (const s of trace.slices) s.call ??= s.joined ? calls[s.rank]++ : -1;
-  trace.total = Math.max(1, ...slices.map((s) => s.end), ...moments.map((m) => m.time));
+  trace.total = [...slices.map((s) => s.end), ...moments.map((m) => m.time)]
+    .reduce((most, end) => Math.max(most, end), 1);
   return trace;
 }
 
@@ -51,9 +54,13 @@ function fromChrome(...files) {
   if (!events.length || events.some((event) => typeof event?.ph !== "string"))
     throw new Error("it has no traceEvents");
   const shown = events.filter(({ ph }) => ph === "X" || ph === "C" || ph === "i");
+  if (shown.some(({ ph, ts, dur }) => !Number.isFinite(ts) || (ph === "X" && !Number.isFinite(dur))))
+    throw new Error("an event of it has no time, a number of microseconds");
+  if (shown.length > MOST)
+    throw new Error(`it has ${shown.length} events, more than ${MOST}; record fewer steps`);
   const pids = [...new Set(shown.map((event) => event.pid))].sort((a, b) => a - b);
   const lanes = new Map(events.filter((e) => e.ph === "M" && e.name === "thread_name")
-    .map((e) => [`${e.pid}/${e.tid}`, e.args.name]));
+    .map((e) => [`${e.pid}/${e.tid}`, e.args?.name]));
   const start = shown.reduce((least, event) => Math.min(least, event.ts), Infinity);
   const [slices, moments, before] = [[], [], {}];
   for (const { ph, pid, tid, ts, dur, name, cat, args } of shown) {
@@ -61,7 +68,7 @@ function fromChrome(...files) {
     if (ph === "C") {
       const place = /^live bytes, (\w+)$/.exec(name)?.[1];
       if (!place) continue;
-      const changes = Object.entries(args).map(([category, bytes]) => {
+      const changes = Object.entries(args ?? {}).map(([category, bytes]) => {
         const key = `${pid}/${place}/${category}`;
         const more = bytes - (before[key] ?? 0);
         before[key] = bytes;
@@ -71,9 +78,10 @@ function fromChrome(...files) {
     } else {
       const lane = lanes.get(`${pid}/${tid}`) ?? cat;
       const end = begin + (dur ? Math.max(1, Math.round(dur)) : 0);
-      slices.push({ rank, begin, end, verb: args?.verb ?? name,
-        lane: LANES.includes(lane) ? lane : "compute", unit: args?.unit ?? "",
-        bytes: args?.bytes ?? 0, call: args?.call ?? -1, peers: args?.peers, source: (args?.source ?? "").split("#") });
+      slices.push({ rank, begin, end, verb: String(args?.verb ?? name),
+        lane: LANES.includes(lane) ? lane : "compute", unit: String(args?.unit ?? ""),
+        bytes: args?.bytes ?? 0, call: args?.call ?? -1, peers: [args?.peers ?? []].flat().length ? [args.peers].flat() : null,
+        source: String(args?.source ?? "").split("#") });
     }
   }
   if (!slices.length) throw new Error("it has no slices");

@@ -53,7 +53,10 @@ def memory_bars(
     for y, row in enumerate(rows.values()):
         _stack(axes, y, row, longest)
     for y, total in enumerate(totals):
-        end_label(axes, total, y, amount(total))
+        end = total
+        if budget is not None and 0 <= budget - total < 0.18 * longest:
+            end = budget  # the line would run through the number
+        end_label(axes, end, y, amount(total))
     if budget is not None:
         axes.axvline(budget, color=GREY, linestyle=(0, (4, 2)), linewidth=1.4)
         axes.annotate(

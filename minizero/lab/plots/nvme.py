@@ -148,17 +148,19 @@ def point_figure(
         color=LINES[2],
         label="measured",
     )
-    for tokens, ait in zip(measured, aits, strict=True):
+    for tokens, (ait, share) in predicted.items():
+        side = 1 if measured[tokens] >= share else -1  # away from the curve
         axes.annotate(
             f"{tokens:,} tokens",
             (ait, 100 * measured[tokens]),
-            xytext=(-7, 5),
+            xytext=(-7 * side, 5 * side),
             textcoords="offset points",
-            ha="right",
+            ha="right" if side > 0 else "left",
+            va="bottom" if side > 0 else "top",
             fontsize=8.5,
             color=GREY,
         )
     axes.set_xscale("log")
     axes.set(ylim=(0, 105), xlabel="operations a byte", ylabel="efficiency, %")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     return figure
