@@ -17,17 +17,8 @@ from .point_to_point import Rows, borrow, exchange, same_place
 from .scope import rank, world_size
 
 # %% auto #0
-__all__ = [
-    "PIECE",
-    "ordered_sum",
-    "store_sum",
-    "store",
-    "direct_reduce_scatter",
-    "direct_all_gather",
-    "ring_reduce_scatter",
-    "ring_all_gather",
-]
-
+__all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
+           'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
@@ -72,7 +63,6 @@ def store(out: Tensor, total: Tensor) -> None:
     out[: total.numel()].copy_(total)
     out[total.numel() :].zero_()
 
-
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
@@ -90,7 +80,9 @@ def direct_reduce_scatter(
     return finish
 
 
-def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
+def direct_all_gather(
+    out: Rows, inp: Tensor, tag: int
+) -> Callable[[], None]:
     """Send the own row to every rank; the others' rows land in place."""
     mine = out[me := rank()]
     own = inp[: mine.numel()]
@@ -99,7 +91,6 @@ def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
     if not same_place(mine, own):
         mine.copy_(own)
     return wait
-
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
 def ring_reduce_scatter(

@@ -28,8 +28,7 @@ from .scope import among, current_scope, member, rank, world_size
 from ..ranks.launch import report
 
 # %% auto #0
-__all__ = ["Work", "reduce_scatter", "all_gather", "all_reduce", "broadcast", "barrier"]
-
+__all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
 
 # %% ../../notebooks/02_ranks.ipynb #comm-work
 class Work:
@@ -83,7 +82,6 @@ class Work:
         for callback in self._after:
             callback()
 
-
 # %% ../../notebooks/02_ranks.ipynb #comm-begin
 def _begin(
     op: str,
@@ -103,7 +101,6 @@ def _begin(
     if not async_op:
         work.wait()
     return work
-
 
 # %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
@@ -152,7 +149,6 @@ def all_gather(
         async_op,
     )
 
-
 # %% ../../notebooks/02_ranks.ipynb #comm-all-reduce
 def all_reduce(
     tensor: Tensor | Sequence[Tensor],
@@ -182,19 +178,22 @@ def all_reduce(
     sent = elements - own.numel() + own.numel() * (len(parts) - 1)
     return _begin("all_reduce", full, elements, sent, start, async_op)
 
-
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
 def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
     """Every rank gets `src`'s tensor, in place; a place in the scope."""
     if not 0 <= src < world_size():
-        raise ValueError(f"broadcast: there is no rank {src} among {world_size()}")
+        raise ValueError(
+            f"broadcast: there is no rank {src} among {world_size()}"
+        )
     flat = tensor.detach().view(-1)
     peers = [j for j in range(world_size()) if j != src]
     mine = rank() == src
 
     def start(tag: int) -> Callable[[], Any]:
         if natively(flat):
-            return dist.broadcast(flat, member(src), queue(), async_op=True).wait
+            return dist.broadcast(
+                flat, member(src), queue(), async_op=True
+            ).wait
         sends = dict.fromkeys(peers, flat) if mine else {}
         return exchange(sends, {} if mine else {src: flat}, tag)
 

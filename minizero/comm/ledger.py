@@ -58,10 +58,8 @@ class Call:
             event.record()
             _events.append((self, moment, event))
 
-
 # %% auto #0
-__all__ = ["Call", "Ledger", "ledger", "phase", "enter"]
-
+__all__ = ['Call', 'Ledger', 'ledger', 'phase', 'enter']
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-ledger
 class Ledger(list[Call]):
@@ -90,16 +88,19 @@ class Ledger(list[Call]):
         """Calls, elements sent and bytes sent, by phase and op."""
         grouped = any(c.scope != "all" for c in self)
         w = 24 if grouped else 16
-        lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"]
+        lines = [
+            f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"
+        ]
         for key in dict.fromkeys((c.op, c.phase, c.scope) for c in self):
             op, where, scope = key
             calls = self.select(*key)
             sent = sum(c.sent for c in calls)
             size = sum(c.bytes for c in calls)
             what = f"{op} {scope}" if grouped else op
-            lines.append(f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}")
+            lines.append(
+                f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}"
+            )
         return "\n".join(lines)
-
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-ledgers
 _ledgers: list[Ledger] = []
@@ -144,7 +145,6 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
         yield
     finally:
         _where.update(before)
-
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-enter
 def enter(

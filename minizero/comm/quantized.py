@@ -18,16 +18,7 @@ from .point_to_point import Cuts, Rows, exchange
 from .scope import rank, world_size
 
 # %% auto #0
-__all__ = [
-    "BLOCK",
-    "Finish",
-    "Code",
-    "coded_reduce_scatter",
-    "coded_all_gather",
-    "quantized",
-    "current_code",
-    "weight",
-]
+__all__ = ['BLOCK', 'Finish', 'Code', 'coded_reduce_scatter', 'coded_all_gather', 'quantized', 'current_code', 'weight']
 
 # %% ../../notebooks/17_beyond.ipynb #code-code
 BLOCK = 128  # elements that share a scale, which is one byte
@@ -88,7 +79,6 @@ class Code:
         x = x.view(-1, -(-rows.shape[1] // BLOCK) * BLOCK)
         return rows.copy_(x[:, : rows.shape[1]]).view(-1)
 
-
 # %% ../../notebooks/17_beyond.ipynb #code-collectives
 Finish = Callable[[], None]
 
@@ -135,13 +125,14 @@ def coded_all_gather(
 
     return finish
 
-
 # %% ../../notebooks/17_beyond.ipynb #code-switch
 _codes: list[Code | None] = []  # the innermost `quantized` last
 
 
 @contextmanager
-def quantized(bits: int | None, segment: int | None = None) -> Iterator[None]:
+def quantized(
+    bits: int | None, segment: int | None = None
+) -> Iterator[None]:
     """Reductions and gathers inside send 8 or 4 bits; None: all of them."""
     if bits not in (None, 8, 4):
         raise ValueError(f"values are quantized to 8 or 4 bits, not {bits!r}")
