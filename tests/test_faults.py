@@ -46,6 +46,24 @@ def is_killed():
     meet()
 
 
+def is_killed_before_it_is_read():
+    """What it offers is in its memory, and the other rank comes for it later."""
+    large = torch.ones(1 << 20)
+    work = comm.all_reduce(large, async_op=True)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    work.wait()
+
+
+def hangs_before_it_is_read():
+    large = torch.ones(1 << 20)
+    work = comm.all_reduce(large, async_op=True)
+    if rank() == 1:
+        time.sleep(1000)
+    work.wait()
+
+
 def crashes():
     if rank() == 0:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -100,6 +118,20 @@ def all_raise():
 FAULTS = [
     (raises, 1, [r"^rank 1 raised ValueError: too short\n\nTraceback", r"\nby two$"]),
     (is_killed, 1, [r"^rank 1 was killed by SIGKILL\. .*memory"]),
+    (
+        is_killed_before_it_is_read,
+        1,
+        [r"^rank 1 was killed by SIGKILL\. .*memory"],
+    ),
+    (
+        hangs_before_it_is_read,
+        None,
+        [
+            r"^the ranks hang: no progress in 3 s\.",
+            r"rank 0 has waited 3.* s in collective 1, .* of 1,048,576 float32",
+            r"rank 1 has launched collective 1, .* of hangs_before_it_is_read",
+        ],
+    ),
     (crashes, 0, [r"^rank 0 was killed by SIGSEGV\.$"]),
     (leaves, 1, [r"^rank 1 left by sys\.exit\(3\)"]),
     (leaves_at_once, 1, [r"^rank 1 left with exit code 7 before it had finished\.$"]),

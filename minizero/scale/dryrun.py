@@ -186,7 +186,8 @@ def dryrun(
         no memory. It must return a loss when it is given the batch.
     config: of `minizero.initialize`, as a dict; files of "nvme" are not made.
     batch: one rank's micro-batch: a tuple of tensors, or a dict of them.
-    device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's.
+    device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's, between
+        machines. (On one, rows above 1 MiB need no buffer to land in.)
     budget: bytes of the device. If the peak is above, changes are tried, one at a
         time, and the smallest of each kind that fits is in `fixes`.
 
