@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -261,6 +262,13 @@ def nested() -> tuple[int, int]:
     return len(outer), len(inner)
 
 
+def goes_on() -> float:
+    """The next collective: the sum of what rank 0 sends."""
+    found = torch.full((5,), 1.0 + rank())
+    comm.broadcast(found)
+    return found.sum().item()
+
+
 def forget() -> float:
     """Collectives are dropped before rank 0 has sent anything."""
     lost = torch.empty(1000)
@@ -270,9 +278,7 @@ def forget() -> float:
     comm.reduce_scatter(torch.empty(-(-1000 // world_size())), lost, async_op=True)
     del lost
     gc.collect()
-    found = torch.full((5,), 1.0 + rank())
-    comm.broadcast(found)
-    return found.sum().item()
+    return goes_on()
 
 
 def test_a_collective_that_nobody_waits_for_stops_no_other(pool: Pool) -> None:
@@ -286,9 +292,7 @@ def dropped_by_some() -> float:
     if rank() > 0:
         del held
         gc.collect()
-    found = torch.full((5,), 1.0 + rank())
-    comm.broadcast(found)
-    return found.sum().item()
+    return goes_on()
 
 
 def test_ranks_may_drop_a_collective_at_different_times(pool: Pool) -> None:
@@ -296,21 +300,14 @@ def test_ranks_may_drop_a_collective_at_different_times(pool: Pool) -> None:
 
 
 def reads() -> tuple[int, int]:
-    """How often this rank reads in an all-reduce, and its most landing buffers."""
-    made: list[int] = []
-    original, read = cross_memory.read, made.append
-    cross_memory.read = lambda rank, start, into: (
-        read(into.nbytes),
-        original(rank, start, into),
-    )[1]
-    try:
-        tensor = torch.full((1_000_000,), 1.0 + rank())
-        with Tracker() as tracker:
-            comm.all_reduce(tensor)
-    finally:
-        cross_memory.read = original
+    """Bytes that this rank reads in an all-reduce, and its most bytes of buffers."""
+    tensor = torch.full((1_000_000,), 1.0 + rank())
+    spy = patch.object(cross_memory, "read", wraps=cross_memory.read)
+    with spy as read, Tracker() as tracker:
+        comm.all_reduce(tensor)
     assert tensor.eq(sum(range(1, world_size() + 1))).all()
-    return sum(made), tracker.peak - tensor.nbytes
+    made = sum(call.args[2].nbytes for call in read.call_args_list)
+    return made, tracker.peak - tensor.nbytes
 
 
 def test_a_large_message_is_read_where_it_is() -> None:

@@ -120,6 +120,8 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 def _wait_apart(works: list[Any]) -> None:
     """In a thread: once gloo has lost a receive that is under way, nothing else of that
     peer arrives; and other ranks may still wait for what this one has dropped."""
+    if not works:
+        return
 
     def wait() -> None:
         with contextlib.suppress(RuntimeError):  # they may as well have ended

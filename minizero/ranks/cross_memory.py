@@ -43,13 +43,13 @@ def meet() -> None:
         return
     set_ptracer, anybody = 0x59616D61, ctypes.c_ulong(-1)
     _libc.prctl(set_ptracer, anybody, 0, 0, 0)  # some systems ask the one that is read
-    cpu = torch.device("cpu")
-    mine = torch.tensor([os.getpid(), _cookie.data_ptr(), int(_cookie)], device=cpu)
+    own = [os.getpid(), _cookie.data_ptr(), int(_cookie)]
+    mine = torch.tensor(own, device="cpu")
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     told = [each.tolist() for each in every]
     _processes = [process for process, _, _ in told]
-    can = torch.tensor([int(all(_is_there(*each) for each in told))], device=cpu)
+    can = torch.tensor([int(all(_is_there(*each) for each in told))], device="cpu")
     dist.all_reduce(can, dist.ReduceOp.MIN)
     _met = dist.group.WORLD if can else None
 
