@@ -162,6 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "dryrun": command.rehearse,
         }
         commands[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

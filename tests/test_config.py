@@ -868,6 +868,19 @@ TAKEN: list[tuple[Any, str, Any, list[str]]] = [
         [],
     ),
     (
+        """{
+        train_batch_size: 8
+        optimizer: {
+            type: AdamW
+            params: { lr: 1e-3 } # and no quotes, nor commas
+        }
+        }""",
+        "optimizer.type",
+        "AdamW",
+        [],
+    ),
+    ("{train_batch_size: 8}", "train_batch_size", 8, []),
+    (
         '{"train_batch_size": 8, "log_level": "# // ,}"}',
         "log_level",
         "# // ,}",
@@ -898,6 +911,12 @@ def test_bad(source: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(source, 4)
     assert str(error.value) == sentence
+
+
+def test_without_quotes_it_needs_hjson(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match="is not JSON: line 1, column 2.*hjson"):
+        read("{train_batch_size: 8}")
 
 
 def test_files(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import csv
 import logging
+import re
 import warnings
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 
 import minizero
 import minizero.deepspeed as deepspeed
+from minizero.config.unsupported import INNER, SECTIONS, TOP, ZERO
 from minizero.deepspeed import names
+from minizero.engine.delegate import REFUSED
 from minizero.ranks.launch import Pool
 
 RANKS = (2,)
@@ -65,6 +70,39 @@ def test_every_name_of_the_table_is_there() -> None:
         for name in " ".join(targets.values()).split():
             theirs = name.partition("=")[0]
             assert theirs == "*" or getattr(found, theirs) is not None, (module, name)
+
+
+def test_lines_of_examples_that_are_not_done_are_refused(root: Path) -> None:
+    """Each name, key and method that the README lists."""
+    table = (root / "README.md").read_text().partition("| line | in |\n")[2]
+    table = table.partition("\n\n")[0]
+    lines = [row.split("|")[1] for row in table.splitlines()[1:]]
+    found = re.findall(r'`(deepspeed\.|engine\.|")([\w.]+)"?`', "".join(lines))
+    assert len(found) > len(lines)
+    refused = TOP | SECTIONS | ZERO | INNER
+    for kind, name in found:
+        if kind == '"':
+            assert name in refused
+        elif kind == "engine.":
+            assert name in REFUSED
+        else:
+            with pytest.raises(
+                (AttributeError, ImportError), match=f"deepspeed.{name}: "
+            ):
+                attrgetter(name)(deepspeed)
+
+
+def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    parser = argparse.ArgumentParser()
+    assert not hasattr(
+        deepspeed.add_config_arguments(parser).parse_args([]), "local_rank"
+    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    deepspeed.add_config_arguments(parser)
+    assert parser.parse_args([]).local_rank == 3
+    assert parser.parse_args(["--local_rank=1"]).local_rank == 1
 
 
 def test_names_are_the_things_themselves() -> None:
@@ -199,6 +237,17 @@ def build_sharded() -> None:
         model[2],
     ]
     assert deepspeed.utils.z3_leaf_module(model[2])
+    leaves = deepspeed.utils.get_z3_leaf_modules
+    deepspeed.utils.unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])
+    assert leaves(model) == []
+    by_name = deepspeed.utils.set_z3_leaf_modules_by_name
+    assert by_name(model, ["2", "9"], raise_if_not_found=False) == ([model[2]], ["9"])
+    by_suffix = deepspeed.utils.set_z3_leaf_modules_by_suffix
+    assert by_suffix(nn.ModuleDict({"a": model}), ["a.1"]) == ([model[1]], [])
+    with pytest.raises(ValueError, match="no module of the model is b"):
+        by_name(model, ["0", "b"])
+    deepspeed.utils.unset_z3_leaf_modules(model, [nn.Module])  # and what it is made of
+    assert leaves(model) == []
     engine = begin(model, config(3))
     engine.backward(engine(batch(0)[0]).sum())
     engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -176,3 +177,22 @@ def test_a_step_is_linear_in_blocks(stage: int) -> None:
         assert large < 2.05 * small
         each[units] = (large - small) // 300
     assert 3 * each[None] < each[alone]
+
+
+def objects(blocks: int, stage: int) -> int:
+    """Of those that the garbage collector visits, what a net of so many blocks adds."""
+    model = nn.Sequential(*map(nn.LayerNorm, [2] * blocks))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    before = len(gc.get_objects())
+    net = parallelize(model, optimizer, Plan.stage(stage))
+    gc.collect()
+    assert gc.isenabled() and len(net.units) > 1
+    return len(gc.get_objects()) - before
+
+
+@pytest.mark.parametrize("stage, most", [(0, 4), (3, 8)])
+def test_a_net_adds_few_objects_for_each_parameter(stage: int, most: int) -> None:
+    objects(300, stage)  # what is made once
+    small, large = (objects(n, stage) for n in (300, 600))
+    assert large - small <= most * 600  # two parameters a block

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -268,6 +271,18 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(sentence, error), error
+
+
+def test_a_reader_may_leave_early() -> None:
+    """As `head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    words = "-m minizero estimate --params 7e9 --ranks 8".split()
+    with os.fdopen(write) as pipe:
+        done = subprocess.run(
+            [sys.executable, *words], stdout=pipe, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_batches_are_near_what_was_asked_for() -> None:

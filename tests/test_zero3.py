@@ -17,6 +17,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, RankError, rank
+from minizero.zero.absent import is_sharded
 
 CONFIG = GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=40)
 
@@ -107,6 +108,32 @@ def test_init_lets_a_model_initialise_itself_again(pool: Pool) -> None:
         assert torch.equal(weight, inside[name]), name
 
 
+class Outermost(nn.Linear):
+    """Part of nothing, with a parameter of its own beside those of another."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.inner = nn.Linear(3, 2)
+
+
+def outermost() -> list[bool]:
+    with zero.Init(), zero.Init():
+        model = Outermost()
+        dropped = [nn.Linear(2, 2)]
+        dropped.append(dropped)  # a cycle, which only a collection frees
+        del dropped
+        whole = not bool(model.weight.isnan().any())
+    with pytest.raises(KeyError), zero.Init():
+        failed = nn.Linear(2, 2)
+        raise KeyError
+    absent = [bool(p.isnan().all()) for p in model.parameters()]
+    return [whole, *absent, is_sharded(failed.weight)]
+
+
+def test_init_shards_the_outermost_module_at_its_end(pool: Pool) -> None:
+    assert pool.run(outermost) == [[True, *[True] * 4, False]] * 2
+
+
 def below_stage_3() -> tuple[bool, str]:
     with zero.Init(config={"zero_optimization": {"stage": 2}}):
         model = nn.Sequential(nn.Linear(3, 3))
@@ -130,6 +157,8 @@ def absent() -> list[Any]:
     weight = model[0].weight
     other = nn.Parameter(weight.data)  # as torch.nn.utils.weight_norm does
     assert isinstance(other, nn.Parameter) and other.isnan().all()
+    with pytest.raises(RuntimeError, match="'0.weight' is sharded.*GatheredParam"):
+        nn.Parameter(weight)
     return [tuple(weight.shape), bool(weight.isnan().all())]
 
 
@@ -373,7 +402,7 @@ def test_misuse_is_told(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{stage: 3}", "the config is not JSON: line 1, column 2: Expecting"),
+        ("{stage 3}", "the config is not JSON: line 1, column 2: Expecting"),
         ("[3]", "a config is an object in braces, not a list"),
         ({"zero_optimization": 3}, "is an object in braces, not 3"),
         ({"zero_optimization": {"stage": "3"}}, "stage must be 0, 1, 2 or 3, not '3'"),

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def _missing(path: Path) -> str:
 
 def _parsed(text: str, name: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(_as_json(text), object_pairs_hook=_unique)
+        found = _decoded(text)
     except json.JSONDecodeError as error:
         line = "".join(text.splitlines()[error.lineno - 1 : error.lineno])
         raise ConfigError(
@@ -102,6 +103,21 @@ def _parsed(text: str, name: str) -> Mapping[str, Any]:
         kind = "a list" if isinstance(found, list) else json.dumps(found)
         raise ConfigError(f"a config is an object in braces, not {kind}", name)
     return found
+
+
+def _decoded(text: str) -> Any:
+    """What JSON makes of it; or hjson, which DeepSpeed reads with, if it is installed."""
+    try:
+        return json.loads(_as_json(text), object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson
+        except ImportError:
+            error.msg += " (if it is hjson: the package hjson is missing)"
+            raise error from None
+        with suppress(hjson.HjsonDecodeError):
+            return hjson.loads(text, object_pairs_hook=_unique)
+        raise
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

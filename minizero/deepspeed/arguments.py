@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Let a script take `--deepspeed` and `--deepspeed_config FILE`."""
+    """Let a script take `--deepspeed` and `--deepspeed_config FILE`.
+
+    A `--local_rank` that it has already is by default what torchrun says, which sets
+    the environment where DeepSpeed's launcher gives the option.
+    """
+    if "LOCAL_RANK" in os.environ and parser.get_default("local_rank") is not None:
+        parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--deepspeed",

@@ -18,7 +18,8 @@ _parts = product(
 )
 _SAFE = " ".join(f"safe_{do}_{part}_{what}" for do, part, what in _parts)
 _LEAVES = {
-    ".sharding": "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
+    ".sharding": "set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules get_z3_leaf_modules "
     "z3_leaf_module"
 }
 _LOADER = {"..engine.data": "DeepSpeedDataLoader=Loader"}
@@ -56,6 +57,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.base_optimizer": {
         _OPTIMIZER: "DeepSpeedOptimizer=EngineOptimizer ZeROOptimizer=EngineOptimizer"
     },
+    "runtime.config": {".unsharded": "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER"},
     "runtime.dataloader": {".parameters": "RepeatingLoader", **_LOADER},
     "runtime.engine": {"..engine": "DeepSpeedEngine=Engine"},
     "runtime.lr_schedules": {

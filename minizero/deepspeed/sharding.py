@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any
@@ -61,10 +61,6 @@ class Init(zero.Init):
             for part in reversed([*module.modules()]):  # a child before its parent
                 self._shard(part)
 
-    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
-        if self.enabled and child is not None:
-            self._shard(child)
-
     def _shard(self, module: nn.Module) -> None:
         for p in module.parameters() if self.dtype else ():
             if p.is_floating_point() and not is_sharded(p):
@@ -105,9 +101,14 @@ def set_z3_leaf_modules(
     model: nn.Module,
     leaf_module_classes: Iterable[type[nn.Module] | str],
     raise_if_not_found: bool = True,
+    flag: bool = True,
 ) -> list[nn.Module]:
     """Mark the modules of these classes; a unit is gathered as one anyway."""
-    return _mark(model, [*leaf_module_classes], raise_if_not_found, True)
+    kinds = [*leaf_module_classes]
+    found, _ = _mark(model, kinds, _is_of, flag, must=False)
+    if raise_if_not_found and not found:
+        raise ValueError(f"no module of the model is of a class in {kinds}")
+    return found
 
 
 def unset_z3_leaf_modules(
@@ -116,7 +117,29 @@ def unset_z3_leaf_modules(
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """The inverse."""
-    return _mark(model, [*leaf_module_classes], raise_if_not_found, False)
+    return set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found, False)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these full names; those, and the names of none."""
+    must = raise_if_not_found
+    return _mark(model, module_names, lambda n, _, w: n == w, flag, must)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose full names end so; those, and the ends of none."""
+    must = raise_if_not_found
+    return _mark(model, module_name_suffixes, lambda n, _, w: n.endswith(w), flag, must)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -129,15 +152,28 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return getattr(model, "_z3_leaf", False)
 
 
+def _is_of(_: str, module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    """Whether a module is of a class, or of one of that name."""
+    if isinstance(kind, type):
+        return isinstance(module, kind)
+    own = type(module)
+    return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")
+
+
 def _mark(
-    model: nn.Module, kinds: list[Any], must: bool, flag: bool
-) -> list[nn.Module]:
-    """The modules whose class, or its name, is one of these, marked so."""
-    found = [
-        m for m in model.modules() if type(m) in kinds or type(m).__name__ in kinds
-    ]
-    if must and not found:
-        raise ValueError(f"no module of the model is of a class in {kinds}")
-    for m in found:
-        m._z3_leaf = flag  # type: ignore[assignment]
-    return found
+    model: nn.Module,
+    wanted: Iterable[Any],
+    fits: Callable[[str, nn.Module, Any], bool],
+    flag: bool,
+    must: bool,
+) -> tuple[list[nn.Module], list[Any]]:
+    """The modules that fit one of `wanted`, marked so; what none fits."""
+    every = [*model.named_modules()]
+    found = {w: [m for name, m in every if fits(name, m, w)] for w in wanted}
+    missing = [w for w, modules in found.items() if not modules]
+    if must and missing:
+        raise ValueError(f"no module of the model is {', '.join(missing)}")
+    marked = [*dict.fromkeys(m for modules in found.values() for m in modules)]
+    for m in marked:
+        m._z3_leaf = flag
+    return marked, missing

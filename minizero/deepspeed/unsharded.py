@@ -8,6 +8,9 @@ from typing import Any
 from torch import nn
 
 
+LAMB_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "onebitlamb"  # what no optimizer is
+
+
 class PipelineModule:
     """Layers on several ranks: not done here. A model can be asked whether it is one."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..memory import labels
 from ..memory.bytes import versions
-from .absent_parameter import set_absent
+from .absent_parameter import point
 from .flat_buffer import Flat, Place, Slot, in_order
 
 if TYPE_CHECKING:
@@ -90,26 +90,56 @@ class AbsentFlat(Flat):
     def holds(self, slot: Slot) -> bool:
         return getattr(slot.parameter, "sharded_in", None) is self
 
-    def fill(self, slot: Slot) -> None:
-        """Take a parameter over, out of another sharded buffer if need be."""
-        before = owners([slot.parameter])
-        for old in before:
-            if not old.whole:
-                old.gather().wait()
-            old.make_exact()
-        super().fill(slot)
-        # on the parameter: a table of owners would keep them alive
-        vars(p := slot.parameter).setdefault("ds_id", next(_numbers))
-        vars(p).update(
-            sharded_in=self,
-            ds_shape=slot.shape,
-            ds_numel=slot.numel,
-            ds_status=ZeroParamStatus.AVAILABLE,
-            __deepcopy__=partial(_copied, p),
-            __reduce_ex__=partial(_reduced, p),
-        )
-        for old in before:
-            old.free()
+    def take(self, slots: list[Slot]) -> None:
+        """Take parameters over, out of other sharded buffers if need be."""
+        sharded = [slot for slot in slots if is_sharded(slot.parameter)]
+        others = [slot for slot in slots if not is_sharded(slot.parameter)]
+        # one by one: what they come from may be as large as this buffer
+        for part in filter(None, (others, *([slot] for slot in sharded))):
+            before = owners(slot.parameter for slot in part)
+            for old in before:
+                if not old.whole:
+                    old.gather().wait()
+                old.make_exact()
+            super().take(part)
+            for slot in part:
+                self._note(slot)
+            for old in before:
+                old.free()
+
+    def _note(self, slot: Slot) -> None:
+        """Note on a parameter whose it is; a table of owners would keep it alive."""
+        p = slot.parameter
+        noted: dict[str, Any] = vars(p)
+        noted.setdefault("ds_id", next(_numbers))
+        noted |= {
+            "sharded_in": self,
+            "ds_shape": slot.shape,
+            "ds_numel": slot.numel,
+            "ds_status": ZeroParamStatus.AVAILABLE,
+            "__getstate__": _no_state,
+        }
+        if type(p) is not nn.Parameter:  # it will not be an `AbsentParameter`
+            noted["__deepcopy__"] = partial(self.copied, p)
+            noted["__reduce_ex__"] = partial(self.saved, p)
+
+    def copied(self, p: nn.Parameter, memo: Any) -> nn.Parameter:
+        """For `copy.deepcopy`: a parameter of its own."""
+        [own] = owners([p])
+        gathers = own.building and not own.whole
+        with torch._C.DisableTorchFunction():  # `zero.Init` would gather for each call
+            if gathers:
+                own.gather().wait()
+            check_present([p], "copied")
+            made = nn.Parameter.__deepcopy__(p, memo)
+            if gathers:
+                own.free()
+        return made
+
+    def saved(self, p: nn.Parameter, protocol: Any) -> Any:
+        """For `torch.save` and pickle, likewise."""
+        check_present([p], "saved")
+        return nn.Parameter(p.detach(), p.requires_grad).__reduce_ex__(protocol)
 
     def show(self) -> None:
         """The parameters are views of the buffer from now on."""
@@ -148,32 +178,14 @@ class AbsentFlat(Flat):
         self._pointed = tensors
         absent = tensors is self.absent
         for slot, tensor in zip(self.slots, tensors, strict=True):
-            p = slot.parameter
-            if self.holds(slot):  # no other buffer has taken it over
-                set_absent(p, False)  # or `.data` would be refused
-                p.data = tensor
-                if absent:
-                    set_absent(p, True)
-                p.ds_status = status  # type: ignore[attr-defined]
+            p: Any = slot.parameter
+            if p.sharded_in is self:  # no other buffer has taken it over
+                point(p, tensor, absent)
+                p.ds_status = status
 
 
-def _copied(p: nn.Parameter, memo: Any) -> nn.Parameter:
-    """For `copy.deepcopy`: a parameter of its own."""
-    flats = [flat for flat in owners([p]) if flat.building and not flat.whole]
-    with torch._C.DisableTorchFunction():  # `zero.Init` would gather for each call
-        for flat in flats:
-            flat.gather().wait()
-        check_present([p], "copied")
-        made = nn.Parameter.__deepcopy__(p, memo)
-        for flat in flats:
-            flat.free()
-    return made
-
-
-def _reduced(p: nn.Parameter, protocol: Any) -> Any:
-    """For `torch.save` and pickle, likewise."""
-    check_present([p], "saved")
-    return nn.Parameter(p.detach(), p.requires_grad).__reduce_ex__(protocol)
+def _no_state() -> None:
+    """What a copy or a pickle takes of what is noted on a parameter."""
 
 
 _unchecked = False

@@ -39,10 +39,14 @@ def _refusing(name: str) -> Callable[..., Any]:
     return write
 
 
-def _refuse(p: Any, name: str) -> NoReturn:
+def _named(p: Any) -> str:
     [named] = (s.name for s in p.sharded_in.slots if s.parameter is p)
+    return named
+
+
+def _refuse(p: Any, name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name} would write to parameter {named!r}, which is sharded, and absent "
+        f"{name} would write to parameter {_named(p)!r}, which is sharded, and absent "
         "now, so that it would be lost; write to it inside "
         "minizero.zero.GatheredParameters([p], modifier_rank=0), on every rank"
     )
@@ -86,9 +90,21 @@ class AbsentData(_Refuses, Tensor):
 
     def detach(self) -> Tensor:
         """Of this class too, or `nn.Parameter` would not take it."""
-        made = super().detach().as_subclass(AbsentData)
+        made = super().detach().as_subclass(type(self))
         made.stands_for = self.stands_for
         return made
+
+
+class Detached(AbsentData):
+    """The same of `detach()`, by which `nn.Parameter(p)` begins."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        """Refused: what trains from here would be NaN for good."""
+        raise RuntimeError(
+            f"parameter {_named(self.stands_for)!r} is sharded, and absent now, so that "
+            "nothing can be made of its values; do it inside "
+            "minizero.zero.GatheredParameters([p]), on every rank"
+        )
 
 
 class AbsentParameter(_Refuses, nn.Parameter):
@@ -100,9 +116,7 @@ class AbsentParameter(_Refuses, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        made = _DATA.__get__(self).as_subclass(AbsentData)
-        made.stands_for = self
-        return made
+        return self._seen_as(AbsentData)
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -115,10 +129,25 @@ class AbsentParameter(_Refuses, nn.Parameter):
 
     def detach(self) -> Tensor:
         """As `data`."""
-        return self.data
+        return self._seen_as(Detached)
+
+    def _seen_as(self, kind: type[AbsentData]) -> AbsentData:
+        made = _DATA.__get__(self).as_subclass(kind)
+        made.stands_for = self
+        return made
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return self.sharded_in.copied(self, memo)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.sharded_in.saved(self, protocol)  # type: ignore[attr-defined]
 
 
-def set_absent(p: nn.Parameter, absent: bool) -> None:
-    """Give a parameter the class that it is to have; a script's own class stays."""
+def point(p: nn.Parameter, tensor: Tensor, absent: bool) -> None:
+    """Let a parameter be this tensor, and of the class that it is to have.
+
+    A script's own class stays.
+    """
+    _DATA.__set__(p, tensor)  # past what `AbsentParameter` refuses
     if type(p) in (nn.Parameter, AbsentParameter):
         p.__class__ = AbsentParameter if absent else nn.Parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
 from ..memory import labels
@@ -21,17 +21,30 @@ from .flat_buffer import Flat, Place, Unit, in_order
 from .interfaces import Home
 from .materialise import blank_modules, materialise
 from .muon import Muon, Owners, adopt, cuts
-from .units import NO_GROUP, Policy, assign, split, units_of
+from .units import NO_GROUP, Policy, assign, named, split, units_of
 from .update import Step
 
-# the wrapper of each parameter; neither is kept alive
-_nets: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# all wrappers, none kept alive; the last one that has a parameter trains it
+_nets: list[weakref.ref[Any]] = []
 
 
 def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
     """The wrappers that train these parameters, each once."""
-    found = (_nets[p]() for p in params if p in _nets)
+    alive = [net for ref in reversed(_nets) if (net := ref()) is not None]
+    found = (next((net for net in alive if p in net._owner), None) for p in params)
     return list(dict.fromkeys(net for net in found if net is not None))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection, which would visit thousands of new objects in vain."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _take_over(buffer: Tensor) -> None:
@@ -60,16 +73,16 @@ class Construction(Step):
         self.units, self._masters = [], {}
         owners = Owners(world_size())
         with comm.phase("init"):
-            for name, named in assign(self.model, modules).items():
-                materialise(blank.get(p) for _, p in named)
+            for name, params in assign(self.model, modules).items():
+                materialise(blank.get(p) for _, p in params if blank)
                 unit = Unit(name or "root", list(modules[name].values()))
-                for group, part in split(named, group_of):
+                for group, part in split(params, group_of):
                     whole = self._owns_whole(group)
                     place = owners if whole else in_order
                     unit.flats.append(self._build_flat(part, group, place))
                 self.units.append(unit)
             materialise(blank.values())
-            for module in self.model.modules():
+            for module in named(self.model):
                 for buffer in module.buffers(recurse=False) if module._buffers else ():
                     _take_over(buffer)
                     self.precision.attach_buffer(buffer, module)
@@ -114,8 +127,7 @@ class Construction(Step):
         }
         self.handles: list[Any] = []
         self._reporting = {}
-        for p in self._owner:
-            _nets[p] = weakref.ref(self)
+        _nets.append(weakref.ref(self, _nets.remove))
         self._hook(self._owner)
         self._watch()
 
@@ -125,23 +137,23 @@ class Construction(Step):
         hook = partial(_call_if_alive, weakref.WeakMethod(self._on_grad))
         for p in params:
             if p.requires_grad and p not in self._reporting:
-                handle = p.register_post_accumulate_grad_hook(hook)
-                self._reporting[p] = handle.id
-                self.handles.append(handle)
+                self._reporting[p] = p.register_post_accumulate_grad_hook(hook).id
 
     def let_go(self) -> None:
         """Leave the parameters to another net, with their values; this one is over.
 
-        Every rank calls it. `handles`: of all hooks on the model, whoever has hung them.
+        Every rank calls it. `handles`: of all hooks on modules, whoever has hung them.
         """
         self.synchronize()
         self.zero_grad()
         self.over = True
         for handle in self.handles:
             handle.remove()
+        _nets.remove(weakref.ref(self))
         for p in self._owner:
-            del _nets[p]
             p.grad = None
+        for p, number in self._reporting.items():
+            del p._post_accumulate_grad_hooks[number]
 
     def _unfreeze(self, flat: Flat) -> None:
         """A parameter of a frozen buffer requires gradients by now."""

@@ -26,6 +26,7 @@ class Slot(NamedTuple):
     name: str
     parameter: nn.Parameter
     shape: torch.Size
+    stride: tuple[int, ...]
     offset: int
 
     @property
@@ -34,9 +35,8 @@ class Slot(NamedTuple):
 
     def view(self, buffer: Tensor) -> Tensor:
         """The part of `buffer` that is this parameter, in its shape."""
-        part = buffer[self.offset : self.offset + self.numel]
-        # sizes one by one: torch takes three times as long over a Size
-        return part.view(*self.shape) if self.shape else part[0]
+        start = buffer.storage_offset() + self.offset
+        return buffer.as_strided(self.shape, self.stride, start)
 
 
 Place = Callable[[list[nn.Parameter]], tuple[list[int], int]]
@@ -63,8 +63,11 @@ class Layout:
         every = list(named)
         starts, self.size = place([p for _, p in every])
         self.uncut = place is not in_order
+        # one object for all parameters of a shape
+        shapes = {p.shape: p.shape for _, p in every}
+        strides = {s: torch.empty(s, device="meta").stride() for s in shapes}
         self.slots = [
-            Slot(name, p, p.shape, start)
+            Slot(name, p, shapes[p.shape], strides[p.shape], start)
             for (name, p), start in zip(every, starts, strict=True)
         ]
         self.numel = sum(slot.numel for slot in self.slots)
@@ -220,8 +223,7 @@ class Flat(Gradients):
             torch.zeros(self.padded, dtype=like.dtype, device=like.device),
             "parameters",
         )
-        for slot in self.slots:
-            self.fill(slot)
+        self.take(self.slots)
 
     def address(self) -> tuple[int, int]:
         """Where a slot's values lie: at the first, plus offset x second."""
@@ -231,12 +233,14 @@ class Flat(Gradients):
         """Whether the parameter is this buffer's."""
         return True
 
-    def fill(self, slot: Slot) -> None:
-        """Copy a parameter into its place, and make it a view of that."""
-        view = slot.view(self.full).copy_(slot.parameter.detach())
-        # `.data`, not a new Parameter: the version counter stays the
-        # parameter's own when the buffer is refilled
-        slot.parameter.data = view
+    def take(self, slots: list[Slot]) -> None:
+        """Copy parameters into their places, and make them views of that."""
+        views = [slot.view(self.full) for slot in slots]
+        torch._foreach_copy_(views, [s.parameter.detach() for s in slots])
+        for slot, view in zip(slots, views, strict=True):
+            # `.data`, not a new Parameter: the version counter stays the
+            # parameter's own when the buffer is refilled
+            slot.parameter.data = view
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """Hold the values in another dtype, and gradients in yet another."""

@@ -138,11 +138,11 @@ def shard_module(module: nn.Module, home: Home) -> None:
 class Init(ShardsLoaded):
     """Build a model that is never whole on any rank.
 
-    A module is sharded as soon as it becomes part of another, so a rank
-    holds its shards and one module, on its own device. Code that touches or
-    copies a sharded parameter sees it whole for that one operation. Every
-    rank must run the same code; rank 0's values are taken. A model on the
-    meta device is sharded as it is loaded.
+    A module is sharded as soon as it becomes part of another, or the block
+    ends, so a rank holds its shards and one module, on its own device. Code
+    that touches or copies a sharded parameter sees it whole for that one
+    operation. Every rank must run the same code; rank 0's values are taken.
+    A model on the meta device is sharded as it is loaded.
 
     `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON
     text; below stage 3 the block does nothing, nor without `enabled`. `home`:
@@ -181,7 +181,10 @@ class Init(ShardsLoaded):
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
         if self.enabled and child is not None:
-            shard_module(child, self.home)
+            self._shard(child)
+
+    def _shard(self, module: nn.Module) -> None:
+        shard_module(module, self.home)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

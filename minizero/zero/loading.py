@@ -1,9 +1,11 @@
-"""Weights that are loaded into a model on the meta device: sharded one by one."""
+"""Parameters that come to modules while a model is built or loaded."""
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -23,14 +25,19 @@ class ShardsLoaded(TorchFunctionMode):
     """Shards a parameter as it takes the place of one on the meta device.
 
     That is how `from_pretrained` of transformers loads. Each rank keeps its shard of what
-    it has read itself; nothing is sent, so ranks may load in any order.
+    it has read itself; nothing is sent, so ranks may load in any order. At the end the
+    modules are sharded that have become part of no other: the whole model's own.
     """
 
     enabled: bool
     home: Home
 
+    def _shard(self, module: nn.Module) -> None:
+        raise NotImplementedError
+
     def __enter__(self) -> Self:
         super().__enter__()
+        self._owners: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._loads = register_module_parameter_registration_hook(self._loaded)
         self._before = os.environ.get(ONE_BY_ONE)
         if self.enabled:
@@ -43,8 +50,13 @@ class ShardsLoaded(TorchFunctionMode):
             os.environ[ONE_BY_ONE] = self._before
         self._loads.remove()
         super().__exit__(*exc)
+        if self.enabled and exc[0] is None:
+            gc.collect()  # or ranks might differ in what is left of dropped ones
+            for module in [*self._owners]:
+                self._shard(module)
 
     def _loaded(self, module: nn.Module, name: str, p: Any) -> None:
+        self._owners[module] = None
         before = module._parameters.get(name)
         if not self.enabled or before is None or not before.is_meta:
             return

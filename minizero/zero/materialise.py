@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from ..ranks.launch import device
+from .units import named
 
 
 def _blank(module: nn.Module) -> list[Tensor]:
@@ -23,7 +24,7 @@ def blank_modules(model: nn.Module) -> dict[Tensor, nn.Module]:
     Raises ValueError for a module that could not fill its own.
     """
     found: dict[Tensor, nn.Module] = {}
-    for name, module in model.named_modules():
+    for module, name in named(model).items():
         blank = _blank(module)
         if blank and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(

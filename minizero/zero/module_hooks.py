@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .absent import check_present
 from .flat_buffer import Unit
-from .units import Policy, find_units, own
+from .units import Policy, find_units, named, own
 
 
 def users(model: nn.Module, units: Iterable[Unit]) -> dict[Unit, list[nn.Module]]:
@@ -23,14 +22,10 @@ def users(model: nn.Module, units: Iterable[Unit]) -> dict[Unit, list[nn.Module]
     found = {(module, unit): None for unit in units for module in unit.modules}
     owner = {s.parameter: u for u in units for f in u.flats for s in f.slots}
     parents: dict[nn.Module, list[nn.Module]] = {}
-    for module in model.modules():
-        for child in module.children():
+    for module in named(model):
+        for child in module.children() if module._modules else ():
             parents.setdefault(child, []).append(module)
-    waiting = [
-        (module, owner[p])
-        for module in (model, *parents)
-        for p in own(module)
-    ]
+    waiting = [(module, owner[p]) for module in (model, *parents) for p in own(module)]
     while waiting:
         pair = module, unit = waiting.pop()
         if pair not in found:
@@ -58,6 +53,13 @@ def guard(module: nn.Module) -> None:
     """Let a module refuse to hand out or to load a state dict without values."""
     module.register_state_dict_pre_hook(_saved)
     module.register_load_state_dict_pre_hook(_loaded)
+
+
+def guard_all(model: nn.Module) -> None:
+    """`guard` a model and the modules in it that have parameters of their own."""
+    for module in named(model):
+        if module._parameters or module is model:
+            guard(module)
 
 
 def _nothing() -> Callable[..., None]:
@@ -94,14 +96,19 @@ class Placed:
     def __init__(self) -> None:
         self._ids: list[tuple[nn.Module, int, int]] = []
 
-    def around(
-        self, module: nn.Module, before: Hook, after: Hook
-    ) -> list[RemovableHandle]:
+    def around(self, module: nn.Module, before: Hook, after: Hook) -> None:
         """Call `before` with the inputs, and `after` whether the forward fails or not."""
         first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         last = module.register_forward_hook(after, always_call=True)
+        # not the handles: each is four more objects for the garbage collector
         self._ids.append((module, first.id, last.id))
-        return [first, last]
+
+    def remove(self) -> None:
+        """Call them no longer."""
+        for module, first, last in self._ids:
+            del module._forward_pre_hooks[first], module._forward_hooks[last]
+            del module._forward_pre_hooks_with_kwargs[first]
+            del module._forward_hooks_always_called[last]
 
     def outermost(self) -> None:
         """Put them first and last again: a script may have registered others."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..memory.plan import Plan
+from .construction import uncollected
 from .data_parallel import DataParallel
 from .hierarchical import IN_GROUPS, Hierarchical
 from .interfaces import Home
@@ -19,6 +20,7 @@ from .module_hooks import refuse_compiled
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
+from .units import inside
 
 # %% auto #0
 __all__ = ['parallelize']
@@ -57,7 +59,7 @@ def parallelize(
             f"{plan} is no stage of ZeRO; shard the optimizer state, then "
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
-    if not plan.parameters.sharded and owners(model.parameters()):
+    if not plan.parameters.sharded and owners(inside(model)):
         raise ValueError(
             "the model was built inside zero.Init, so its parameters are "
             "sharded; use a plan that shards parameters (stage 3), or build "
@@ -73,8 +75,7 @@ def parallelize(
             "give both the same plan"
         )
     if plan.group or weight_bits or gradient_bits:
-        return IN_GROUPS.get(kind, Hierarchical)(
-            model, optimizer, plan=plan, weight_bits=weight_bits,
-            gradient_bits=gradient_bits, **options,
-        )  # fmt: skip
-    return kind(model, optimizer, **options)
+        options |= {"weight_bits": weight_bits, "gradient_bits": gradient_bits}
+        options["plan"], kind = plan, IN_GROUPS.get(kind, Hierarchical)
+    with uncollected():
+        return kind(model, optimizer, **options)

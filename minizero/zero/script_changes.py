@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..ranks.launch import rank, world_size
 from .flat_buffer import NOTHING, Flat, Slot, Unit
 from .interfaces import Home
 from .moves import Moves
+from .units import named
 
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default)
 _ADD = torch.ops.aten.add_.Tensor
@@ -58,7 +60,9 @@ class GradientElsewhere(Tensor):
             args[0].zeroed |= func is _ZERO[0]
             return args[0]
         if func is _ADD and torch._C._current_graph_task_id() != -1:
-            return args[0]  # autograd has brought more: the hook that it calls next tells
+            return args[
+                0
+            ]  # autograd has brought more: the hook that it calls next tells
         raise RuntimeError(
             f"{func} needs a gradient that is spread over ranks; for the norm and for "
             "clipping there is net.clip_grad_norm(max_norm) (gradient_clipping in an "
@@ -91,12 +95,12 @@ class ScriptChanges(Moves):
         self._elsewhere: dict[nn.Parameter, GradientElsewhere] = {}
 
     def _note_places(self) -> None:
-        self._places = [
-            (module._parameters, key, p)
-            for module in self.model.modules()
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
+        # side by side: an object for each would be one more for the garbage collector
+        self._dicts = [m._parameters for m in named(self.model) if m._parameters]
+        self._all_placed = self._in_dicts()
+
+    def _in_dicts(self) -> list[nn.Parameter | None]:
+        return [p for own in self._dicts for p in own.values()]
 
     def _now(self) -> list[int]:
         return versions(self._owner)
@@ -127,7 +131,8 @@ class ScriptChanges(Moves):
 
     def _check_places(self) -> None:
         """A parameter may move within the model, but no other may replace it."""
-        if all(params.get(key) is p for params, key, p in self._places):
+        now = self._in_dicts()
+        if len(now) == len(self._all_placed) and all(map(is_, now, self._all_placed)):
             return
         there = set(self.model.parameters())
         for p, (_, _, slot) in self._owner.items():
@@ -162,7 +167,8 @@ class ScriptChanges(Moves):
                     "convert and move a model before, and at stage 3 write to it "
                     "inside zero.GatheredParameters(..., modifier_rank=0)"
                 )
-            flat.fill(slot)
+        if moved:
+            flat.take(moved)
         return bool(moved)
 
     @contextmanager

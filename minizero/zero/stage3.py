@@ -22,7 +22,7 @@ from ..memory.plan import Plan
 from .absent import note_views
 from .absent_use import TellsAbsentUse, refuse_create_graph
 from .autograd_hooks import hook_outputs, mark_inputs
-from .module_hooks import Hook, Placed, guard, users
+from .module_hooks import Hook, Placed, guard_all, users
 from .flat_buffer import Flat, Unit
 from .sharded_buffer import ShardedFlat
 
@@ -238,9 +238,9 @@ class ZeRO3(Forwards):
             before = Hook(partial(self._before_forward, unit))
             after = Hook(partial(self._after_forward, unit))
             for module in modules:
-                self.handles += self._placed.around(module, before, after)
-        for module in self.model.modules():
-            guard(module)
+                self._placed.around(module, before, after)
+        self.handles.append(self._placed)
+        guard_all(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""

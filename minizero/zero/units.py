@@ -33,9 +33,23 @@ def own(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
 
 
+def named(model: nn.Module) -> dict[nn.Module, str]:
+    """All modules in order, with their first full names, likewise."""
+    found: dict[nn.Module, str] = {}
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if module not in found:
+            found[module] = name
+            if module._modules:
+                prefix, below = f"{name}." if name else "", module._modules.items()
+                waiting += [(prefix + k, m) for k, m in below if m is not None][::-1]
+    return found
+
+
 def inside(module: nn.Module) -> Iterator[nn.Parameter]:
     """Those of all modules in it, shared ones more than once."""
-    for each in module.modules() if module._modules else (module,):
+    for each in named(module) if module._modules else (module,):
         yield from own(each)
 
 
@@ -100,8 +114,11 @@ def assign(model: nn.Module, units: Units) -> dict[str, list[tuple[str, nn.Param
         below = children(name, module)
         waiting += [(full, m) for full, m, _ in below if full not in modules]
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
-    for name, p in model.named_parameters():
-        parts[owner[p]].append((name, p))
+    for module, name in named(model).items():
+        prefix = f"{name}." if name else ""
+        for key, one in module._parameters.items():
+            if one in owner:  # and under no other name before
+                parts[owner.pop(one)].append((prefix + key, one))
     return parts
 
 

@@ -32,7 +32,7 @@ class Verbs:
     def place(self, flat: Flat) -> None:
         """Allocate what this plan keeps between steps."""
         if flat.trainable:
-            flat.new_grad()
+            flat.room()
 
     def gather(self, unit: Unit) -> Iterator[Work]:
         """Launch what makes the unit's parameters whole."""
