@@ -594,3 +594,13 @@ def few_live() -> bool:
     ]
     assert len(found) == expected
     return same(plain, few)
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_save_needs_a_folder(
+    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="save_dir is a folder"):
+        begin(net(), config()).save_checkpoint(folder)
+    assert not [*tmp_path.iterdir()]

@@ -134,6 +134,21 @@ def test_init_shards_the_outermost_module_at_its_end(pool: Pool) -> None:
     assert pool.run(outermost) == [[True, *[True] * 4, False]] * 2
 
 
+def wrapped_inside() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        with zero.GatheredParameters(model.parameters()):
+            expected = {k: v.clone() for k, v in model.state_dict().items()}
+        net = parallelize(model, sgd(model))
+    return expected, net.state_dict()
+
+
+def test_a_model_may_be_wrapped_before_the_end_of_init(pool: Pool) -> None:
+    expected, got = pool.run(wrapped_inside)[0]
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def below_stage_3() -> tuple[bool, str]:
     with zero.Init(config={"zero_optimization": {"stage": 2}}):
         model = nn.Sequential(nn.Linear(3, 3))

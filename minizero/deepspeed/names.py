@@ -22,6 +22,7 @@ _LEAVES = {
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules get_z3_leaf_modules "
     "z3_leaf_module"
 }
+_ERROR = {"..config": "DeepSpeedConfigError=ConfigError"}
 _LOADER = {"..engine.data": "DeepSpeedDataLoader=Loader"}
 _LOGS = {".logs": "logger log_dist"}
 _OPTIMIZER = "..engine.optimizer"
@@ -39,6 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
         ".devices": "get_accelerator OnDevice",
         ".processes": "init_distributed",
         ".unsharded": "PipelineModule",
+        **_ERROR,
         **_LOADER,
         **_LOGS,
     },
@@ -57,7 +59,10 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.base_optimizer": {
         _OPTIMIZER: "DeepSpeedOptimizer=EngineOptimizer ZeROOptimizer=EngineOptimizer"
     },
-    "runtime.config": {".unsharded": "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER"},
+    "runtime.config": {
+        ".unsharded": "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER",
+        **_ERROR,
+    },
     "runtime.dataloader": {".parameters": "RepeatingLoader", **_LOADER},
     "runtime.engine": {"..engine": "DeepSpeedEngine=Engine"},
     "runtime.lr_schedules": {

@@ -55,10 +55,12 @@ class RunCheckpoint:
         see `minizero.checkpoint.save`; what fails in the background is
         raised by the next save, `finish_checkpoint` or `destroy`.
 
-        Raises RuntimeError between a backward and its step, CheckpointError
-        if it cannot be written: then on all ranks, and the checkpoints that
-        there were are as before.
+        Raises ValueError without a folder, RuntimeError between a backward and
+        its step, CheckpointError if it cannot be written: then on all ranks, and
+        the checkpoints that there were are as before.
         """
+        if not save_dir:
+            raise ValueError(f"save_dir is a folder for checkpoints, not {save_dir!r}")
         self.loop.begin()
         if exclude_frozen_parameters and rank() == 0:
             warnings.warn(

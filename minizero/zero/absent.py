@@ -101,7 +101,8 @@ class AbsentFlat(Flat):
                 if not old.whole:
                     old.gather().wait()
                 old.make_exact()
-            super().take(part)
+            with torch._C.DisableTorchFunction():  # `zero.Init` would free it in between
+                super().take(part)
             for slot in part:
                 self._note(slot)
             for old in before:
