@@ -752,7 +752,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'minizero.zero.init.Init.__torch_function__': ( 'zero3.html#init.__torch_function__',
                                                                                     'minizero/zero/init.py'),
                                     'minizero.zero.init.Init._added': ('zero3.html#init._added', 'minizero/zero/init.py'),
-                                    'minizero.zero.init.Init._shard': ('zero3.html#init._shard', 'minizero/zero/init.py'),
                                     'minizero.zero.init._gathered': ('zero3.html#_gathered', 'minizero/zero/init.py'),
                                     'minizero.zero.init._plan_of': ('zero3.html#_plan_of', 'minizero/zero/init.py'),
                                     'minizero.zero.init._zero_optimization': ('zero3.html#_zero_optimization', 'minizero/zero/init.py'),

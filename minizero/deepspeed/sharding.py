@@ -61,6 +61,10 @@ class Init(zero.Init):
             for part in reversed([*module.modules()]):  # a child before its parent
                 self._shard(part)
 
+    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
+        if self.enabled and child is not None:
+            self._shard(child)
+
     def _shard(self, module: nn.Module) -> None:
         for p in module.parameters() if self.dtype else ():
             if p.is_floating_point() and not is_sharded(p):

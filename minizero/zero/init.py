@@ -181,10 +181,7 @@ class Init(ShardsLoaded):
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
         if self.enabled and child is not None:
-            self._shard(child)
-
-    def _shard(self, module: nn.Module) -> None:
-        shard_module(module, self.home)
+            shard_module(child, self.home)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -32,7 +32,8 @@ class ShardsLoaded(TorchFunctionMode):
     enabled: bool
     home: Home
 
-    def _shard(self, module: nn.Module) -> None:
+    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
+        """Shard what becomes part of a module."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -53,7 +54,7 @@ class ShardsLoaded(TorchFunctionMode):
         if self.enabled and exc[0] is None:
             gc.collect()  # or ranks might differ in what is left of dropped ones
             for module in [*self._owners]:
-                self._shard(module)
+                self._added(module, "", module)
 
     def _loaded(self, module: nn.Module, name: str, p: Any) -> None:
         self._owners[module] = None

@@ -70,13 +70,16 @@ def _ignore(*_: Any, **__: Any) -> None:
     """What is left of a hook in a copy of its module."""
 
 
+Call = Callable[..., Any]
+
+
 class Hook:
     """Calls a function; where its module is copied or saved, it stays behind.
 
     Inside a unit that is compiled it does nothing: the unit's own hooks have run.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
@@ -96,12 +99,14 @@ class Placed:
     def __init__(self) -> None:
         self._ids: list[tuple[nn.Module, int, int]] = []
 
-    def around(self, module: nn.Module, before: Hook, after: Hook) -> None:
+    def around(self, modules: Iterable[nn.Module], before: Call, after: Call) -> None:
         """Call `before` with the inputs, and `after` whether the forward fails or not."""
-        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        last = module.register_forward_hook(after, always_call=True)
-        # not the handles: each is four more objects for the garbage collector
-        self._ids.append((module, first.id, last.id))
+        begins, ends = Hook(before), Hook(after)
+        for m in modules:
+            first = m.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+            last = m.register_forward_hook(ends, always_call=True)
+            # not the handles: each is four more objects for the garbage collector
+            self._ids.append((m, first.id, last.id))
 
     def remove(self) -> None:
         """Call them no longer."""

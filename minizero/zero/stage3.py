@@ -22,7 +22,7 @@ from ..memory.plan import Plan
 from .absent import note_views
 from .absent_use import TellsAbsentUse, refuse_create_graph
 from .autograd_hooks import hook_outputs, mark_inputs
-from .module_hooks import Hook, Placed, guard_all, users
+from .module_hooks import Placed, guard_all, users
 from .flat_buffer import Flat, Unit
 from .sharded_buffer import ShardedFlat
 
@@ -235,10 +235,9 @@ class ZeRO3(Forwards):
         super().__init__(*args, **options)
         self._placed = Placed()
         for unit, modules in users(self.model, self.units).items():
-            before = Hook(partial(self._before_forward, unit))
-            after = Hook(partial(self._after_forward, unit))
-            for module in modules:
-                self._placed.around(module, before, after)
+            before = partial(self._before_forward, unit)
+            after = partial(self._after_forward, unit)
+            self._placed.around(modules, before, after)
         self.handles.append(self._placed)
         guard_all(self.model)
 
