@@ -71,8 +71,8 @@ class Timeline(Explorable):
     stage: 0 to 3. overlap: collectives beside computation. prefetch: parameters are
         gathered a block ahead; for stage 3, with overlap. offload: "none", or optimizer
         state and, at stage 3, parameters on the "host" or the "disk". checkpointing: of
-        each block. precision: "bf16" or, without offload, "fp32". micro_batches: 1 or, in
-        bf16 without offload, 2, whose gradients add up.
+        each block. precision: "bf16" or, without offload, "fp32". micro_batches: 1 or,
+        in bf16 without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
     """
