@@ -75,7 +75,8 @@ def parallelize(
             "give both the same plan"
         )
     if plan.group or weight_bits or gradient_bits:
-        options |= {"weight_bits": weight_bits, "gradient_bits": gradient_bits}
+        options["weight_bits"] = weight_bits
+        options["gradient_bits"] = gradient_bits
         options["plan"], kind = plan, IN_GROUPS.get(kind, Hierarchical)
     with uncollected():
         return kind(model, optimizer, **options)
