@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from minizero import parallelize
+import minizero
+from minizero import consolidate, parallelize
+from minizero.checkpoint import load, save
 from minizero.memory.plan import Plan
 from minizero.overlap import Overlap
 from minizero.precision import MixedPrecision
 from minizero.ranks.launch import launch, rank
 from minizero.zero import GatheredParameters, Init
 from minizero.zero.absent import ZeroParamStatus, is_sharded
+from minizero.zero.data_parallel import DataParallel
 from minizero.zero.units import assign, find_units, units_of
 
 STAGES = (0, 1, 2, 3)
@@ -123,6 +128,46 @@ def test_as_plain_torch(kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["0-dim, Adagrad", "0-dim, Adam"])
+def test_a_number_alone_in_its_group_is_saved(
+    kind: str, stage: int, tmp_path: Path
+) -> None:
+    """Its states have no dimension either, and neither has the count of steps."""
+    make, data, make_optimizer = MODELS[kind]
+
+    def start(load_it: bool, stage: int) -> DataParallel:
+        model = build(make)
+        params = [*model.parameters()]
+        numbers = [p for p in params if not p.ndim]
+        others = [p for p in params if p.ndim]
+        optimizer = make_optimizer([{"params": numbers}, {"params": others}])
+        if not load_it:  # states from before wrapping
+            loss_of(model(data())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net = parallelize(model, optimizer, Plan.stage(stage))
+        if load_it:
+            load(net, tmp_path)
+        return net
+
+    def train(net: DataParallel) -> dict[str, Tensor]:
+        net.backward(loss_of(net(data())))
+        net.step()
+        return net.state_dict()
+
+    net = start(False, stage)
+    weights = train(net)
+    save(net, tmp_path, "a")
+    index = json.loads((tmp_path / "a" / "index.json").read_text())
+    assert all([*flat["scalars"]] == ["step"] for flat in index["flats"])
+    assert torch.equal(consolidate(tmp_path)["scale"], weights["scale"])
+    expected = train(net)
+    for other in STAGES:
+        got = train(start(True, other))
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["float64", "complex"])
 def test_clipping_in_any_precision(kind: str, stage: int) -> None:
     make, data, make_optimizer = MODELS[kind]
@@ -201,6 +246,19 @@ def test_blocks_whose_children_are_called(ranks: int) -> None:
     assert all([taken_apart()] if ranks == 1 else launch(taken_apart, ranks))
 
 
+def test_a_script_says_what_its_units_are() -> None:
+    def names(policy: Any) -> list[str]:
+        engine, *_ = minizero.initialize(
+            model=nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}),
+            units=policy,
+            config={"train_batch_size": 1, "zero_optimization": {"stage": 3}},
+        )
+        return [unit.name for unit in engine.net.units]
+
+    assert names(None) == ["root"]
+    assert names(lambda module: isinstance(module, nn.Linear)) == ["root", "a", "b"]
+
+
 def wrapped() -> tuple[nn.Module, Any]:
     model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     return model, parallelize(model, sgd(model.parameters()), Plan.stage(3))
@@ -275,6 +333,13 @@ def test_units_inside_a_graph_are_refused() -> None:
     model[0].compile(backend="eager")
     with pytest.raises(ValueError, match="0 is compiled already"):
         parallelize(model, sgd(model.parameters()), Plan.stage(3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_in_torchscript_are_refused(stage: int) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="a Linear of the model is a ScriptModule"):
+        parallelize(model, sgd(model.parameters()), Plan.stage(stage))
 
 
 @pytest.mark.parametrize("stage", STAGES)
