@@ -637,6 +637,27 @@ def test_an_index_that_is_not_ours(tmp_path: Path, change: str) -> None:
     assert same(state(net), before)
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_one_file_for_two_ranks(two: Pool, tmp_path: Path, renamed: bool) -> None:
+    """Named twice; or copied, under the other's name, with its checksum."""
+    two.run(saved, tmp_path, "a")
+    first, second = (data_file(tmp_path, "a", r) for r in (0, 1))
+    named = second.name if renamed else first.name
+
+    def change(facts: dict[str, Any]) -> None:
+        one, other = facts["files"]
+        other.update(one | ({"name": other["name"]} if renamed else {}))
+
+    if renamed:
+        shutil.copy(first, second)
+    rewritten(tmp_path, change, believed=False)
+    net = net_of()
+    before = state(net)
+    with pytest.raises(CheckpointError, match=named):
+        load(net, tmp_path)
+    assert same(state(net), before)
+
+
 # Forgeries: what has good checksums and is not what was saved
 
 

@@ -117,6 +117,7 @@ def test_offload_reaches_only_what_is_sharded() -> None:
         ("n_params", 1e13, "n_params is 1e[+]13; choose from 1e[+]08 to 1e[+]12"),
         ("n_params", 9e7, "n_params is 9e[+]07"),
         ("n_params", float("nan"), "n_params is nan"),
+        ("n_params", "1,5B", "n_params.*float.*'1,5B'"),
         ("world_size", 12, "world_size.*1, 2, 4, .* 1024], not the int 12"),
         ("stage", 4, "stage.*not the int 4"),
         ("precision", "int8", "precision.*int8"),
@@ -345,11 +346,12 @@ def test_number_of_parameters_is_typed(browser: Any, show: Show) -> None:
     ]:
         assert type_in(text) == shown
         assert find(root, ".error").text == ""
-    for text in ("", "many", "99M", "2T", "-7B", "7BB"):
+    commas = ("1,5B", "0,350B", "1,00B", "10,0000M", "1,000,00M")
+    for text in ("", "many", "99M", "2T", "-7B", "7BB", *commas):
         assert type_in(text) == text
         assert field.get_dom_attribute("aria-invalid") == "true"
         assert find(root, ".error").text == (
-            "Write a number from 0.1B to 1T, such as 7.5B."
+            "Write a number from 0.1B to 1T, decimals after a point, such as 7.5B."
         )
         assert find(rows(root)[0], ".total").text == "16 TB"  # the last that held
     assert type_in("7B") == "7B"

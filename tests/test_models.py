@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from minizero import parallelize
+import minizero
+from minizero import consolidate, parallelize
+from minizero.checkpoint import load, save
 from minizero.memory.plan import Plan
 from minizero.overlap import Overlap
 from minizero.precision import MixedPrecision
 from minizero.ranks.launch import launch, rank
 from minizero.zero import GatheredParameters, Init
 from minizero.zero.absent import ZeroParamStatus, is_sharded
+from minizero.zero.data_parallel import DataParallel
 from minizero.zero.units import assign, find_units, units_of
 
 STAGES = (0, 1, 2, 3)
@@ -123,6 +127,40 @@ def test_as_plain_torch(kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["0-dim, Adagrad", "0-dim, Adam"])
+def test_a_number_alone_in_its_group_is_saved(
+    kind: str, stage: int, tmp_path: Path
+) -> None:
+    """Its states have no dimension either, and neither has the count of steps."""
+    make, data, make_optimizer = MODELS[kind]
+
+    def start(load_it: bool, stage: int) -> DataParallel:
+        model = build(make)
+        params = [*model.parameters()]
+        numbers = [p for p in params if not p.ndim]
+        others = [p for p in params if p.ndim]
+        optimizer = make_optimizer([{"params": numbers}, {"params": others}])
+        net = parallelize(model, optimizer, Plan.stage(stage))
+        if load_it:
+            load(net, tmp_path)
+        return net
+
+    def train(net: DataParallel) -> dict[str, Tensor]:
+        net.backward(loss_of(net(data())))
+        net.step()
+        return net.state_dict()
+
+    net = start(False, stage)
+    weights = train(net)
+    save(net, tmp_path, "a")
+    assert torch.equal(consolidate(tmp_path)["scale"], weights["scale"])
+    expected = train(net)
+    for other in STAGES:
+        got = train(start(True, other))
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["float64", "complex"])
 def test_clipping_in_any_precision(kind: str, stage: int) -> None:
     make, data, make_optimizer = MODELS[kind]
@@ -199,6 +237,19 @@ def taken_apart() -> bool:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_whose_children_are_called(ranks: int) -> None:
     assert all([taken_apart()] if ranks == 1 else launch(taken_apart, ranks))
+
+
+def test_a_script_says_what_its_units_are() -> None:
+    def names(policy: Any) -> list[str]:
+        engine, *_ = minizero.initialize(
+            model=nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}),
+            units=policy,
+            config={"train_batch_size": 1, "zero_optimization": {"stage": 3}},
+        )
+        return [unit.name for unit in engine.net.units]
+
+    assert names(None) == ["root"]
+    assert names(lambda module: isinstance(module, nn.Linear)) == ["root", "a", "b"]
 
 
 def wrapped() -> tuple[nn.Module, Any]:

@@ -19,7 +19,7 @@ from minizero.lab.bench.planner import MODEL, Case, build, step
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toymachine import TOY, shape_of
 from minizero.ranks.launch import Pool
-from minizero.scale import MACHINES, MODELS, Job, choose
+from minizero.scale import MACHINES, MODELS, Job, choose, planner
 from minizero.scale.advice import candidate_of, describe, large_buckets, warnings
 from minizero.scale.candidates import Candidate, candidates
 from minizero.scale.command import count, sequences
@@ -66,6 +66,31 @@ def test_of_equals_the_simplest_is_chosen() -> None:
     assert choice.best.candidate.extras == 0
     least = min(choice.loses(r) for r in choice.others if r.fits)
     assert -SAME / (1 + SAME) <= least < 0
+
+
+def choose_among(*ways: Candidate, **about: Any) -> Candidate:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "candidates", lambda job: iter(ways))
+        return choose(job(machine=SLOW, **about)).best.candidate
+
+
+def test_what_is_simpler_is_chosen_of_equals_alone() -> None:
+    """A way that is slower, or that rounds without leave, is not among them."""
+    plain, copy = Candidate(3, "full", 16, 1), Candidate(3, "full", 16, 1, secondary=8)
+    assert choose_among(plain, copy) == choose_among(copy, plain) == copy
+    late = replace(plain, micro_batch=1, accumulation=16)
+    assert choose_among(plain, late) == choose_among(late, plain) == plain
+    coded = replace(copy, weight_bits=8, gradient_bits=4)
+    away = replace(plain, offload_optimizer="cpu", offload_param="cpu")
+    assert away.extras == coded.extras
+    assert choose_among(away, coded) == away
+    assert choose_among(away, coded, quantize=True) == coded
+
+
+def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
+    small = replace(V100, memory=4e9)
+    best = choose(job("gpt2-xl", small, 1, each=1)).best.candidate
+    assert (best.offload_optimizer, best.offload_param) == ("cpu", "cpu")
 
 
 def test_a_rehearsal_is_asked_where_the_formula_is_not_sure() -> None:

@@ -67,6 +67,28 @@ def test_calibration_finds_the_constants_that_made_the_rows() -> None:
     assert found.attention == pytest.approx(true.attention, rel=0.02)
 
 
+def test_the_share_of_the_peak_is_counted_as_published(
+    table: Sequence[tuple[Row, float]],
+) -> None:
+    """The page's own MFU, of rows whose attention is 16 % and 4 % of the whole."""
+    for sequence, tokens, published in ((8192, 1384, 0.2992), (2048, 2002, 0.3811)):
+        row = next(r for r, _ in table if (r.sequence, r.tokens) == (sequence, tokens))
+        found = row.predict()
+        ours = found.mfu * row.tokens / found.tokens_per_second_per_gpu
+        assert ours == pytest.approx(published, rel=5e-3)
+
+
+def test_flop_of_others_are_counted_as_they_count_them() -> None:
+    """Of a GPT, 96 B s l h^2 (1 + s / 6h + V / 16lh): Narayanan et al. 2021, eq. 3."""
+    gpts = [other for other in DEEPSPEED if other.flops and not other.shape.gated]
+    assert len(gpts) == 12
+    for other in gpts:
+        shape, h = other.shape, other.shape.hidden
+        more = 1 + other.sequence / (6 * h) + shape.vocab / (16 * shape.layers * h)
+        tokens = other.flops / (96 * shape.layers * h * h * more)
+        assert other.published == pytest.approx(tokens, rel=2e-3)
+
+
 def test_fsdp_elsewhere_is_predicted_blind() -> None:
     errors = {(o.name, o.published): o.error() for o in FSDP}
     assert len(errors) == 16

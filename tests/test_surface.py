@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import minizero
+import minizero.deepspeed
 
 NAMES = {
     "minizero": """
@@ -38,12 +39,53 @@ NAMES = {
     "minizero.checkpointing": "Source checkpoint configure is_configured reset use",
 }
 
+# What public scripts import from DeepSpeed.
+THEIRS = {
+    "": """
+        DeepSpeedEngine OnDevice PipelineModule accelerator add_config_arguments
+        checkpointing comm get_accelerator init_distributed initialize ops runtime utils
+        zero
+    """,
+    "accelerator": "get_accelerator",
+    "checkpointing": "checkpoint configure is_configured reset",
+    "comm": """
+        ReduceOp all_gather all_reduce barrier broadcast get_local_rank get_rank
+        get_world_group get_world_size init_distributed is_initialized new_group
+        reduce_scatter_tensor
+    """,
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "runtime.lr_schedules": """
+        LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR
+    """,
+    "runtime.zero": "GatheredParameters Init",
+    "runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus",
+    "utils": """
+        OnDevice RepeatingLoader get_z3_leaf_modules groups log_dist logger
+        safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
+        safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
+        safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+        safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+        set_z3_leaf_modules unset_z3_leaf_modules zero_to_fp32
+    """,
+    "utils.groups": """
+        get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size
+        get_model_parallel_rank get_model_parallel_world_size
+    """,
+    "utils.zero_to_fp32": """
+        convert_zero_checkpoint_to_fp32_state_dict
+        get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
+    """,
+    "zero": "GatheredParameters Init",
+}
+
 ENGINE = """
-    backward bfloat16_enabled deepspeed_io destroy empty_partition_cache eval
-    finish_checkpoint forward fp16_enabled get_batch_info get_global_grad_norm get_lr
-    get_mom gradient_accumulation_steps gradient_clipping is_compiled
-    is_gradient_accumulation_boundary load_checkpoint load_state_dict module_state_dict
-    no_sync save_16bit_model save_checkpoint set_gradient_accumulation_boundary
+    backward bfloat16_enabled data_parallel_group deepspeed_io destroy
+    empty_partition_cache eval finish_checkpoint forward fp16_enabled get_batch_info
+    get_global_grad_norm get_lr get_mom gradient_accumulation_steps gradient_clipping
+    is_compiled is_gradient_accumulation_boundary load_checkpoint
+    load_module_state_dict load_state_dict module_state_dict no_sync optimizer_name
+    save_16bit_model save_checkpoint set_gradient_accumulation_boundary
     set_train_batch_size set_train_micro_batch_size skipped_steps state_dict step train
     train_batch_size train_micro_batch_size_per_gpu was_step_applied zero_grad
     zero_gather_16bit_weights_on_model_save zero_optimization
@@ -56,7 +98,7 @@ ARGUMENTS = {
     "initialize": """
         args model optimizer model_parameters training_data lr_scheduler
         distributed_port mpu dist_init_required collate_fn config mesh_param
-        config_params
+        config_params units
     """,
     "init_distributed": "backend timeout dist_backend",
     "add_config_arguments": "parser",
@@ -83,11 +125,20 @@ ARGUMENTS = {
     "checkpoint.load": "net folder tag strict optimizer check",
     "checkpoint.finish": "net",
     "Engine.save_checkpoint": """
-        save_dir tag client_state save_latest keep background
+        save_dir tag client_state save_latest exclude_frozen_parameters keep background
     """,
     "Engine.load_checkpoint": """
         load_dir tag load_module_strict load_optimizer_states
         load_lr_scheduler_states load_module_only
+    """,
+    "deepspeed.init_distributed": """
+        dist_backend auto_mpi_discovery distributed_port verbose timeout init_method
+        dist_init_required config rank world_size
+    """,
+    "deepspeed.zero.GatheredParameters": "params modifier_rank fwd_module enabled",
+    "deepspeed.zero.Init": """
+        module data_parallel_group mem_efficient_linear remote_device pin_memory
+        config_dict_or_path config enabled dtype mpu
     """,
 }
 
@@ -97,6 +148,14 @@ def test_names(module: str) -> None:
     """By attribute, which `from module import name` is."""
     found = import_module(module)
     missing = [name for name in NAMES[module].split() if not hasattr(found, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", THEIRS)
+def test_names_of_deepspeed(module: str) -> None:
+    name = f"minizero.deepspeed.{module}".rstrip(".")
+    found = import_module(name)
+    missing = [name for name in THEIRS[module].split() if not hasattr(found, name)]
     assert not missing
 
 

@@ -15,7 +15,7 @@ from minizero.lab.explorables.base import module
 from minizero.lab.explorables.packing import Pack, base36
 from minizero.lab.explorables.steps import TICK, Setting, line, settings, simulated
 from minizero.lab.explorables.timeline import RECORDED, Timeline, packed, steps
-from minizero.memory.plan import estimate
+from minizero.memory.plan import PRECISIONS, estimate
 from minizero.memory.trace import Change, Moment, Slice, Trace
 
 SOURCE = module("timeline").replace("export default", "window.figure =")
@@ -42,12 +42,13 @@ def test_steps_begin_with_what_the_formula_says(stage: int) -> None:
         placed = {"device": 0, "host": 0, "disk": 0}
         for (place, _), nbytes in rest.items():
             placed[place] += nbytes
+        size = PRECISIONS[at.precision][0]
         elements = sum(
-            change.nbytes // 2 * (trace.ranks if stage == 3 else 1)
+            change.nbytes // size * (trace.ranks if stage == 3 else 1)
             for change in trace.moments[0].changes
             if change.category == "parameters"
         )
-        formula = estimate(elements, trace.ranks, at.plan)
+        formula = estimate(elements, trace.ranks, at.plan, at.precision)
         wanted = (formula.total, formula.host.total, formula.disk.total)
         assert tuple(placed.values()) == wanted
         *_, (_, last) = trace.live(0)
@@ -81,6 +82,101 @@ def test_settings_do_what_they_are_there_for() -> None:
     assert plain[0] < host[0] < disk[0] and host[1] < plain[1]
     peaks = [step(stage=stage)[1] for stage in range(4)]
     assert peaks == sorted(peaks, reverse=True)
+    half, whole = (step(stage=0, precision=kind) for kind in ("bf16", "fp32"))
+    assert half[0] < whole[0] and half[1] < whole[1]
+    twice = step(stage=2, micro_batches=2)
+    (once, most) = step(stage=2)
+    assert once < twice[0] < 2 * once and twice[1] == most
+
+
+def test_every_plan_sends_what_the_formula_says() -> None:
+    """2, 2, m + 1 and 3m times the model's elements, and N - 1 of N parts of them."""
+    for at in settings():
+        trace, m = simulated(at), at.micro_batches
+        times = (2, 2, m + 1, 3 * m)[at.stage]
+        rest = (c for c in trace.moments[0].changes if c.category == "parameters")
+        bytes_ = sum(c.nbytes for c in rest) * (trace.ranks if at.stage == 3 else 1)
+        sent = sum(s.nbytes for s in trace.slices if s.call >= 0)
+        assert sent == times * bytes_ * (trace.ranks - 1) // trace.ranks, at
+
+
+def spent(trace: Trace, *verbs: str) -> float:
+    """Seconds of the slices that do so."""
+    return sum(s.end - s.begin for s in trace.slices if s.verb in verbs)
+
+
+def rests(**how: Any) -> dict[tuple[str, str], int]:
+    """Live bytes where a step ends."""
+    *_, (_, last) = simulated(Setting(**how)).live(0)
+    return {where: nbytes for where, nbytes in last.items() if nbytes}
+
+
+def test_chapters_say_of_state_what_is_drawn() -> None:
+    """Chapters 1, 4, 12 and 15: what rests, and what an update finds."""
+    states = ("parameters", "gradients", "optimizer")
+    whole = rests(stage=0)
+    assert [whole["device", c] // 2 for c in states] == [
+        n * whole["device", "parameters"] // 2 for n in (1, 1, 6)
+    ]
+    assert sum(rests(stage=0, precision="fp32").values()) == sum(whole.values())
+    owned = whole["device", "optimizer"] // 4
+    for stage in (1, 2, 3):
+        assert rests(stage=stage)["device", "optimizer"] == owned
+        for place in ("host", "disk"):
+            assert rests(stage=stage, offload=place)[place, "optimizer"] == owned
+    widget = Timeline(stage=2, overlap=False, moment=0.817)
+    found = {name: now for name, now, _ in widget.numbers()}
+    assert found["gradients"] == whole["device", "gradients"] // 4
+    widget.stage = 1
+    found = {name: now for name, now, _ in widget.numbers()}
+    assert found["gradients"] == whole["device", "gradients"]
+
+
+def test_chapters_say_of_time_what_is_drawn() -> None:
+    """Chapters 2, 4, 13, 14, 16 and 17: what is waited for, and how long."""
+
+    def at(**how: Any) -> Trace:
+        return simulated(Setting(**how))
+
+    half, full = at(stage=0), at(stage=0, precision="fp32")
+    for verbs in (["all_reduce"], ["forward", "backward"]):
+        assert 1.85 < spent(full, *verbs) / spent(half, *verbs) < 2.001
+    state = 16 * next(half.live(0))[1]["device", "parameters"] // 2
+    assert 1.6 < (full.peak(0) - state) / (half.peak(0) - state) < 1.8
+
+    eager, late = at(stage=1), at(stage=1, overlap=True)
+    reduced = [s for s in eager.slices if s.verb == "reduce_scatter"]
+    waits = [(s.begin, s.end) for s in eager.slices if s.verb == "wait"]
+    assert all((s.begin, s.end) in waits for s in reduced)
+    assert spent(late, "wait") < spent(eager, "wait")
+
+    one, two = at(stage=1, micro_batches=2), at(stage=3, micro_batches=2)
+    second = [s.begin for s in one.slices if s.verb == "forward"][5]
+    assert not [s for s in one.slices if s.call >= 0 and s.begin < second]
+    gathered = [s for s in two.slices if s.verb == "all_gather"]
+    assert len(gathered) == 2 * len(
+        [s for s in at(stage=3).slices if s.verb == "all_gather"]
+    )
+
+    updates = [spent(at(stage=0), "update"), spent(at(stage=1), "update")]
+    assert updates[1] == pytest.approx(updates[0] / 4)
+    assert spent(at(stage=1, offload="host"), "update") > updates[0]
+
+    three = at(stage=3, overlap=True, prefetch=True)
+    calls = spent(three, "all_gather", "reduce_scatter")
+    assert spent(three, "wait") < calls / 3
+    ends = [
+        line(Setting(stage, True, ahead)).duration
+        for stage, ahead in ((3, True), (2, False), (1, False), (0, False), (3, False))
+    ]
+    assert ends == sorted(ends)
+    alone = at(stage=3)
+    assert spent(alone, "all_gather") == pytest.approx(
+        2 * spent(alone, "reduce_scatter")
+    )
+    assert spent(alone, "wait") == pytest.approx(
+        spent(alone, "all_gather", "reduce_scatter")
+    )
 
 
 # --- From Python to the page ---

@@ -83,9 +83,12 @@ class Transfer:
             self._after += machine.latency + sent / machine.bandwidth
         self._after += more  # seconds of a second hop, which follows the wait
         self._end: float | None = rank.transfer(op, unit, sent, since)
+        self._drawn = rank.line.intervals[-1]
 
     def wait(self) -> None:
         if self._end is None:
             return
         rank, end, self._end = self._rank, self._end, None
         rank.spend("wait", self._unit, max(rank.now, end) + self._after)
+        if self.op == "all_reduce":
+            self._drawn.end, self._drawn.nbytes = rank.now, 2 * self._drawn.nbytes

@@ -27,12 +27,14 @@ const STYLE = `
   }
 `;
 
-/** "7B", "7.5e9" or "350 M" as a number; NaN for anything else. */
+/** "7B", "7.5e9", "350 M" or "7,000,000,000" as a number; NaN for anything else, such
+ *  as "7,5B": a comma stands between thousands. */
 function parse(text) {
-  const found = /^(\d*\.?\d+(?:e\d+)?)([MBT]?)$/i.exec(text.replace(/[\s,_]/g, ""));
+  const found = /^((?:[1-9]\d{0,2}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e\d+)?)([MBT]?)$/i
+    .exec(text.replace(/[\s_]/g, ""));
   if (!found) return NaN;
   const unit = { "": 1, M: 1e6, B: 1e9, T: 1e12 }[found[2].toUpperCase()];
-  return Number(found[1]) * unit;
+  return Number(found[1].replaceAll(",", "")) * unit;
 }
 
 /** A number to type, to choose from a few, or to slide. */
@@ -41,7 +43,7 @@ function size(model) {
   const error = make("span", { class: "error", role: "alert" });
   const judge = (fine) => {
     field.setAttribute("aria-invalid", String(!fine));
-    error.textContent = fine ? "" : "Write a number from 0.1B to 1T, such as 7.5B.";
+    error.textContent = fine ? "" : "Write a number from 0.1B to 1T, decimals after a point, such as 7.5B.";
   };
   const field = make("input", {
     type: "text", "aria-label": "Parameters, as a number",

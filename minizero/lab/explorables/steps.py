@@ -47,11 +47,14 @@ class Setting(NamedTuple):
     prefetch: bool = False
     offload: str = "none"
     checkpointing: bool = False
+    precision: str = "bf16"
+    micro_batches: int = 1
 
     @property
     def key(self) -> str:
         flags = "".join(str(int(x)) for x in (self.overlap, self.prefetch))
-        return f"{self.stage}{flags}{self.offload[0]}{int(self.checkpointing)}"
+        how = f"{self.offload[0]}{int(self.checkpointing)}{self.precision[0]}"
+        return f"{self.stage}{flags}{how}{self.micro_batches}"
 
     @property
     def plan(self) -> Plan:
@@ -64,17 +67,24 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """Each that does something: stage 0 offloads nothing, stage 3 alone prefetches."""
+    """Each that does something: stage 0 offloads nothing, stage 3 alone prefetches.
+
+    A page carries every step. So fp32 and two micro-batches are not there with offload,
+    nor with each other.
+    """
     for stage in range(4):
         for overlap, prefetch in ((0, 0), (1, 0), (1, 1))[: 3 if stage == 3 else 2]:
-            for offload in OFFLOADS if stage else ("none",):
-                for again in (False, True):
-                    yield Setting(stage, bool(overlap), bool(prefetch), offload, again)
+            how = stage, bool(overlap), bool(prefetch)
+            for again in (False, True):
+                for offload in OFFLOADS if stage else ("none",):
+                    yield Setting(*how, offload, again)
+                yield Setting(*how, checkpointing=again, precision="fp32")
+                yield Setting(*how, checkpointing=again, micro_batches=2)
 
 
 def _layers(at: Setting) -> list[Layer]:
     """The root and the blocks, with what an update needs and what activations take."""
-    costs = Costs(SHAPE, A100, TOKENS, SEQUENCE)
+    costs = Costs(SHAPE, A100, TOKENS, SEQUENCE, precision=at.precision)
     on_host = at.offload != "none"
     update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
@@ -82,9 +92,11 @@ def _layers(at: Setting) -> list[Layer]:
     inside = round(saved(SHAPE, TOKENS, SEQUENCE, True, costs.itemsize))
     for block in blocks:
         block.inside = inside
-        block.saved = 2 * TOKENS * SHAPE.hidden if at.checkpointing else inside
-    root.inside = root.saved = 10 * TOKENS * SHAPE.vocab  # logits, as `scale.memory`
-    _, _, master = PRECISIONS["bf16"]
+        kept = costs.itemsize * TOKENS * SHAPE.hidden
+        block.saved = kept if at.checkpointing else inside
+    # logits, as `scale.memory`
+    root.inside = root.saved = (costs.itemsize + 8) * TOKENS * SHAPE.vocab
+    _, _, master = PRECISIONS[at.precision]
     for layer in (root, *blocks):
         layer.flats[0].states = master + 8
     return [root, *blocks]
@@ -100,7 +112,16 @@ def line(at: Setting) -> Timeline:
         bus=BUS * A100.pcie,
         disk=A100.disk * 2 / 3,  # as much is written as read, at half the speed
     )
-    return simulate(_layers(at), machine, at.plan, at.schedule())
+    last = simulate(_layers(at), machine, at.plan, at.schedule())
+    if at.micro_batches == 1:
+        return last
+    first = simulate(_layers(at), machine, at.plan, at.schedule(), boundary=False)
+    last = last.shifted(-first.duration)
+    return Timeline(
+        first.intervals + last.intervals,
+        first.moments + last.moments,
+        first.duration + last.duration,
+    )
 
 
 def _rests(at: Setting) -> Iterator[Change]:

@@ -71,7 +71,8 @@ class Timeline(Explorable):
     stage: 0 to 3. overlap: collectives beside computation. prefetch: parameters are
         gathered a block ahead; for stage 3, with overlap. offload: "none", or optimizer
         state and, at stage 3, parameters on the "host" or the "disk". checkpointing: of
-        each block.
+        each block. precision: "bf16" or, without offload, "fp32". micro_batches: 1 or,
+        in bf16 without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
     """
@@ -84,6 +85,8 @@ class Timeline(Explorable):
     prefetch = traitlets.Bool(True).tag(sync=True)
     offload = traitlets.Enum(list(OFFLOADS), "none").tag(sync=True)
     checkpointing = traitlets.Bool(False).tag(sync=True)
+    precision = traitlets.Enum(["bf16", "fp32"], "bf16").tag(sync=True)
+    micro_batches = traitlets.Enum([1, 2], 1).tag(sync=True)
     source = traitlets.Enum(["simulated", "recorded"], "simulated").tag(sync=True)
     rank = traitlets.Enum([0, 1, 2, 3], 0).tag(sync=True)
     moment = Amount(0.155, 0, 1).tag(sync=True)
@@ -105,7 +108,10 @@ class Timeline(Explorable):
         """What is shown: what does nothing at a stage is off."""
         ahead = self.overlap and self.prefetch and self.stage == 3
         offload = self.offload if self.stage else "none"
-        return Setting(self.stage, self.overlap, ahead, offload, self.checkpointing)
+        precision = self.precision if offload == "none" else "bf16"
+        many = self.micro_batches if (offload, precision) == ("none", "bf16") else 1
+        how = self.stage, self.overlap, ahead, offload, self.checkpointing
+        return Setting(*how, precision, many)
 
     def numbers(self) -> list[list[Any]]:
         """Bytes of the rank at the moment, and at most, by category and by place."""
