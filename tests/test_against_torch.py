@@ -166,12 +166,24 @@ def double_grad(loop: Torch) -> None:
         grad.mul_(2)
 
 
+def grad_data(loop: Torch) -> None:
+    grad = last(loop.model).grad
+    if grad is not None:
+        grad.data = grad.data * 2
+
+
 def set_grad(loop: Torch) -> None:
     last(loop.model).grad = torch.ones(WIDTH, WIDTH)
 
 
 def set_data(loop: Torch) -> None:
     last(loop.model).data = torch.full((WIDTH, WIDTH), 0.25)
+
+
+def exchange(loop: Torch) -> None:
+    a, b = loop.model.tokens.weight, loop.model.head.weight
+    if a is not b and not nn.utils.parametrize.is_parametrized(loop.model.head):
+        a.data, b.data = b.data, a.data
 
 
 def from_vector(loop: Torch) -> None:
@@ -181,6 +193,17 @@ def from_vector(loop: Torch) -> None:
 
 def replace(loop: Torch) -> None:
     loop.model.blocks[2].weight = nn.Parameter(torch.eye(WIDTH))
+
+
+def untie(loop: Torch) -> None:
+    head = loop.model.head
+    if loop.model.tokens.weight is head.weight:
+        head.weight = nn.Parameter(torch.ones(WORDS, WIDTH))
+
+
+def other_head(loop: Torch) -> None:
+    torch.manual_seed(9)
+    loop.model.head = nn.Linear(WIDTH, WORDS, bias=False)
 
 
 def assign(loop: Torch) -> None:
@@ -256,12 +279,17 @@ ACTIONS: dict[str, tuple[Callable[[Torch], None], set[int]]] = {
     "model.zero_grad": (lambda loop: loop.model.zero_grad(), set()),
     "model.zero_grad(False)": (lambda loop: loop.model.zero_grad(False), set()),
     "optimizer.zero_grad": (lambda loop: loop.optimizer.zero_grad(), set()),
+    "optimizer.zero_grad(False)": (lambda loop: loop.optimizer.zero_grad(False), set()),
     "drop": (drop, set()),
     "double grad": (double_grad, ANY),
+    "grad.data": (grad_data, ANY),
     "set grad": (set_grad, ANY),
     "set data": (set_data, SHARDED),
+    "exchange": (exchange, SHARDED),
     "from vector": (from_vector, SHARDED),
     "replace": (replace, ANY),
+    "untie": (untie, ANY),
+    "other head": (other_head, ANY),
     "assign": (assign, ANY),
     "double": (double, ANY),
     "clamp": (clamp, SHARDED),
@@ -273,6 +301,7 @@ ACTIONS: dict[str, tuple[Callable[[Torch], None], set[int]]] = {
     "deepcopy": (deep_copy, SHARDED),
     "swap": (swap, SHARDED),
     "count hooks": (count_hooks, set()),
+    "share memory": (lambda loop: loop.model.share_memory(), {2, 3}),
     "clip": (lambda loop: loop.clip(), set()),
 }
 MOMENTS = ["before", "after forward", "after backward", "at the end"]
@@ -462,6 +491,7 @@ KNOWN = {
         3, "model.zero_grad", "after backward", micro_batches=2
     ),
     "to zero": one(2, "model.zero_grad(False)", "after backward"),
+    "optimizer to zero": one(1, "optimizer.zero_grad(False)", "after backward"),
     "optimizer.zero_grad": one(
         1, "optimizer.zero_grad", "after backward", micro_batches=2
     ),
@@ -470,6 +500,9 @@ KNOWN = {
     "another group": one(0, "new group"),
     "p.data": one(1, "set data"),
     "p.data, absent": one(3, "set data"),
+    "shared memory": one(2, "share memory", "after backward"),
+    "p.data of two": one(1, "exchange"),
+    "p.grad.data": one(0, "grad.data", "after backward"),
     "vector_to_parameters": one(0, "from vector"),
     "other values, then a norm": Script(
         0,
@@ -477,6 +510,8 @@ KNOWN = {
         ((2, "after forward", "from vector"), (2, "after forward", "clip")),
     ),
     "another parameter": one(1, "replace"),
+    "one of two names": one(3, "untie", "before", "tied"),
+    "another module": one(1, "other head"),
     "load_state_dict(assign=True)": one(0, "assign"),
     "model.double": one(2, "double"),
     "max_norm": Script(1, frozenset(["max_norm"])),

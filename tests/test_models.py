@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -140,6 +141,10 @@ def test_a_number_alone_in_its_group_is_saved(
         numbers = [p for p in params if not p.ndim]
         others = [p for p in params if p.ndim]
         optimizer = make_optimizer([{"params": numbers}, {"params": others}])
+        if not load_it:  # states from before wrapping
+            loss_of(model(data())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         net = parallelize(model, optimizer, Plan.stage(stage))
         if load_it:
             load(net, tmp_path)
@@ -153,6 +158,8 @@ def test_a_number_alone_in_its_group_is_saved(
     net = start(False, stage)
     weights = train(net)
     save(net, tmp_path, "a")
+    index = json.loads((tmp_path / "a" / "index.json").read_text())
+    assert all([*flat["scalars"]] == ["step"] for flat in index["flats"])
     assert torch.equal(consolidate(tmp_path)["scale"], weights["scale"])
     expected = train(net)
     for other in STAGES:
@@ -326,6 +333,13 @@ def test_units_inside_a_graph_are_refused() -> None:
     model[0].compile(backend="eager")
     with pytest.raises(ValueError, match="0 is compiled already"):
         parallelize(model, sgd(model.parameters()), Plan.stage(3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_in_torchscript_are_refused(stage: int) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="a Linear of the model is a ScriptModule"):
+        parallelize(model, sgd(model.parameters()), Plan.stage(stage))
 
 
 @pytest.mark.parametrize("stage", STAGES)

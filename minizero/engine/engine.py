@@ -269,8 +269,8 @@ class Engine(nn.Module):
         return self._loop.applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step."""
-        self.net.zero_grad()
+        """Forget the gradients of this step, or make them zeros."""
+        self.net.zero_grad(set_to_none)
 
     def throughput(self) -> Throughput:
         """Samples and model FLOPs a second of late, and time of phases.

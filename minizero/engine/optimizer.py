@@ -80,8 +80,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = not self.net.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; they stay where they are allocated."""
-        self.net.zero_grad()
+        """Forget all gradients, or make them zeros."""
+        self.net.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not here: the buffers have been made."""

@@ -225,8 +225,14 @@ class Accumulation(ScriptChanges):
         finally:
             self.syncing = before
 
-    def zero_grad(self) -> None:
-        """Forget all gradients; `step` does, an abandoned step needs it."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; `step` does, an abandoned step needs it.
+
+        If not `set_to_none`, those that are there are zeros from now on: weight decay
+        and momentum go on, as in torch.
+        """
+        if not set_to_none:
+            return self.model.zero_grad(set_to_none=False)  # seen at the next call
         self._leave_unasked()
         self.finish()
         self.home.finish_adds()

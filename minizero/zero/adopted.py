@@ -17,7 +17,7 @@ _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def adopt_optimizer(
-    optimizer: torch.optim.Optimizer, zero_grad: Callable[[], None]
+    optimizer: torch.optim.Optimizer, zero_grad: Callable[[bool], None]
 ) -> None:
     """Let `optimizer.zero_grad` be the net's, and `optimizer.step` say whose it is.
 
@@ -34,7 +34,7 @@ def adopt_optimizer(
 def _forget(method: weakref.WeakMethod[Any], set_to_none: bool = True) -> None:
     zero_grad = method()
     if zero_grad is not None:
-        zero_grad()
+        zero_grad(set_to_none)
 
 
 def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -37,10 +37,21 @@ def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
 def _take_over(buffer: Tensor) -> None:
     """Give a buffer rank 0's values."""
     values = buffer.contiguous()
-    comm.broadcast(labels.label(values, "buffers"))
+    comm.broadcast(values)
     if values is not buffer:
-        # not copied: an expanded tensor cannot be written to
-        buffer.data = values
+        # in its own layout, by which products round; but an expanded tensor has memory
+        # from now on, for it cannot be written to
+        buffer.data = torch.empty_like(buffer).copy_(values)
+    labels.label(buffer, "buffers")
+
+
+def _refuse_script(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"a {module.original_name} of the model is a ScriptModule, whose parameters "
+            "and calls are out of Python's reach; leave out torch.jit.script, and use "
+            "engine.compile() if it shall be compiled"
+        )
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], p: Tensor) -> None:
@@ -70,6 +81,7 @@ class Construction(Step):
                 self.units.append(unit)
             materialise(blank.values())
             for module in self.model.modules():
+                _refuse_script(module)
                 for buffer in module.buffers(recurse=False) if module._buffers else ():
                     _take_over(buffer)
                     self.precision.attach_buffer(buffer, module)

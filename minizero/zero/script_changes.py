@@ -3,13 +3,14 @@
 Looked for where a backward or a step begins, in one pass over the parameters that waits
 for no device. What every rank can take over alone is taken over; the rest is refused:
 
-- a gradient that was dropped (`p.grad = None`, `model.zero_grad()`), zeroed or set;
+- a gradient that was dropped (`p.grad = None`, `model.zero_grad()`), zeroed or set, as
+  `.grad` or as `.grad.data`;
 - a parameter that was frozen (it has no gradient from then on, and the optimizer leaves
   alone what has none) or that requires gradients by now (it gets a place for them);
 - values that were written in place: masters take them over. In a forward, as
   `nn.Embedding(max_norm=)` does, each rank writes others: with several ranks refused;
 - `p.data = values`: copied to where the parameter belongs. Another parameter in its
-  place, another dtype or device: refused.
+  place or in a module that has come, another dtype or device: refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from .moves import Moves
 
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default)
 _ADD = torch.ops.aten.add_.Tensor
+_SPREAD = (
+    "{} needs a gradient that is spread over ranks; for the norm and for clipping there "
+    "is net.clip_grad_norm(max_norm) (gradient_clipping in an engine's config), for a "
+    "look minizero.deepspeed.utils.safe_get_full_grad"
+)
 
 
 class GradientElsewhere(Tensor):
@@ -59,11 +65,19 @@ class GradientElsewhere(Tensor):
             return args[0]
         if func is _ADD and torch._C._current_graph_task_id() != -1:
             return args[0]  # autograd has brought more: the hook that it calls next tells
-        raise RuntimeError(
-            f"{func} needs a gradient that is spread over ranks; for the norm and for "
-            "clipping there is net.clip_grad_norm(max_norm) (gradient_clipping in an "
-            "engine's config), for a look minizero.deepspeed.utils.safe_get_full_grad"
-        )
+        raise RuntimeError(_SPREAD.format(func))
+
+    def share_memory_(self) -> Any:
+        """Not here: torch would look for memory where there is none, and crash."""
+        raise RuntimeError(_SPREAD.format("share_memory_"))
+
+
+def _moved_grad(flat: Flat, slot: Slot, shown: Tensor | None) -> bool:
+    """Whether what was shown has other data by now (`p.grad.data = ...`)."""
+    if shown is None or flat.grad is None or isinstance(shown, GradientElsewhere):
+        return False
+    place = flat.grad.data_ptr() + flat.grad.itemsize * slot.offset
+    return slot.numel > 0 and shown.data_ptr() != place
 
 
 class ScriptChanges(Moves):
@@ -92,10 +106,11 @@ class ScriptChanges(Moves):
 
     def _note_places(self) -> None:
         self._places = [
-            (module._parameters, key, p)
+            (places, key, there)
             for module in self.model.modules()
-            for key, p in module._parameters.items()
-            if p is not None
+            for places in (module._parameters, module._modules)
+            for key, there in places.items()
+            if there is not None
         ]
 
     def _now(self) -> list[int]:
@@ -113,7 +128,12 @@ class ScriptChanges(Moves):
                 "frozen ones too, and set requires_grad when they shall train"
             )
         self._check_places()
-        moved = [flat for u in self.units for flat in u.flats if self._put_back(flat)]
+        flats = [flat for unit in self.units for flat in unit.flats]
+        moved = [(flat, slot) for flat in flats for slot in self._moved(flat)]
+        for _, slot in moved:  # out of the others' places: two may have been swapped
+            slot.parameter.data = slot.parameter.data.clone()
+        for flat, slot in moved:
+            flat.fill(slot)
         if moved or self._now() != self._versions:
             self.refresh()
 
@@ -126,8 +146,8 @@ class ScriptChanges(Moves):
                     self._unfreeze(flat)
 
     def _check_places(self) -> None:
-        """A parameter may move within the model, but no other may replace it."""
-        if all(params.get(key) is p for params, key, p in self._places):
+        """A parameter may move within the model, but no other may come into it."""
+        if all(places.get(key) is there for places, key, there in self._places):
             return
         there = set(self.model.parameters())
         for p, (_, _, slot) in self._owner.items():
@@ -138,10 +158,17 @@ class ScriptChanges(Moves):
                     "copy values into it, under torch.no_grad() (for "
                     "load_state_dict: without assign=True)"
                 )
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if p not in self._owner:
+                raise RuntimeError(
+                    f"parameter {name!r} came into the model after it was wrapped, so it "
+                    "would be neither trained nor saved; change the model first, then "
+                    "wrap it"
+                )
         self._note_places()
 
-    def _put_back(self, flat: Flat) -> bool:
-        """Make parameters views of their buffer again; whether one was not."""
+    def _moved(self, flat: Flat) -> list[Slot]:
+        """The parameters that are views of their buffer no more."""
         start, step = flat.address()
         moved = [
             slot
@@ -162,8 +189,7 @@ class ScriptChanges(Moves):
                     "convert and move a model before, and at stage 3 write to it "
                     "inside zero.GatheredParameters(..., modifier_rank=0)"
                 )
-            flat.fill(slot)
-        return bool(moved)
+        return moved
 
     @contextmanager
     def _forward_writes(self) -> Iterator[None]:
@@ -223,7 +249,8 @@ class ScriptChanges(Moves):
                 p = slot.parameter
                 shown = flat.shown.get(p)
                 elsewhere = isinstance(shown, GradientElsewhere)
-                if p.grad is not shown or (elsewhere and self._elsewhere[p].zeroed):
+                changed = elsewhere and self._elsewhere[p].zeroed
+                if p.grad is not shown or changed or _moved_grad(flat, slot, shown):
                     if shown is not None or not again:
                         self._take_back(flat, slot)
                         shown = flat.shown.get(p)
