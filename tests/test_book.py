@@ -30,7 +30,9 @@ SOURCES = [
 ]
 A_SOURCE = "source/minizero/zero/stage1.py"
 
-each_page = pytest.mark.parametrize("page", [*PAGES, A_SOURCE])
+LONGEST = max(SOURCES, key=len)
+
+each_page = pytest.mark.parametrize("page", [*PAGES, A_SOURCE, LONGEST, "search"])
 
 
 @pytest.fixture(scope="session")
@@ -236,10 +238,13 @@ def complaints(browser: Any) -> list[str]:
 AXE = Path(selenium_axe_python.__file__).parent / "axe-core" / "axe.min.js"
 STILL = """
 const style = document.createElement("style");
-style.textContent = "* { transition: none !important }";
+style.textContent = `* { transition: none !important }
+  .headerlink { visibility: visible !important }
+  #pst-back-to-top { display: block !important }`;
 document.head.append(style);
 """
-"""A colour on its way from one scheme's to the other's is neither."""
+"""A colour on its way from one scheme's to the other's is neither. What shows under a
+pointer, or to a reader who scrolls up, is shown."""
 CODE = [".highlight", "mjx-container"]
 """Thousands of spans of a few colours; one page is looked at with them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -130,3 +131,23 @@ def count_reductions(bucket_size: int) -> tuple[int, int]:
 def test_calls_follow_the_bucket_size(pool: Pool, bucket_size: int) -> None:
     for calls, expected in pool.run(count_reductions, bucket_size):
         assert calls == expected
+
+
+def count_additions(micro_batches: int) -> tuple[int, int]:
+    """Means that are added to a shard in the second step; buffers."""
+    model = GPT(CONFIG)
+    net = parallelize(model, torch.optim.AdamW(model.parameters()), Plan.stage(2))
+    x = torch.randint(50, (1, 16))
+    for _ in range(2):
+        with mock.patch.object(net.home, "add", wraps=net.home.add) as add:
+            for _ in range(micro_batches):
+                net.backward(net(x, x))
+        net.step()
+    return add.call_count, sum(len(unit.flats) for unit in net.units)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_first_mean_of_a_step_is_not_added(pool: Pool, micro_batches: int) -> None:
+    """It is received where it stays: no pass over memory clears the shard or adds."""
+    for added, buffers in pool.run(count_additions, micro_batches):
+        assert added == (micro_batches - 1) * buffers

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minizero import comm
 from minizero.comm import backend, offers, point_to_point
+from minizero.comm.algorithms import ordered_sum
 from minizero.memory import Tracker
 from minizero.ranks import cross_memory
 from minizero.ranks.launch import Pool, RankError, rank, world_size
@@ -157,6 +158,29 @@ def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
     results = pool.run(narrow)
     if len(results) == 3:
         assert all(t.item() == 1 + 1 / 128 for t in results)
+
+
+def algorithms() -> list[str]:
+    """For a tensor of the host, and for one that another backend moves."""
+    moved = {"cpu": "gloo", "meta": "nccl"}
+    with patch.object(point_to_point, "_backends", lambda config: moved):
+        return [
+            backend.current_algorithm(torch.empty(1, device=device)) for device in moved
+        ]
+
+
+def test_the_device_of_a_tensor_chooses_the_algorithm(pool: Pool) -> None:
+    results = pool.run(algorithms)
+    if len(results) > 1:
+        assert all(found == ["direct", "backend"] for found in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_made_where_it_is_wanted(dtype: torch.dtype) -> None:
+    """But one of 16 bits in fp32, to be rounded once."""
+    parts, out = list(torch.ones(5, 3, dtype=dtype)), torch.empty(3, dtype=dtype)
+    total = ordered_sum(parts, True, out)
+    assert total.eq(1).all() and (total is out) is (dtype is torch.float32)
 
 
 def averaged(algorithm: str) -> None:

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from itertools import product
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import pytest
 import traitlets
 from conftest import LIVE, ROOT, Show, find
 
+from minizero.lab.bench.planner import CASES, MEASURED
 from minizero.lab.explorables.activations import ActivationExplorer
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.base import _read as read_files
@@ -33,11 +35,13 @@ from minizero.lab.explorables.interval import (
 from minizero.lab.explorables.memory import MemoryExplorer
 from minizero.lab.explorables.offload import OffloadEfficiency
 from minizero.lab.explorables.predict import Predict, choice, curve, number, told
-from minizero.lab.explorables.published import Published
+from minizero.lab.explorables.published import OURS, Published
 from minizero.lab.explorables.shards import Shards
 from minizero.lab.explorables.stepcost import StepCost
 from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
+from minizero.scale.candidates import candidates
+from minizero.scale.planner import Result
 
 ALL: list[type[Explorable]] = [
     MemoryExplorer,
@@ -495,8 +499,28 @@ def test_paper_shows_the_picture_and_its_setting(browser: Any, show: Show) -> No
         browser.execute_cdp_cmd(media, {"media": ""})
 
 
+def test_paper_shows_words_and_lines(browser: Any, show: Show) -> None:
+    """A word that was lit has ink there, and a line to draw has its axes."""
+    word = '<p><span class="timeline-word">gathers</span></p>'
+    _, root = show(
+        word, Timeline(moment=0.155).static_html(), Predict(QUESTIONS[2]).static_html()
+    )
+    lit = browser.find_element("class name", "timeline-word")
+    assert "lit" in lit.get_dom_attribute("class")
+    media = "Emulation.setEmulatedMedia"
+    browser.execute_cdp_cmd(media, {"media": "print"})
+    try:
+        ink = browser.find_element("css selector", "p").value_of_css_property("color")
+        assert lit.value_of_css_property("color") == ink
+        assert find(root, "svg").is_displayed()
+        assert not find(root, "form button").is_displayed()
+    finally:
+        browser.execute_cdp_cmd(media, {"media": ""})
+
+
 def test_nothing_moves_when_a_page_loads(browser: Any, show: Show) -> None:
-    show(*(kind().static_html() + "<p>after</p>" for kind in ALL))
+    pages = (kind().static_html() + "<p>after</p>" for kind in ALL)
+    show(*pages, style="html { overflow-y: scroll }")  # whose bar comes with the length
     shifts = browser.execute_async_script(
         """
         const done = arguments[0];
@@ -699,6 +723,36 @@ def test_save_interval(show: Show) -> None:
             standing = widget.save / (factor * best + widget.save)
             assert saves == pytest.approx(min(share, standing))
         assert find(root, ".words").text == widget.describe()
+
+
+def test_our_runs_stand_beside_their_prediction(show: Show) -> None:
+    """Each that was timed for the book, with the error; choosing ours shows them."""
+    want = {}
+    for case in json.loads(MEASURED.read_text())["comparisons"]:
+        name = case["name"].partition(":")[0]
+        job = CASES[name].job
+        for side in "ab":
+            (plan,) = (c for c in candidates(job) if str(c) == case[side])
+            told = Result(job, plan).prediction.step_seconds
+            seen = median(case[f"{side}_values"])
+            tokens = job.sequences * job.sequence / job.gpus
+            want[f"{name}; {plan}"] = [tokens / seen, tokens / told, seen / told - 1]
+    (root,) = show(Published().static_html())
+    select = pytest.importorskip("selenium.webdriver.support.select").Select
+    machine, model = (select(e) for e in root.find_elements("css selector", "select"))
+    machine.select_by_visible_text(OURS)
+    assert model.first_selected_option.text == "toy GPT"
+    find(root, "summary").click()
+    lines = root.find_elements("css selector", ".numbers tr")[1:]
+    assert len(lines) == len(want) > len(CASES)
+    for line in lines:
+        title = find(line, "th").text
+        *numbers, error = (c.text for c in line.find_elements("css selector", "td"))
+        assert [float(n) for n in numbers] == pytest.approx(want[title][:2], abs=1)
+        found = float(error.replace("−", "-").rstrip(" %"))
+        assert found == pytest.approx(100 * want[title][2], abs=0.1)
+    model.select_by_visible_text("mpt-7b")
+    assert machine.first_selected_option.text == "a100-40gb"
 
 
 # --- In the notebooks ---

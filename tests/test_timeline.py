@@ -433,8 +433,41 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
         or not find(root, "select").is_enabled()
     )
     source = select(root.find_elements("css selector", "select")[2])
-    source.select_by_visible_text("recorded")
+    assert source.first_selected_option.text == "yours"
+    source.select_by_visible_text("simulated")
     assert not words.text.startswith("run.json")
+    assert not source.options[-1].is_enabled()
+
+
+def test_hang_is_drawn_with_who_waits_for_whom(
+    browser: Any, show: Show, tmp_path: Path
+) -> None:
+    """Of the parts that its ranks have left; of one alone it is known whose it is."""
+    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+    every = own_trace().slices
+    kept = [s for s in every if not (s.rank == 0 and s.verb == "reduce_scatter")]
+    parts = [tmp_path / f"run.json.rank{r}" for r in (0, 1)]
+    for r, path in enumerate(parts):
+        mine = [s for s in kept if s.rank == r]
+        path.write_text(json.dumps(Trace(2, mine).chrome()))
+    (root,) = show(Timeline(moment=1, rank=1).static_html())
+    words, of = find(root, ".words"), root.find_elements("css selector", "select")[3]
+    for files, many, why in (
+        (parts, "5", "It waits for rank 0, which made no such call. "),
+        (parts[1:], "3", "It needs rank 0, whose part is not here. "),
+    ):
+        find(root, ".open input").send_keys("\n".join(map(str, files)))
+        start = f"{', '.join(path.name for path in files)}: {many} slices of 2 ranks. "
+        wait(browser, 10).until(lambda _, start=start: words.text.startswith(start))
+        find(root, "[aria-label='to the next reduce']").click()
+        assert code(root).startswith("reduce-scatter b & c, rank 1, ")
+        assert why in code(root)
+        assert of.get_property("selectedIndex") == 1
+        browser.execute_script(
+            "arguments[0].selectedIndex = 0;"
+            "arguments[0].dispatchEvent(new Event('change'))",
+            of,
+        )  # the part that follows is not of this rank
 
 
 @pytest.mark.parametrize("calm", [False, True])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from minizero.engine.tracing import part
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import Plan
 from minizero.memory.trace import Trace
+from minizero.memory.tracker import Sample
 from minizero.offload.host import Offload
 from minizero.offload.nvme import NVMe
 from minizero.overlap.prefetch import Overlap
@@ -120,6 +122,36 @@ def recorded(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return two.run(record, str(path), 3), json.loads(path.read_text())
 
 
+Live = list[tuple[float, dict[tuple[str, str], int]]]
+
+
+def changes(samples: list[Sample]) -> Live:
+    """When live bytes by place and category changed, and to what."""
+    found: Live = []
+    for s in samples:
+        places = ("device", s.live), ("host", s.host)
+        now = {(at, name): n for at, live in places for name, n in live.items() if n}
+        if not found or found[-1][1] != now:
+            found.append((s.time, now))
+    return found
+
+
+def sampled(*where: Any) -> tuple[Live, Live]:
+    """A step's live bytes, of its trace and of the tracker that ran meanwhile."""
+    net = net_of(*where)
+    with minizero.Tracker() as tracker:
+        step(net)
+        with minizero.trace(net, tracker=tracker) as run:
+            step(net)
+        begin, end = (run.trace.moments[i].time for i in (0, -1))
+    seen = [replace(s, time=s.time + run.shift) for s in tracker.samples]
+    traced = [
+        (time, {where: n for where, n in live.items() if n})
+        for time, live in run.trace.live(rank())
+    ]
+    return traced, changes([s for s in seen if begin <= s.time <= end])
+
+
 # --- What was recorded ---
 
 
@@ -133,6 +165,13 @@ def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
             (c.op, c.unit, c.phase, c.bytes, c.launched + shift, c.finished + shift, i)
             for i, c in enumerate(calls)
         ]
+
+
+@pytest.mark.parametrize("home", [None, "cpu"])
+def test_live_bytes_are_the_samples_of_the_tracker(two: Pool, home: str | None) -> None:
+    """Each change, at its time."""
+    for traced, seen in two.run(sampled, 3, home):
+        assert traced == seen and len(seen) > 50
 
 
 def test_counters_reach_the_measured_peak(recorded: Any) -> None:

@@ -304,6 +304,29 @@ def test_the_gradient_so_far_is_only_looked_at(two: Pool) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def within_backward() -> list[tuple[Tensor, Tensor]]:
+    """The last layer's gradient: as soon as it is complete, and after backward."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), Plan.stage(2)
+    units = set(model.children()).__contains__
+    net = parallelize(model, optimizer, plan, schedule=Overlap(), units=units)
+    last, early = model[2].weight, []
+    model[1].weight.register_post_accumulate_grad_hook(
+        lambda p: early.append(safe_get_full_grad(last))
+    )
+    pairs = []
+    for step in (1, 2):  # which leaves what the first has left
+        net.backward(net(torch.full((1, 4), step + 0.5)).square().sum())
+        pairs.append((early[-1], safe_get_full_grad(last)))
+        net.step()
+    return pairs
+
+
+def test_a_reduction_under_way_is_waited_for(two: Pool) -> None:
+    for early, late in two.run(within_backward)[0]:
+        assert late.any() and torch.equal(early, late)
+
+
 NAMES = ("tokens.weight", "blocks.1.up.bias", "blocks.1.down.weight", "norm.weight")
 
 

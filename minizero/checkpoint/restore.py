@@ -208,43 +208,59 @@ class Restore:
         shards = enumerate(flat.shards(flat.full))
         return [Owned(flat, i, shard, shard, shard) for i, shard in shards]
 
-    def _read(
+    def _load(
         self,
         flat: Flat,
         owned: Owned,
         what: str,
+        into: Tensor,
         before: Tensor | None,
-        dtype: torch.dtype,
     ) -> Tensor:
-        """A shard, in host memory: of the values, of a state, of gradients.
+        """Bring a shard of the values, or of a state, to where it rests: `into`.
 
-        What the checkpoint does not have is as `before`, or zero. Valid until the next
-        call: all shards take their turn in one block of memory.
+        Straight there, if that is host memory; else through `_block`. Returns the values
+        in host memory, valid until the next call.
         """
+        home = self.net.home
+        if home.in_host_memory(into):
+            return self._read(flat, owned, what, into.detach(), before)
+        values = self._read(flat, owned, what, self._room(flat, into.dtype), before)
+        home.write_back(into, values)
+        return values
+
+    def _room(self, flat: Flat, dtype: torch.dtype) -> Tensor:
+        """Host memory for a shard: all take their turn in one block."""
         nbytes = flat.size * dtype.itemsize
         if self._block.numel() < nbytes:
             del self._block  # first, so that old and new never coexist
             self._block = host_empty((nbytes,), torch.uint8, "buffers")
-        room = self._block[:nbytes].view(dtype)
+        return self._block[:nbytes].view(dtype)
+
+    def _read(
+        self, flat: Flat, owned: Owned, what: str, out: Tensor, before: Tensor | None
+    ) -> Tensor:
+        """Read a shard of the values, of a state, of gradients into `out`.
+
+        What the checkpoint does not have is as `before`, which may be `out`, or zero.
+        """
         parts = [
             part
             for part in places(flat, owned.index, self.match.found)
             if what in part[0][0].tensors()
         ]
         if before is not None and any(s not in self.match.found for s in flat.slots):
-            room.copy_(self.net.home.fetch(before))
+            out.copy_(self.net.home.fetch(before))
         elif sum(b - a for *_, a, b in parts) < flat.size:
-            room.zero_()
+            out.zero_()
         for (saved, slot), skip, a, b in parts:
-            self.run.read(saved, what, slot.offset + skip, room[a:b])
-        return room
+            self.run.read(saved, what, slot.offset + skip, out[a:b])
+        return out
 
     def _load_values(self, flat: Flat, owned: Owned) -> None:
         master = owned.master
-        values = self._read(flat, owned, "parameters", master, master.dtype)
-        self.net.home.write_back(owned.shard, values)
+        values = self._load(flat, owned, "parameters", master, master)
         if master is not owned.shard:
-            self.net.home.write_back(master, values)
+            self.net.home.write_back(owned.shard, values)
 
     def _load_states(self, flat: Flat, owned: Owned, states: States) -> None:
         for key in owned.state.keys() - states.dtypes.keys():
@@ -261,17 +277,16 @@ class Restore:
         self, flat: Flat, owned: Owned, key: str, dtype: torch.dtype
     ) -> None:
         """Set one state, where there is one already in its place."""
-        home, old = self.net.home, owned.state.get(key)
-        if not is_elementwise(old, owned.shard) or old.dtype is not dtype:
-            old = None
-        room = self._read(flat, owned, f"optimizer/{key}", old, dtype)
-        if old is not None:
-            home.write_back(old, room)
+        home, old, what = self.net.home, owned.state.get(key), f"optimizer/{key}"
+        if is_elementwise(old, owned.shard) and old.dtype is dtype:
+            self._load(flat, owned, what, old, old)
         elif home.plan.optimizer.on != "device":
-            owned.state[key] = home.store(room, "optimizer", flat)
+            values = self._read(flat, owned, what, self._room(flat, dtype), None)
+            owned.state[key] = home.store(values, "optimizer", flat)
         else:
-            near = torch.empty(room.shape, dtype=dtype, device=flat.full.device)
-            owned.state[key] = labels.label(near.copy_(room), "optimizer", on="device")
+            near = torch.empty(flat.size, dtype=dtype, device=flat.full.device)
+            owned.state[key] = labels.label(near, "optimizer", on="device")
+            self._load(flat, owned, what, near, None)
 
     def _gradients(self, flat: Flat) -> dict[str, list[Tensor]]:
         """What a step under way had of a buffer's gradients, for this plan and rank.
@@ -303,7 +318,8 @@ class Restore:
         self, flat: Flat, owned: Owned, dtype: torch.dtype, reduces: bool
     ) -> Tensor:
         """The mean gradient of a shard; with what each rank had, if it `reduces`."""
-        mean = self._read(flat, owned, "gradients/mean", None, dtype).clone()
+        mean = torch.empty(flat.size, dtype=dtype)
+        self._read(flat, owned, "gradients/mean", mean, None)
         ranks, total = self.run.index.world_size, torch.zeros(flat.size, dtype=dtype)
         for (saved, slot), skip, a, b in places(flat, owned.index, self.match.found):
             if reduces and "local" in saved.gradients:

@@ -28,6 +28,7 @@ from ..memory.bytes import view
 from .encoding import DTYPES
 
 CHUNK = 1 << 24  # bytes that are in memory at once
+BLOCK = 1 << 18  # bytes that a processor's cache still has when they are used again
 
 _SPECIAL = {
     "float8_e4m3fn": "F8_E4M3",
@@ -91,7 +92,7 @@ def read_file(path: Path) -> bytes:
 def checksum(path: Path) -> tuple[int, int]:
     """Bytes and crc32 of a whole file, read in pieces."""
     nbytes, crc32 = 0, 0
-    room = memoryview(bytearray(1 << 20))
+    room = memoryview(bytearray(BLOCK))
     try:
         with open_file(path) as file:
             while count := file.readinto(room):
@@ -307,12 +308,14 @@ class TensorWriter:
             del piece  # before the next one is there
 
     def _put(self, data: bytes | memoryview) -> None:
-        try:
-            write_all(self._fd, data)
-        except OSError as error:
-            raise explained(self.path, error) from error
-        self.nbytes += len(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
+        for a in range(0, len(data), BLOCK):
+            block = data[a : a + BLOCK]
+            try:
+                write_all(self._fd, block)
+            except OSError as error:
+                raise explained(self.path, error) from error
+            self.nbytes += len(block)
+            self.crc32 = zlib.crc32(block, self.crc32)
 
     def finish(self) -> None:
         """Have the file on the disk, not only in the system's memory."""

@@ -21,25 +21,24 @@ __all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter'
            'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
-def ordered_sum(parts: Rows, average: bool = False) -> Tensor:
+def ordered_sum(
+    parts: Rows, average: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Sum, or mean, neighbours first; of 16-bit inputs in fp32.
 
     0 + 1 and 2 + 3, then those two sums, and so on; what is left over when
     nobody stands beside it waits. So neighbours may be summed elsewhere.
+    `out`: memory for it, used unless the sum is in fp32 for 16 bits.
     """
-    kind = parts[0].dtype
-    narrow = kind.is_floating_point and kind.itemsize < 4
-    sums: list[Tensor] = []  # of 2^k neighbours each, the larger ones first
-    for j, part in enumerate(parts):
-        total = part.to(torch.float32) if narrow else part
-        while j % 2:
-            total, j = sums.pop() + total, j // 2
-        sums.append(total)
-    while len(sums) > 1:
-        last = sums.pop()
-        sums[-1] = sums[-1] + last
+    n, first = len(parts), parts[0]
+    narrow = first.is_floating_point() and first.itemsize < 4
+    if n == 1:
+        return first.to(torch.float32) if narrow else first
+    half = 1 << (n - 1).bit_length() - 1
+    left, right = ordered_sum(parts[:half]), ordered_sum(parts[half:])
+    total = torch.add(left, right, out=None if narrow else out)
     # before it is rounded: a mean of fp16 fits where their sum may not
-    return sums[0].div_(len(parts)) if average and len(parts) > 1 else sums[0]
+    return total.div_(n) if average else total
 
 
 PIECE = 1 << 16  # elements of which a processor's cache holds a few rows
@@ -54,7 +53,8 @@ def store_sum(out: Tensor, parts: Rows, average: bool) -> None:
     step = PIECE if cached else max(size, 1)
     for a in range(0, size, step):
         cut = [part[a : a + step] for part in parts]
-        out[a : min(a + step, size)].copy_(ordered_sum(cut, average))
+        into = out[a : min(a + step, size)]
+        into.copy_(ordered_sum(cut, average, into))  # nothing, if it is there
     out[size:].zero_()
 
 

@@ -65,6 +65,7 @@ class View:
 
     def gradients(self) -> list[Tensor]:
         """The mean gradient so far, by owned shard: parts, fp32."""
+        self.net.finish(self.unit)
         self.net.home.finish_adds()
         parts = self.read(self.net.owned_grads(self.flat))
         if self.flat.total is not None:

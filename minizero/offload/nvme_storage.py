@@ -163,6 +163,9 @@ class DiskStorage(HostStorage):
             self.ahead.read(swapped, into, self.up)
         return into
 
+    def in_host_memory(self, shard: Tensor) -> bool:
+        return shard not in self._swapped and super().in_host_memory(shard)
+
     def write_back(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
         swapped = self._swapped.get(shard)
         if swapped is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -216,9 +216,21 @@ class Accumulation(ScriptChanges):
                 slot.parameter for slot in flat.slots if not is_nothing(slot.view(grad))
             )
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward inside only adds up; the next one outside reduces.
+
+        RuntimeError where gradients are sharded: a sum has no place to stay.
+        """
+        if self.plan.gradients.sharded:
+            raise RuntimeError(
+                f"{type(self).__name__} shards gradients, so every micro-batch is reduced "
+                "and no_sync has nothing to postpone; call backward without it, or use a "
+                "plan with replicated gradients (stage 0 or 1)"
+            )
+        return self._not_syncing()
+
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward inside only adds up; the next one outside reduces."""
+    def _not_syncing(self) -> Iterator[None]:
         self.syncing, before = False, self.syncing
         try:
             yield

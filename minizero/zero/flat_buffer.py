@@ -160,13 +160,14 @@ class Gradients(GradientBuffer):
 
     `total`: earlier micro-batches' reduced gradients, set aside; None mostly.
     `grad_shard`: [own_size], own reduced gradients, if a plan shards them.
+    `blank`: whether none has come to it yet. `lands`: whether one comes now.
     `came`: the parameters that have brought this rank one since `zero_grad`.
     `shown`: what `.grad` of each parameter was, when a backward had ended.
     """
 
     total: list[Tensor] | None = None
     grad_shard: Tensor | None = None
-    reduced = False
+    reduced = blank = lands = False
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], place: Place

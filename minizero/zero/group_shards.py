@@ -84,9 +84,8 @@ class GroupShards(DataParallel):
 
     def owned_grads(self, flat: Flat) -> list[Tensor]:
         assert isinstance(flat, InGroups)
-        if flat.grad_shard is not None:
-            return flat.split_own(flat.grad_shard)
-        return super().owned_grads(flat)
+        grads = super().owned_grads(flat)
+        return grads if flat.grad_shard is None else flat.split_own(*grads)
 
 
 def check(plan: Plan, weight_bits: int | None, gradient_bits: int | None) -> None:

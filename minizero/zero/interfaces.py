@@ -254,6 +254,10 @@ class Home:
             return shard
         return into.copy_(shard, non_blocking=True)
 
+    def in_host_memory(self, shard: Tensor) -> bool:
+        """Whether a shard rests where the host can fill it, as from a file."""
+        return shard.device.type == "cpu"
+
     def write_back(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
         """Write values, from element a of the shard on, to where that rests."""
         shard.detach()[a : a + values.numel()].copy_(values)

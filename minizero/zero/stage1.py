@@ -34,11 +34,15 @@ class ZeRO1(DataParallel):
         """Launch what averages the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.new_grad()
-            own, shards = flat.own(grad), grad.view(flat.ranks, -1)
+            own, shards = self.landing(flat), grad.view(flat.ranks, -1)
             for a, b in flat.pieces(self.bucket_size):
                 yield comm.reduce_scatter(
                     own[a:b], shards[:, a:b], async_op=True, average=True
                 )
+
+    def landing(self, flat: Flat) -> Tensor:
+        """Where the mean of the own shard is put, [size]."""
+        return flat.own(flat.new_grad())
 
     def owned_shards(self, flat: Flat, buffer: Tensor) -> list[Tensor]:
         """The own shard of a buffer in the layout of `flat`, [size]."""

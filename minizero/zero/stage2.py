@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from torch import Tensor
 
 from .flat_buffer import NOTHING, Flat, Unit
@@ -34,30 +32,31 @@ class ZeRO2(ZeRO1):
             own = own.to(flat.grad_dtype)
             flat.grad_shard = self.home.store(own, "gradients", flat)
 
+    def landing(self, flat: Flat) -> Tensor:
+        """The shard, for the first mean of a step."""
+        here = self.home.plan.gradients.on == "device"
+        flat.lands, flat.blank = flat.blank and here, flat.blank and not here
+        return self._shard(flat) if flat.lands else super().landing(flat)
+
     def reduced(self, unit: Unit) -> None:
-        """Add the mean to the shard, and let the whole gradient go."""
+        """Let the whole gradient go; a mean that is elsewhere is added."""
         for flat in unit.trainable:
-            assert flat.grad_shard is not None
-            mean = flat.own(flat.new_grad())
-            self.home.add(flat.grad_shard, mean)
+            if not flat.lands:
+                mean = flat.own(flat.new_grad())
+                self.home.add(self._shard(flat), mean)
             flat.grad = None
+
+    def _shard(self, flat: Flat) -> Tensor:
+        assert flat.grad_shard is not None
+        if flat.blank:
+            flat.grad_shard.fill_(NOTHING)
+            flat.blank = False
+        return flat.grad_shard
 
     def owned_grads(self, flat: Flat) -> list[Tensor]:
         """The shard, [size]."""
-        assert flat.grad_shard is not None
-        return [flat.grad_shard]
+        return [self._shard(flat)]
 
     def clear_grads(self, flat: Flat) -> None:
         """Forget the shard's gradient."""
-        assert flat.grad_shard is not None
-        flat.grad_shard.fill_(NOTHING)
-        flat.grad = None
-
-    def no_sync(self) -> NoReturn:
-        """Not here: an unreduced gradient has no place to stay."""
-        raise RuntimeError(
-            f"{type(self).__name__} shards gradients, so every "
-            "micro-batch is reduced and no_sync has nothing to "
-            "postpone; call backward without it, or use a plan with "
-            "replicated gradients (stage 0 or 1)"
-        )
+        flat.grad, flat.blank = None, True

@@ -10,10 +10,13 @@ plan differ by.
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -36,6 +39,8 @@ SHEET = replace(
     TOY, peak=3e9, hbm=0.3e9, dram=0.3e9, contention=0.0, host=1e9, reserved=0.0
 )
 MODEL = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
+MEASURED = Path(__file__).parents[3] / "book/measured/planner.json"
+"""What was measured for the book; an installed package is without it."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +196,17 @@ def compare(repeats: int) -> list[Comparison]:
                     print(f"  {name}", flush=True)
                     found.append(compare_case(pool, name, peaks, repeats))
     return found
+
+
+def measured() -> Iterator[tuple[str, float, float]]:
+    """By run that is kept: case and plan, tokens a second and rank, and predicted."""
+    if not MEASURED.exists():
+        return
+    for kept in json.loads(MEASURED.read_text("utf-8"))["comparisons"]:
+        name = kept["name"].partition(":")[0]
+        job = CASES[name].job
+        plans = {str(candidate): candidate for candidate in candidates(job)}
+        runs = {kept["a"]: kept["a_values"], kept["b"]: kept["b_values"]}
+        for plan, seconds in runs.items():
+            told = Result(job, plans[plan]).prediction.tokens_per_second_per_gpu
+            yield f"{name}; {plan}", job.each * job.sequence / median(seconds), told

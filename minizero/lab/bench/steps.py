@@ -53,7 +53,10 @@ def linears(count: int) -> nn.Sequential:
 
 
 ROWS = [
-    [Size(f"{n:,} units", n, partial(blocks, n, 1), alone=True) for n in (100, 1_000)],
+    [
+        Size(f"{n:,} units", n, partial(blocks, n, 1), alone=True)
+        for n in (10, 100, 1_000)
+    ],
     [Size(f"{n:,} layers", n, partial(linears, n), 64) for n in (300, 3_000)],
     [
         Size(f"{n:,} parameters", n, partial(blocks, 10, n // 20))
@@ -174,15 +177,16 @@ def compare(repeats: int) -> list[Comparison]:
     return [
         comparison
         for what, found in (("a step", steps), ("construction", built))
-        for small, large in ROWS
+        for row in ROWS
         for name in CASES
         if name.startswith("stage")
         for comparison in (
-            _growth(what, found, small, large, name),
+            _growth(what, found, row[-2], row[-1], name),
+            _against(what, found, row[-1], name, "PyTorch"),
             *(
-                _against(what, found, large, name, other)
-                for other in ("PyTorch", "FSDP2")
-                if other in found[large.name]
+                _against(what, found, size, name, "FSDP2")
+                for size in row
+                if "FSDP2" in found[size.name]
             ),
         )
     ]

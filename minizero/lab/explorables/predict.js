@@ -9,11 +9,12 @@ const STYLE = `
   p { margin: 0; }
   .told:empty, .bars:empty { display: none; }
   svg { width: 100%; max-width: 34em; height: auto; touch-action: none;
-    cursor: crosshair; overflow: visible; }
+    cursor: crosshair; overflow: visible; user-select: none; }
   svg text { font-size: 12px; fill: currentColor; }
+  @container (max-width: 400px) { svg text { font-size: 17px; } }  /* of 450 units */
   .points { position: absolute; width: 1px; height: 1px; overflow: hidden;
     clip-path: inset(50%); }
-  @media print { svg { display: block; } }
+  @media print { .line:has(svg) { display: block !important; } }
 `;
 
 /** "1,000", "1.5e9" or "1,5" as a number; NaN for anything else. */

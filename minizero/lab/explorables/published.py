@@ -1,4 +1,4 @@
-"""An explorable: published runs beside what is predicted of them, with the error."""
+"""An explorable: measured runs, published and our own, beside what is predicted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import traitlets
 
+from minizero.lab.bench.planner import SHEET, measured
 from minizero.lab.explorables.base import Explorable, look, module, table
 from minizero.lab.plots.style import LINES, short
 from minizero.scale.published import Row, mean_error, rows
 from minizero.scale.shapes import MODELS
 
-PALETTE = {"published": look(LINES[3]), "predicted": look(LINES[0])}
+PALETTE = {"measured": look(LINES[3]), "predicted": look(LINES[0])}
+OURS = f"our {SHEET.name}"
 
 
 def title(row: Row) -> str:
@@ -24,7 +26,7 @@ def title(row: Row) -> str:
 
 @cache
 def runs() -> dict[str, dict[str, list[Any]]]:
-    """By machine and model: title, tokens a second and GPU published, and predicted."""
+    """By machine and model: title, tokens a second and GPU measured, and predicted."""
     table: dict[str, dict[str, list[Any]]] = {}
     for row in sorted(rows(), key=lambda row: (MODELS[row.model].parameters, row.gpus)):
         told = row.predict().tokens_per_second_per_gpu
@@ -32,20 +34,25 @@ def runs() -> dict[str, dict[str, list[Any]]]:
         models.setdefault(row.model, []).append(
             [title(row), row.tokens, round(told, 1)]
         )
-    return dict(sorted(table.items()))
+    own = [[name, round(seen, 1), round(told, 1)] for name, seen, told in measured()]
+    return dict(sorted(table.items())) | ({OURS: {"toy GPT": own}} if own else {})
 
 
 class Published(Explorable):
-    """Tokens a second and GPU of published runs, and the prediction of each.
+    """Tokens a second and GPU of measured runs, and the prediction of each.
 
-    machine, model: as in `published.csv`; not every model ran on every machine.
+    machine, model: as in `published.csv`, and those of `minizero.lab.bench.planner`;
+        not every model ran on every machine.
     """
 
     kind = "published"
     _esm = module(kind)
 
     machine = traitlets.Enum(list(runs()), "h100-80gb").tag(sync=True)
-    model = traitlets.Enum(list(runs()["a100-40gb"]), "mpt-7b").tag(sync=True)
+    model = traitlets.Enum(
+        list(dict.fromkeys(name for models in runs().values() for name in models)),
+        "mpt-7b",
+    ).tag(sync=True)
     runs = traitlets.Dict().tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
 
@@ -54,18 +61,18 @@ class Published(Explorable):
         return runs()
 
     def numbers(self) -> list[list[Any]]:
-        """By run: tokens a second and GPU, published and predicted."""
+        """By run: tokens a second and GPU, measured and predicted."""
         found: list[list[Any]] = self.runs[self.machine].get(self.model, [])
         return found
 
     def fallback(self) -> str:
-        texts = {name: f"{a:,} and {b:,.0f}" for name, a, b in self.numbers()}
-        return table(self.describe(), ("run", "published and predicted"), texts)
+        texts = {name: f"{a:,.0f} and {b:,.0f}" for name, a, b in self.numbers()}
+        return table(self.describe(), ("run", "measured and predicted"), texts)
 
     def describe(self) -> str:
         errors = [b / a - 1 for _, a, b in self.numbers()]
         if not errors:
-            return f"No run of {self.model} on {self.machine} was published."
+            return f"No run of {self.model} on {self.machine} was measured."
         return (
             f"{self.model} on {self.machine}: {len(errors)} runs, the mean error of "
             f"the prediction is {short(100 * mean_error(errors))} %."

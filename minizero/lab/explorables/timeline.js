@@ -6,7 +6,7 @@ const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing", "prec
 const CHOICES = {
   stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
   offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
-  source: ["step", ["simulated", "recorded"].map((source) => [source, source])],
+  source: ["step", [["simulated", "simulated"], ["recorded", "recorded"], ["file", "yours"]]],
   rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
   precision: ["precision", ["bf16", "fp32"].map((kind) => [kind, kind])],
   micro_batches: ["micro-batches", [[1, "1"], [2, "2"]]],
@@ -61,6 +61,7 @@ const WORD_STYLE = `
     cursor: pointer; border-radius: 3px; }
   .timeline-word.lit { background: #0460a9; color: white; }
   .timeline-word:focus-visible { outline: 2px solid #2f86c8; outline-offset: 2px; }
+  @media print { .timeline-word.lit { background: none; color: inherit; } }
 `;
 const WORDS = [[/^gather/, "gather"], [/^comput/, "compute"], [/^releas|^free/, "release"],
   [/^reduc/, "reduce"], [/^updat/, "update"]];
@@ -136,8 +137,10 @@ function settings(model, before) {
       prefetch: simulated && model.get("stage") === 3 && model.get("overlap"),
       offload: simulated && model.get("stage") > 0, source: true, rank: true };
     for (const [name, box, , show] of all) {
-      show(model.get(name));
+      const yours = name === "source" && own;  // so that either other can be chosen
+      show(yours ? "file" : model.get(name));
       box.disabled = !usable[name];
+      if (name === "source") box.lastChild.hidden = box.lastChild.disabled = !own;
     }
   };
   return { box: make("div", { class: "line" }, ...all.map(([, , outer]) => outer)), update };
@@ -221,7 +224,8 @@ function files(opened) {
       opened(null, `${names} is no trace that can be drawn: ${error.message}. `);
     }
   };
-  const picker = make("input", { type: "file", accept: ".json,application/json", multiple: "",
+  // Any name: the parts of a hang end in .rank0 and so on.
+  const picker = make("input", { type: "file", multiple: "",
     "aria-label": "open a trace", onchange: () => {
       take([...picker.files]);
       picker.value = "";  // the next choice does not add to this one
@@ -314,12 +318,16 @@ function render({ model, el }) {
     else go(found.begin);
   };
   const controls = settings(model, (name) => {
-    if (name === "source") [file, told] = [null, ""];
+    if (name !== "source" || !told) return;
+    [file, told] = [null, ""];
+    changed();  // the value that is chosen may be the one from before
   });
   const buttons = player({ model, trace, mine, go, next });
   const text = textWords(el, next);
   const own = files((found, sentence) => {
     [file, told, opened] = [found, sentence, opened + 1];
+    const [first] = found?.slices ?? [];  // of a part of a rank that is not the chosen one
+    if (first?.rank < CHOICES.rank[1].length && !mine().length) put(model, "rank", first.rank);
     changed();
   });
   const shown = drawing(trace, go, () => changed());

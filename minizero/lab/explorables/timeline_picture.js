@@ -234,8 +234,10 @@ function about(trace, slice) {
   const here = trace.slices.filter((s) => s.call === slice.call).map((s) => s.rank);
   const missing = slice.call < 0 ? [] : (slice.peers ?? Array.from({ length: trace.ranks },
     (_, rank) => rank)).filter((rank) => !here.includes(rank));
-  const waits = missing.length ? `It waits for rank ${missing.join(", ")}, which made no such call. `
-    : "";
+  const [left, absent] = [true, false].map((there) => missing.filter((rank) =>
+    trace.slices.some((s) => s.rank === rank) === there).join(", "));
+  const waits = (left && `It waits for rank ${left}, which made no such call. `)
+    + (absent && `It needs rank ${absent}, whose part is not here. `);
   const what = `${says(slice)}, rank ${slice.rank}${moved}, ${ms(trace, slice.begin)}${until}. `
     + waits;
   if (!name) return [what];

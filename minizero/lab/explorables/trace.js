@@ -14,9 +14,9 @@ const PHASES = {
   update: (s) => s.verb === "update",
 };
 
-/** Numbers the calls of each rank, which have one number on every rank then, and gives what one rank does to all if they are alike. */
-function complete({ ranks, tick, slices, moments }) {
-  const alike = ranks > 1 && new Set([...slices, ...moments].map((s) => s.rank)).size === 1;
+/** Numbers the calls of each rank, which have one number on every rank then; `alike`: what
+ *  one rank does, each does. */
+function complete({ ranks, tick, slices, moments, alike = false }) {
   const all = (list) => alike
     ? list.flatMap((s) => Array.from({ length: ranks }, (_, rank) => ({ ...s, rank }))) : list;
   const trace = { ranks, tick, slices: all(slices), moments: all(moments) };
@@ -45,7 +45,8 @@ function unpack(tables, packed) {
     const changes = all.slice(i + 3, i + 3 + all[i + 2]).map((k) => tables.changes[k]);
     moments.push({ rank: all[i], time, changes });
   }
-  return complete({ ranks: packed.ranks, tick: tables.tick, slices, moments });
+  const alike = new Set([...slices, ...moments].map((s) => s.rank)).size === 1;
+  return complete({ ranks: packed.ranks, tick: tables.tick, slices, moments, alike });
 }
 
 /** Chrome trace JSON, of one file or of the parts of several ranks. */
@@ -58,7 +59,10 @@ function fromChrome(...files) {
     throw new Error("an event of it has no time, a number of microseconds");
   if (shown.length > MOST)
     throw new Error(`it has ${shown.length} events, more than ${MOST}; record fewer steps`);
-  const pids = [...new Set(shown.map((event) => event.pid))].sort((a, b) => a - b);
+  const seen = [...new Set(shown.map((event) => event.pid))].sort((a, b) => a - b);
+  // A part of our own knows how many ranks there were, and which of them it is of.
+  const told = files.find((file) => file?.otherData?.ranks <= 1024)?.otherData.ranks ?? 0;
+  const pids = seen.every((pid) => pid < told) ? Array.from({ length: told }, (_, i) => i) : seen;
   const lanes = new Map(events.filter((e) => e.ph === "M" && e.name === "thread_name")
     .map((e) => [`${e.pid}/${e.tid}`, e.args?.name]));
   const start = shown.reduce((least, event) => Math.min(least, event.ts), Infinity);

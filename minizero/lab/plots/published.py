@@ -1,4 +1,4 @@
-"""Runs that were published against what is predicted of them."""
+"""Runs that were measured against what is predicted of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from minizero.lab.plots.base import STYLE, WIDTH
 from minizero.lab.plots.style import GREY, LINES
 
-MARKERS = "osD^"
+MARKERS = "osD^x"
 
 
 @rc_context(STYLE)
@@ -18,15 +18,15 @@ def against(
     rates: Mapping[str, Sequence[tuple[float, float]]],
     memories: Sequence[tuple[float, float]],
 ) -> Figure:
-    """Two panels: tokens a second and GPU, and GiB; across published, up predicted.
+    """Two panels: tokens a second and GPU, and GiB; across measured, up predicted.
 
-    rates: (published, predicted) by where the rows come from. A grey band is 12 % wide
+    rates: (measured, predicted) by where the rows come from. A grey band is 12 % wide
     to either side of what would be exact.
     """
     figure = Figure(figsize=(WIDTH, 3.1))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for (name, pairs), colour, marker in zip(
-        rates.items(), LINES, MARKERS, strict=False
+        rates.items(), (*LINES, GREY), MARKERS, strict=False
     ):
         x, y = zip(*pairs, strict=True)
         left.loglog(x, y, marker, color=colour, markersize=3.5, alpha=0.8, label=name)
@@ -42,7 +42,7 @@ def against(
             color=GREY, alpha=0.2, linewidth=0,
         )  # fmt: skip
         axes.set_title(title, fontsize=9.5, loc="left")
-        axes.set_xlabel("published")
+        axes.set_xlabel("measured")
     left.set_ylabel("predicted")
     left.legend(loc="upper left", fontsize=8.5)
     return figure
