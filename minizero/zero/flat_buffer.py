@@ -63,7 +63,6 @@ class Layout:
         every = list(named)
         starts, self.size = place([p for _, p in every])
         self.uncut = place is not in_order
-        # one object for all parameters of a shape
         shapes = {p.shape: p.shape for _, p in every}
         strides = {s: torch.empty(s, device="meta").stride() for s in shapes}
         self.slots = [
@@ -220,10 +219,8 @@ class Flat(Gradients):
         self.group = group
         like = self.slots[0].parameter
         self.trainable, self.grad_dtype = like.requires_grad, like.dtype
-        self.full = labels.label(
-            torch.zeros(self.padded, dtype=like.dtype, device=like.device),
-            "parameters",
-        )
+        full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
+        self.full = labels.label(full, "parameters")
         self.take(self.slots)
 
     def address(self) -> tuple[int, int]:

@@ -138,11 +138,11 @@ def shard_module(module: nn.Module, home: Home) -> None:
 class Init(ShardsLoaded):
     """Build a model that is never whole on any rank.
 
-    A module is sharded as soon as it becomes part of another, or the block
-    ends, so a rank holds its shards and one module, on its own device. Code
-    that touches or copies a sharded parameter sees it whole for that one
-    operation. Every rank must run the same code; rank 0's values are taken.
-    A model on the meta device is sharded as it is loaded.
+    A module is sharded when it becomes part of another, or the block ends:
+    a rank holds its shards and one module, on its device. Code that touches
+    or copies a sharded parameter sees it whole for that one operation. Every
+    rank runs the same code; rank 0's values are taken. A model on the meta
+    device is sharded as it is loaded.
 
     `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON
     text; below stage 3 the block does nothing, nor without `enabled`. `home`:

@@ -46,10 +46,8 @@ def parallelize(
     plan = Plan.stage(3) if plan is None else plan
 
     def sharded(plan: Plan) -> tuple[bool, ...]:
-        return tuple(
-            placement.sharded
-            for placement in (plan.parameters, plan.gradients, plan.optimizer)
-        )
+        every = plan.parameters, plan.gradients, plan.optimizer
+        return tuple(placement.sharded for placement in every)
 
     for kind in _PLANS:
         if sharded(kind.plan) == sharded(plan):
