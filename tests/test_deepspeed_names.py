@@ -105,6 +105,13 @@ def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert parser.parse_args(["--local_rank=1"]).local_rank == 1
 
 
+def test_options_by_their_first_names() -> None:
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    assert not parser.parse_args([]).deepscale
+    args = parser.parse_args(["--deepscale", "--deepscale_config=a.json"])
+    assert args.deepscale and args.deepspeed_config == "a.json"
+
+
 def test_names_are_the_things_themselves() -> None:
     from minizero.deepspeed import comm, zero
     from minizero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -20,8 +20,11 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="for the script's own use; the engine does not look at it",
     )
+    # its first name, which BingBertGlue still asks for
+    group.add_argument("--deepscale", action="store_true", help=SUPPRESS)
     group.add_argument(
         "--deepspeed_config",
+        "--deepscale_config",
         metavar="FILE",
         help="the config, a JSON file",
     )
