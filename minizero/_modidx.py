@@ -678,8 +678,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'minizero/zero/flat_buffer.py'),
                                            'minizero.zero.flat_buffer.Layout.cut': ( 'data_parallel.html#layout.cut',
                                                                                      'minizero/zero/flat_buffer.py'),
-                                           'minizero.zero.flat_buffer.Layout.gaps': ( 'data_parallel.html#layout.gaps',
-                                                                                      'minizero/zero/flat_buffer.py'),
                                            'minizero.zero.flat_buffer.Layout.own': ( 'data_parallel.html#layout.own',
                                                                                      'minizero/zero/flat_buffer.py'),
                                            'minizero.zero.flat_buffer.Layout.own_size': ( 'data_parallel.html#layout.own_size',

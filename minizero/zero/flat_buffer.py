@@ -73,6 +73,11 @@ class Layout:
         self.ranks = world_size()
         self.padded = self.size * self.ranks
         self._own = rank() * self.size
+        ends = sorted((s.offset, s.offset + s.numel) for s in self.slots)
+        edges = [0, *(edge for both in ends for edge in both), self.padded]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        # elements a to b that are no parameter's
+        self.gaps = [(a, b) for a, b in pairs if a < b]
 
     def shards(self, buffer: Tensor) -> list[Tensor]:
         """Every rank's shard."""
@@ -86,13 +91,6 @@ class Layout:
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard, [own_size]."""
         return buffer[self._own : self._own + self.size]
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """Elements a to b of the buffer that are no parameter's."""
-        ends = sorted((s.offset, s.offset + s.numel) for s in self.slots)
-        edges = [0, *(edge for both in ends for edge in both), self.padded]
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        return [(a, b) for a, b in pairs if a < b]
 
     def cut(self, slot: Slot, number: int) -> tuple[int, int]:
         """Elements a to b of a shard are a parameter's; a = b if none is."""
@@ -149,7 +147,7 @@ class GradientBuffer(Layout):
     def vacate(self) -> None:
         """Its gradients are void: the next ones replace them."""
         assert self.grad is not None
-        for a, b in self.gaps():
+        for a, b in self.gaps:
             self.grad[a:b].fill_(NOTHING)
         self.vacant.update(slot.parameter for slot in self.slots)
 

@@ -74,14 +74,6 @@ class GradientElsewhere(Tensor):
         raise RuntimeError(_SPREAD.format("share_memory_"))
 
 
-def _moved_grad(flat: Flat, slot: Slot, shown: Tensor | None) -> bool:
-    """Whether what was shown has other data by now (`p.grad.data = ...`)."""
-    if shown is None or flat.grad is None or isinstance(shown, GradientElsewhere):
-        return False
-    place = flat.grad.data_ptr() + flat.grad.itemsize * slot.offset
-    return slot.numel > 0 and shown.data_ptr() != place
-
-
 class ScriptChanges(Moves):
     """Finds what has changed between the net's own calls."""
 
@@ -248,12 +240,22 @@ class ScriptChanges(Moves):
         `again`: autograd brings more; what is no view of a buffer is in its way.
         """
         for flat in (flat for unit in self.units for flat in unit.trainable):
+            grad = flat.full if flat.grad is None else flat.grad
+            start, step = grad.data_ptr(), grad.itemsize
             for slot in flat.slots:
                 p = slot.parameter
                 shown = flat.shown.get(p)
                 elsewhere = isinstance(shown, GradientElsewhere)
-                changed = elsewhere and self._elsewhere[p].zeroed
-                if p.grad is not shown or changed or _moved_grad(flat, slot, shown):
+                if elsewhere:
+                    changed = self._elsewhere[p].zeroed
+                else:  # p.grad.data = ...; an empty one has no place
+                    changed = (
+                        shown is not None
+                        and shown.data_ptr() != start + step * slot.offset
+                        and slot.numel > 0
+                        and flat.grad is not None
+                    )
+                if p.grad is not shown or changed:
                     if shown is not None or not again:
                         self._take_back(flat, slot)
                         shown = flat.shown.get(p)
