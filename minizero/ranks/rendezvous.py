@@ -205,7 +205,7 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        cross_memory.meet()
+        cross_memory.meet(timeout)
 
 
 @contextlib.contextmanager
