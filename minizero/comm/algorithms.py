@@ -55,7 +55,8 @@ def store_sum(out: Tensor, parts: Rows, average: bool) -> None:
         cut = [part[a : a + step] for part in parts]
         into = out[a : min(a + step, size)]
         into.copy_(ordered_sum(cut, average, into))  # nothing, if it is there
-    out[size:].zero_()
+    if size < out.numel():
+        out[size:].zero_()
 
 
 def store(out: Tensor, total: Tensor) -> None:

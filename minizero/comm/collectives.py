@@ -104,11 +104,9 @@ def _begin(
 
 # %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
-    out: Tensor,
-    inp: Tensor | Sequence[Tensor],
-    async_op: bool = False,
-    average: bool = False,
-) -> Work:
+    out: Tensor, inp: Tensor | Sequence[Tensor],
+    async_op: bool = False, average: bool = False,
+) -> Work:  # fmt: skip
     """Sum over ranks, or average; rank r keeps row r.
 
     `inp`: n elements, or N rows. `out`: ceil(n/N) elements, may be row r

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -66,11 +65,9 @@ class Ledger(list[Call]):
     """Every collective of this rank while the ledger was open."""
 
     def select(
-        self,
-        op: str | None = None,
-        phase: str | None = None,
+        self, op: str | None = None, phase: str | None = None,
         scope: str | None = None,
-    ) -> list[Call]:
+    ) -> list[Call]:  # fmt: skip
         """The calls of one op, of one phase, among some ranks, or all."""
         return [
             c
@@ -106,7 +103,7 @@ class Ledger(list[Call]):
 _ledgers: list[Ledger] = []
 # when a device comes past these moments of calls
 _events: list[tuple[Call, str, torch.cuda.Event]] = []
-_where: dict[str, Any] = {"phase": "", "unit": ""}
+_where = "", ""  # phase, unit; of all threads, as autograd has some of its own
 
 
 @contextmanager
@@ -135,16 +132,20 @@ def _read_events() -> None:
     _events.clear()
 
 
-@contextmanager
-def phase(name: str = "", unit: str = "") -> Iterator[None]:
+class phase:  # a generator would cost more, and a step has many
     """Enter the calls inside the block under this phase, unit, or both."""
-    # not a context variable: autograd runs hooks in threads of its own
-    before = dict(_where)
-    _where.update(phase=name or _where["phase"], unit=unit or _where["unit"])
-    try:
-        yield
-    finally:
-        _where.update(before)
+
+    def __init__(self, name: str = "", unit: str = "") -> None:
+        self._asked = name, unit
+
+    def __enter__(self) -> None:
+        global _where
+        self._before, (name, unit) = _where, self._asked
+        _where = name or _where[0], unit or _where[1]
+
+    def __exit__(self, *error: object) -> None:
+        global _where
+        _where = self._before
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-enter
 def enter(
@@ -156,7 +157,7 @@ def enter(
     `row`: elements of one row, in which quantized ones are weighed.
     """
     name, nbytes = weight(sent, row, dtype)
-    call = Call(op, elements, sent, nbytes, name, **_where, queued=queued)
+    call = Call(op, elements, sent, nbytes, name, *_where, queued=queued)
     call.scope = scope_name()
     call.stamp("launched")
     for book in _ledgers:

@@ -6,8 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
+
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ class Cuts(Sequence[Tensor]):
             raise IndexError(j)
         if self.buffer.dim() == 2:
             return self.buffer[j]
+        if self.ranks == 1:
+            return self.buffer
         return self.buffer[j * self.size : (j + 1) * self.size]
 
 
@@ -70,7 +72,12 @@ def rows(buffer: Tensor | Sequence[Tensor]) -> Rows:
             f"a collective needs a contiguous tensor, not one of shape "
             f"{tuple(buffer.shape)} and strides {buffer.stride()}; call .contiguous()"
         )
-    return Cuts(buffer.detach().view(-1), n_ranks)
+    return Cuts(flat(buffer), n_ranks)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """As one dimension, and no part of a graph."""
+    return tensor.detach() if tensor.dim() == 1 else tensor.detach().view(-1)
 
 
 def full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
@@ -80,14 +87,10 @@ def full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
             f"{op}: the row given has {row.numel()} elements, a full row of the buffer "
             f"on rank {rank()} has {full.numel()}; make them equal"
         )
-    return row.detach().view(-1)
+    return flat(row)
 
 
-@cache
-def _backends(config: str) -> dict[str, str]:
-    """The backend of each type of device, as in "cpu:gloo,cuda:nccl"."""
-    pairs = (part.partition(":") for part in config.split(","))
-    return {device: backend for device, _, backend in pairs}
+_backends: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def backend_of(tensor: Tensor) -> str:
@@ -95,7 +98,12 @@ def backend_of(tensor: Tensor) -> str:
     world = dist.group.WORLD
     if world is None:
         return ""
-    return _backends(dist.get_backend_config(world)).get(tensor.device.type, "")
+    if (found := _backends.get(world)) is None:
+        # for each type of device, as in "cpu:gloo,cuda:nccl"
+        config = dist.get_backend_config(world)
+        pairs = (part.partition(":") for part in config.split(","))
+        found = _backends[world] = {device: backend for device, _, backend in pairs}
+    return found.get(tensor.device.type, "")
 
 
 def staged(tensor: Tensor) -> bool:

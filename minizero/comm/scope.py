@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..ranks.launch import rank as own_rank
@@ -21,18 +19,21 @@ class Scope:
 _scopes: list[Scope | None] = []  # the innermost `among` last
 
 
-@contextmanager
-def among(scope: Scope | None) -> Iterator[None]:
+class among:
     """Collectives inside are among the ranks of `scope` alone; None: among all.
 
     Its ranks make the same calls, and other ranks others, at the same place of the
     sequence. The rows of a buffer are as many as the scope's ranks. What is launched
     inside keeps its scope until it is waited for.
     """
-    _scopes.append(scope)
-    try:
-        yield
-    finally:
+
+    def __init__(self, scope: Scope | None) -> None:
+        self.scope = scope
+
+    def __enter__(self) -> None:
+        _scopes.append(self.scope)
+
+    def __exit__(self, *error: object) -> None:
         _scopes.pop()
 
 

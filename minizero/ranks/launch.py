@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,16 @@ ACCELERATOR = "cuda"  # tests have one that is not there
 
 
 # asked a dozen times a collective, and the group lets go of the interpreter
-_places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+_known: tuple[Callable[[], Any], tuple[int, int]] = (object, (0, 1))
 
 
 def _place() -> tuple[int, int]:
+    global _known
     if (group := dist.group.WORLD) is None:
         return 0, 1
-    if (place := _places.get(group)) is None:
-        place = _places[group] = group.rank(), group.size()
-    return place
+    if _known[0]() is not group:
+        _known = ref(group), (group.rank(), group.size())
+    return _known[1]
 
 
 def rank() -> int:
