@@ -143,7 +143,8 @@ def steps(case: Case) -> Found:
     settings = config(*case)
     with fakegpu.recording() as gpu, ExitStack() as stack:
         stack.enter_context(torch.device(fakegpu.NAME))
-        if case[0][2] != "none":
+        stage, _, param = case[0]
+        if param != "none" or (stage == 3 and case[2]):
             # takes away the default device, and gives its own
             stack.enter_context(torch.device("cpu"))
             with minizero.zero.Init(config=settings):

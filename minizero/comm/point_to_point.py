@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 
@@ -90,7 +91,14 @@ def full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
     return flat(row)
 
 
-_backends: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """The backend of each type of device, as in "cpu:gloo,cuda:nccl"."""
+    pairs = (part.partition(":") for part in config.split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+_configs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def backend_of(tensor: Tensor) -> str:
@@ -98,12 +106,9 @@ def backend_of(tensor: Tensor) -> str:
     world = dist.group.WORLD
     if world is None:
         return ""
-    if (found := _backends.get(world)) is None:
-        # for each type of device, as in "cpu:gloo,cuda:nccl"
-        config = dist.get_backend_config(world)
-        pairs = (part.partition(":") for part in config.split(","))
-        found = _backends[world] = {device: backend for device, _, backend in pairs}
-    return found.get(tensor.device.type, "")
+    if (config := _configs.get(world)) is None:
+        config = _configs[world] = dist.get_backend_config(world)
+    return _backends(config).get(tensor.device.type, "")
 
 
 def staged(tensor: Tensor) -> bool:
