@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -434,3 +435,22 @@ def test_threads_of_the_group_take_no_core_from_others() -> None:
         assert (seen, os.sched_getscheduler(0)) == ([os.SCHED_BATCH], os.SCHED_OTHER)
     finally:
         os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_pages() -> int:
+    """KiB of huge pages that this process has, beside a large tensor."""
+    large = torch.ones(1 << 25)
+    memory = Path("/proc/self/smaps_rollup").read_text()
+    [found] = re.findall(r"AnonHugePages: +([0-9]+) kB", memory)
+    return int(found) if large.all() else 0
+
+
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no huge pages here"
+)
+def test_a_large_tensor_has_huge_pages() -> None:
+    """Torch reads whether it should ask for them with the first tensor it makes."""
+    assert launch(huge_pages, 1)[0] > 1 << 14
