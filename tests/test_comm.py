@@ -355,6 +355,45 @@ def unread() -> tuple[int, int]:
     return reads()
 
 
+def offers_of_one_tag() -> list[str]:
+    """Rank 0 offers what rank 1 is to find; what rank 1 has seen."""
+    desk, seen = cross_memory.desk(), []
+    if rank() == 0:
+        made = [desk.offer(1, 5, start) for start in (70, 60)]
+        with pytest.raises(RuntimeError, match="not been waited for"):
+            for _ in range(cross_memory.NEAR):
+                made.append(desk.offer(1, 5, 50))
+        for offer in made:
+            desk.until_taken(1, offer)
+        # one that is met half written, and is whole only later
+        half, place = cross_memory._ENTRY, 9
+        half.pack_into(desk._offered, cross_memory._at(half, 1, place), 1, place, 40, 0)
+        time.sleep(0.2)
+        check = 1 ^ place ^ 30
+        half.pack_into(
+            desk._offered, cross_memory._at(half, 1, place), 1, place, 30, check
+        )
+        comm.barrier()
+        return seen
+    for tag in (5,) * cross_memory.NEAR + (9,):
+        offer = desk.find(0, tag)
+        desk.take(0, offer)
+        seen.append(str(offer.start))
+    comm.barrier()
+    desk._timeout = 0.1
+    with pytest.raises(RuntimeError, match="Timed out"):
+        desk.find(0, 5)
+    return seen
+
+
+def test_offers_are_found_in_their_order_and_whole() -> None:
+    with Pool(2) as pool:
+        if not all(pool.run(cross_memory.readable)):
+            pytest.skip(FORBIDDEN)
+        _, seen = pool.run(offers_of_one_tag)
+    assert seen == ["70", "60", *["50"] * (cross_memory.NEAR - 2), "30"]
+
+
 def test_ledgers_nest(pool: Pool) -> None:
     assert set(pool.run(nested)) == {(1, 1)}
 
