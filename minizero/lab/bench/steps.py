@@ -31,13 +31,17 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Size:
-    """`count`: what grows. `alone`: whether each block is made a unit."""
+    """`count`: what grows. `alone`: whether each block is made a unit.
+
+    `fsdp2`: whether FSDP2 makes a step of it in seconds.
+    """
 
     name: str
     count: int
     model: Callable[[], nn.Sequential]
     inputs: int = 2
     alone: bool = False
+    fsdp2: bool = True
 
 
 def blocks(count: int, layers: int) -> nn.Sequential:
@@ -57,9 +61,12 @@ ROWS = [
         Size(f"{n:,} units", n, partial(blocks, n, 1), alone=True)
         for n in (10, 100, 1_000)
     ],
-    [Size(f"{n:,} layers", n, partial(linears, n), 64) for n in (300, 3_000)],
     [
-        Size(f"{n:,} parameters", n, partial(blocks, 10, n // 20))
+        Size(f"{n:,} layers", n, partial(linears, n), 64, fsdp2=False)
+        for n in (300, 3_000)
+    ],
+    [
+        Size(f"{n:,} parameters", n, partial(blocks, 10, n // 20), fsdp2=n < 100_000)
         for n in (20_000, 100_000)
     ],
 ]
@@ -121,7 +128,7 @@ def _staged(stage: int, schedule: Callable[[], Schedule]) -> Callable[[Size], St
 
 CASES: dict[str, Callable[[Size], Step]] = {
     "PyTorch": _plain,
-    "FSDP2": _fsdp2,  # of units only: of each layer, or 100,000 parameters, for minutes
+    "FSDP2": _fsdp2,
     "stage 0": _staged(0, Schedule),
     "stage 3": _staged(3, Schedule),
     "stage 3, overlap": _staged(3, lambda: Overlap(param_persistence_threshold=0)),
@@ -152,7 +159,7 @@ def measure(repeats: int) -> tuple[Found, Found]:
     steps: Found = {}
     built: Found = {}
     for size in (size for row in ROWS for size in row):
-        names = [name for name in CASES if name != "FSDP2" or size.alone]
+        names = [name for name in CASES if name != "FSDP2" or size.fsdp2]
         built[size.name] = {name: [] for name in names}
         cases = {
             name: _timed(partial(CASES[name], size), built[size.name][name])
