@@ -103,7 +103,7 @@ class Ledger(list[Call]):
 _ledgers: list[Ledger] = []
 # when a device comes past these moments of calls
 _events: list[tuple[Call, str, torch.cuda.Event]] = []
-_where = "", ""  # phase, unit; of all threads, as autograd has some of its own
+_where = "", ""  # phase, unit; for all threads: autograd has its own
 
 
 @contextmanager
