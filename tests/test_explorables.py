@@ -743,7 +743,9 @@ def test_our_runs_stand_beside_their_prediction(show: Show) -> None:
     machine.select_by_visible_text(OURS)
     assert model.first_selected_option.text == "toy GPT"
     find(root, "summary").click()
-    lines = root.find_elements("css selector", ".numbers tr")[1:]
+    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+    rows = ("css selector", ".numbers tr")  # made when it has opened
+    lines = wait(root, 10).until(lambda root: root.find_elements(*rows))[1:]
     assert len(lines) == len(want) > len(CASES)
     for line in lines:
         title = find(line, "th").text

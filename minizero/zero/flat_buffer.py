@@ -116,7 +116,6 @@ class GradientBuffer(Layout):
     """
 
     full: Tensor
-    zero: Tensor  # for sums; quicker than a number
     grad_dtype: torch.dtype
     grad: Tensor | None = None
 
@@ -186,7 +185,7 @@ class Gradients(GradientBuffer):
             first = p in self.vacant or p not in self.came
             if first and not p.grad.is_sparse:
                 # -0.0 + 0.0 is 0.0: this gradient is not nothing
-                torch.add(p.grad, self.zero, out=view)
+                torch.add(p.grad, 0.0, out=view)
             else:
                 (view.zero_() if first else view).add_(p.grad)
             p.grad = view if view.dtype == p.dtype else None
@@ -220,7 +219,6 @@ class Flat(Gradients):
         self.trainable, self.grad_dtype = like.requires_grad, like.dtype
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = labels.label(full, "parameters")
-        self.zero = torch.zeros((), device="cpu")
         self.take(self.slots)
 
     def address(self) -> tuple[int, int]:
