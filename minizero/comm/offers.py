@@ -6,7 +6,6 @@ their calls.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
