@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,15 @@ def total(value, add=0):
 def pool():
     with Pool(3, timeout=60) as ranks:
         yield ranks
+
+
+def test_a_rank_that_is_not_ready_gets_no_signal(pool, tmp_path):
+    """It would die of one: until its task begins, nothing of it can be asked."""
+    child = pool._children[1]
+    ready, child._stack = child._stack, tmp_path / "none"
+    child.signal(signal.SIGKILL)
+    child._stack = ready
+    assert pool.run(rank) == [0, 1, 2]
 
 
 def run_script(tmp_path, text, *command, **environment):

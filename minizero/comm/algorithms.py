@@ -86,7 +86,7 @@ def direct_all_gather(
 ) -> Callable[[], None]:
     """Send the own row to every rank; the others' rows land in place."""
     mine = out[me := rank()]
-    own = inp[: mine.numel()]
+    own = inp if len(inp) == len(mine) else inp[: len(mine)]
     others = {j: row for j, row in enumerate(out) if j != me}
     wait = exchange(dict.fromkeys(others, own), others, tag)
     if not same_place(mine, own):

@@ -16,7 +16,7 @@ from .quantized import weight
 from .scope import scope_name
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One collective as one rank made it; times in seconds of `perf_counter`.
 

@@ -35,6 +35,9 @@ class Cuts(Sequence[Tensor]):
     def __len__(self) -> int:
         return self.ranks
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.__getitem__, range(self.ranks))
+
     def __getitem__(self, j: Any) -> Any:
         if not 0 <= j < self.ranks:
             raise IndexError(j)
@@ -97,17 +100,18 @@ def _backends(config: str) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
-_configs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# of the group that was asked last; torch puts it together anew each time
+_known: tuple[Callable[[], Any], str] = (object, "")
 
 
 def backend_of(tensor: Tensor) -> str:
     """What moves this tensor: "gloo", "nccl"; "" for a process that is alone."""
-    world = dist.group.WORLD
-    if world is None:
+    global _known
+    if (world := dist.group.WORLD) is None:
         return ""
-    if (config := _configs.get(world)) is None:
-        config = _configs[world] = dist.get_backend_config(world)
-    return _backends(config).get(tensor.device.type, "")
+    if _known[0]() is not world:
+        _known = weakref.ref(world), dist.get_backend_config(world)
+    return _backends(_known[1]).get(tensor.device.type, "")
 
 
 def staged(tensor: Tensor) -> bool:
@@ -201,6 +205,8 @@ def borrow(
     They are there inside a block of what is returned, to be cut. Those that can be read
     where they are take no memory.
     """
+    if not sends:
+        return lambda: contextlib.nullcontext({})
     lent = {peer: Lent(like, peer, tag) for peer in sends} if is_read(like) else {}
     landing = (
         {} if lent else {p: label(torch.empty_like(like), "buffers") for p in sends}

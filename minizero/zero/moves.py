@@ -13,7 +13,7 @@ from .interfaces import Move, Schedule
 from .verbs import Verbs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class UnderWay:
     """A unit's reduction or publication, launched and not yet waited for."""
 

@@ -80,8 +80,11 @@ class Child:
         return bool(data)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the rank, but not to what it has started."""
-        if self.process.pid is not None and self.alive():
+        """Sends a signal to the rank, if it is ready for one.
+
+        Not to what it has started. Until it is observed, any would end it.
+        """
+        if self._stack.exists() and self.process.pid is not None and self.alive():
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
@@ -112,8 +115,7 @@ class Child:
 
     def ask_position(self) -> None:
         """Lets the rank write down where its program is, even if it is blocked."""
-        if self._stack.exists():  # otherwise it is not ready for the signal
-            self.signal(signal.SIGUSR1)
+        self.signal(signal.SIGUSR1)
 
     def position(self) -> str:
         """Where its program was when last asked, or ""."""
