@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from zlib_ng import zlib_ng as zlib  # its crc32 is ten times as fast
+from zlib_ng import zlib_ng as zlib  # the same crc32, many times as fast
 
 from ..memory.bytes import view
 from .encoding import DTYPES
