@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .flat_buffer import Flat
-from .units import inside
+from .flat import Flat
 from .muon import Muon
 
 
@@ -164,7 +163,7 @@ def groups_of(
     """The optimizer group of each parameter of the model."""
     groups = enumerate(optimizer.param_groups)
     group_of = {p: index for index, group in groups for p in group["params"]}
-    for p in group_of.keys() - {*inside(model)}:
+    for p in group_of.keys() - {*model.parameters()}:
         raise ValueError(
             f"the optimizer's group {group_of[p]} has a parameter of shape "
             f"{tuple(p.shape)} that is not the model's; make the "
