@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pkgutil
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,23 +106,44 @@ def test_no_class_has_more_than_four_ancestors() -> None:
     assert not deep
 
 
-def arrows() -> set[tuple[str, str]]:
-    """Which folder of the core imports which, at any depth of a file."""
+def imports(path: Path) -> set[str]:
+    """What a file imports, modules and the names taken from them, at any depth."""
+    module = ("minizero", *path.relative_to(PACKAGE).with_suffix("").parts)
     found = set()
-    for path in core():
-        module = ("minizero", *path.relative_to(PACKAGE).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                above = module[: len(module) - node.level] if node.level else ()
-                base = (*above, *(node.module.split(".") if node.module else ()))
-                imported = [(*base, alias.name) for alias in node.names]
-            elif isinstance(node, ast.Import):
-                imported = [tuple(alias.name.split(".")) for alias in node.names]
-            else:
-                continue
-            found |= {(module[1], name[1]) for name in imported if name[0] == "minizero"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = module[: len(module) - node.level] if node.level else ()
+            base = ".".join((*above, *([node.module] if node.module else ())))
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Which folder of the core imports which."""
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    found = {
+        (path.relative_to(PACKAGE).parts[0], (*name.split("."), "")[1])
+        for path in core()
+        for name in imports(path)
+        if name.startswith("minizero.")
+    }
     return {(a, b) for a, b in found if a != b and {a, b} <= folders}
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """No import circle, not even for types alone."""
+    graph: dict[str, set[str]] = {}
+    modules = {
+        ".".join(("minizero", *p.relative_to(PACKAGE).with_suffix("").parts)): p
+        for p in sources(PACKAGE)
+        if p.name != "__init__.py"
+    }
+    for name, path in modules.items():
+        found = imports(path)
+        graph[name] = {n for n in found if n in modules and n != name}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_few_arrows_between_folders() -> None:
