@@ -49,8 +49,10 @@ class DataParallel:
         precision: Precision | None = None,
         schedule: Schedule | None = None,
         storage: Storage | None = None,
+        plan: Plan | None = None,
     ) -> None:
         check_elementwise(optimizer)
+        self.plan = plan or self.plan
         self.model, self.optimizer, self.bucket_size = model, optimizer, bucket_size
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
