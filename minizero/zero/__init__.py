@@ -7,23 +7,27 @@ Read `flat` (units and buffers), `seams` (what later chapters pass in), `data_pa
 from .data_parallel import DataParallel
 from .flat import Flat, Unit, find_units
 from .init import GatheredParameters, Init
-from .seams import Storage, Action, Precision, Schedule
-from .stage3 import ZeRO3
+from .muon import Muon
+from .parallelize import parallelize
+from .seams import Action, Precision, Schedule, Storage
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
+from .stage3 import ZeRO3
 
 __all__ = [
+    "Action",
     "DataParallel",
     "Flat",
     "GatheredParameters",
-    "Storage",
     "Init",
-    "Action",
+    "Muon",
     "Precision",
     "Schedule",
+    "Storage",
     "Unit",
     "ZeRO1",
     "ZeRO2",
     "ZeRO3",
     "find_units",
+    "parallelize",
 ]

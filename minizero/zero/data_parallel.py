@@ -49,8 +49,10 @@ class DataParallel:
         precision: Precision | None = None,
         schedule: Schedule | None = None,
         storage: Storage | None = None,
+        plan: Plan | None = None,
     ) -> None:
         check_elementwise(optimizer)
+        self.plan = plan or self.plan
         self.model, self.optimizer, self.bucket_size = model, optimizer, bucket_size
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
@@ -85,9 +87,16 @@ class DataParallel:
                     unit.flats.append(flat)
                 self.units.append(unit)
             materialise(self.model.buffers())
-            for buffer in self.model.buffers():
-                comm.broadcast(buffer)
-                self.precision.attach_buffer(labels.label(buffer, "buffers"))
+            seen: set[Tensor] = set()
+            for module in self.model.modules():
+                for buffer in module.buffers(recurse=False):
+                    if buffer in seen:
+                        continue
+                    seen.add(buffer)
+                    comm.broadcast(buffer)
+                    self.precision.attach_buffer(
+                        labels.label(buffer, "buffers"), module
+                    )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .flat_buffer import Layout
+from .flat import Flat
 
 Cut = tuple[int, torch.Size]
 """A matrix in a shard: its first element there, and its shape."""
@@ -148,7 +148,7 @@ def _complete(group: dict[str, Any]) -> dict[str, Any]:
     return {**probe, "params": group["params"], "use_muon": group["use_muon"]}
 
 
-def cuts(layout: Layout, shard: int) -> list[Cut]:
+def cuts(layout: Flat, shard: int) -> list[Cut]:
     """The matrices that lie in one rank's shard."""
     low, high = shard * layout.size, (shard + 1) * layout.size
     return [(s.offset - low, s.shape) for s in layout.slots if low <= s.offset < high]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..memory.bytes import host_empty
 from ..memory.labels import label
@@ -29,8 +29,8 @@ class Precision:
         """
         return None
 
-    def attach_buffer(self, buffer: Tensor) -> None:
-        """Cast a buffer of the model."""
+    def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
+        """Cast a buffer of `module`, in place."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What the model's forward gets."""
