@@ -22,7 +22,7 @@ from minizero.config.keys import Section, keys, walk
 from minizero.config.sections import Optimizer
 from minizero.config.unsupported import OLD, ON, REFUSED
 from minizero.kernels import optimizer_class
-from minizero.lab.plots.engine import config_map, decisions, phase_bars, rate_curves
+from minizero.lab.plots.charts import config_map, decisions, phase_bars, rate_curves
 from minizero.memory.plan import Plan
 
 TYPES = (

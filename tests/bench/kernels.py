@@ -149,9 +149,7 @@ def _against_copy(
     ]
 
 
-def _rate(
-    nbytes: int, work: Callable[[], object], device: str
-) -> Callable[[], float]:
+def _rate(nbytes: int, work: Callable[[], object], device: str) -> Callable[[], float]:
     """Bytes that have to move, by the seconds of a call."""
 
     def on_gpu() -> float:

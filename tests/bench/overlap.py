@@ -24,7 +24,12 @@ def compare(repeats: int) -> list[Comparison]:
         bounds = {"at_least": 0.85, "at_most": 1.15}
         results.append(
             Comparison(
-                f"step time: {name}", "s", "simulated", "measured", predicted, measured,
+                f"step time: {name}",
+                "s",
+                "simulated",
+                "measured",
+                predicted,
+                measured,
                 **bounds,
             )  # fmt: skip
         )

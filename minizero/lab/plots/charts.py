@@ -1,4 +1,4 @@
-"""Small charts: losses, learning rates, libraries side by side, runs and predictions."""
+"""Small charts: losses, rates, libraries side by side, runs against predictions."""
 
 from __future__ import annotations
 
