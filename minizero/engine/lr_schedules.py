@@ -1,16 +1,15 @@
-"""DeepSpeed's five schedules of learning rates, as functions of the step.
+"""DeepSpeed's five learning-rate schedules, as functions of the step.
 
-The functions with small letters are the mathematics: of a step, and of nothing else.
-Those with DeepSpeed's names check options and make a `Schedule` of them. Steps count
-from 0; -1 stands for what the optimizer has before its first update. `Rates` are one
-number, or a list with one for each parameter group.
+The functions with small letters are the shapes. Those with DeepSpeed's names make a
+`Schedule` of them. Steps count from 0; step -1 gives the rate before the first `step()`.
+`Rates` are one number, or a list with one for each parameter group.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Rates = float | Sequence[float]
+OfStep = Callable[[int], list[Any]]
 
 
 def warm_up(step: int, steps: int, kind: str) -> float:
-    """How far a rise over `steps` has come, 0 to 1: in a line, or as log(step + 1)."""
+    """A rise from 0 to 1 over `steps`: "linear", or "log" as log(step + 1)."""
     if not 0 <= step < steps:
         return float(step > 0)
     return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
@@ -34,39 +34,38 @@ def line(step: int, begin: int, end: int) -> float:
 
 def cosine(step: int, begin: int, end: int) -> float:
     """The same along half a cosine (Loshchilov and Hutter 2017), one step earlier."""
-    gone = min(1.0, (step - begin + 1) / max(1, end - begin))
-    return (1 + math.cos(math.pi * gone)) / 2
+    done = min(1.0, (step - begin + 1) / max(1, end - begin))
+    return (1 + math.cos(math.pi * done)) / 2
 
 
 def cycle(step: int, up: int, down: int, stairs_up: int, stairs_down: int) -> float:
-    """A rise from 0 to 1 in `up` steps and a fall in `down`; stairs, if not 0."""
-    gone, length, stairs = step % (up + down), up, stairs_up
-    if gone > up:
-        gone, length, stairs = up + down - gone, down, stairs_down
-    return math.floor(gone * stairs / length) / stairs if stairs > 0 else gone / length
+    """A rise from 0 to 1 in `up` steps and a fall in `down`; in stairs, if not 0."""
+    done, length, stairs = step % (up + down), up, stairs_up
+    if done > up:
+        done, length, stairs = up + down - done, down, stairs_down
+    return math.floor(done * stairs / length) / stairs if stairs else done / length
 
 
 class Schedule(LRScheduler):
-    """Writes the rates of a step to an optimizer's groups, one step at a time.
+    """Writes the rates of a step to the groups of an optimizer.
 
-    `name`: DeepSpeed's. `rates`, `betas`: of a step, a value for each group; `betas`
-    may be None.
-    `last_batch_iteration`: the step that was made last. Unless some were made, the
-    first rates are written at once: the first update comes before the first `step`.
+    `name`: DeepSpeed's. `rates`, `betas`: of a step, a value for each group.
+    `last_batch_iteration`: the last step. If it is -1, the rates of step -1 are written
+    at once, for the first update.
     """
 
     def __init__(
         self,
         name: str,
         optimizer: Optimizer,
-        rates: Callable[[int], list[float]],
+        rates: OfStep,
         last_batch_iteration: int,
-        betas: Callable[[int], list[tuple[float, float]]] | None = None,
+        betas: OfStep | None = None,
     ) -> None:
-        # without torch's own, which wraps optimizer.step for a warning that a skipped
-        # step would earn, and adds to the groups' options, which are saved
+        # not `super().__init__`: it wraps optimizer.step, to warn of steps that an
+        # overflow skips, and writes options to the groups, which are saved
         self.name, self.optimizer = name, optimizer
-        self.base_lrs = self._last_lr = [*_own(optimizer)]
+        self.base_lrs = self._last_lr = _lr(optimizer)
         self._rates, self._betas = rates, betas
         if last_batch_iteration == -1:
             self.step(-1)
@@ -74,10 +73,10 @@ class Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group after `last_batch_iteration`."""
-        return [*self._rates(self.last_batch_iteration)]
+        return self._rates(self.last_batch_iteration)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, or None if they do not move."""
+        """The betas of each group; None if the schedule leaves them."""
         return self._betas(self.last_batch_iteration) if self._betas else None
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -106,27 +105,22 @@ class Schedule(LRScheduler):
 
 
 def WarmupLR(
-    optimizer: Any,
+    optimizer: Optimizer,
     warmup_min_lr: Rates = 0.0,
     warmup_max_lr: Rates | None = None,
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    """Rise from one learning rate to another, and stay there.
-
-    `warmup_max_lr`: by default the rate that the group has. The first step repeats
-    what the constructor writes.
-    """
-    moved, steps = _optimizer_in(optimizer), _warm(warmup_num_steps, warmup_type)
-    top = _own(moved) if warmup_max_lr is None else warmup_max_lr
-    low, high = _each(moved, warmup_min_lr=warmup_min_lr, warmup_max_lr=top)
-    rates = _between(low, high, lambda step: warm_up(step, steps, warmup_type))
-    return Schedule("WarmupLR", moved, rates, last_batch_iteration)
+    """Rise to `warmup_max_lr`, by default the group's own rate, and stay there."""
+    top = _lr(optimizer) if warmup_max_lr is None else warmup_max_lr
+    height = _warm_up_then(warmup_num_steps, warmup_type, lambda step: 1.0)
+    rates = _between(optimizer, warmup_min_lr, top, height)
+    return Schedule("WarmupLR", optimizer, rates, last_batch_iteration)
 
 
 def WarmupDecayLR(
-    optimizer: Any,
+    optimizer: Optimizer,
     total_num_steps: int,
     warmup_min_lr: Rates = 0.0,
     warmup_max_lr: Rates = 0.001,
@@ -134,26 +128,15 @@ def WarmupDecayLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    """Rise, and fall in a line: at step `total_num_steps` to the first rate.
-
-    A rate of 0 at the end needs a `warmup_min_lr` of 0, the default.
-    """
-    moved = _optimizer_in(optimizer)
-    steps = _warm(warmup_num_steps, warmup_type, total_num_steps)
-    low, high = _each(moved, warmup_min_lr=warmup_min_lr, warmup_max_lr=warmup_max_lr)
-
-    def height(step: int) -> float:
-        if step < steps:
-            return warm_up(step, steps, warmup_type)
-        return line(step, steps, total_num_steps)
-
-    return Schedule(
-        "WarmupDecayLR", moved, _between(low, high, height), last_batch_iteration
-    )
+    """Rise, then fall in a line to `warmup_min_lr` at step `total_num_steps`."""
+    begin = max(2, warmup_num_steps)
+    height = _warm_up_then(begin, warmup_type, lambda s: line(s, begin, total_num_steps))
+    rates = _between(optimizer, warmup_min_lr, warmup_max_lr, height)
+    return Schedule("WarmupDecayLR", optimizer, rates, last_batch_iteration)
 
 
 def WarmupCosineLR(
-    optimizer: Any,
+    optimizer: Optimizer,
     total_num_steps: int,
     warmup_min_ratio: float = 0.0,
     warmup_num_steps: int = 1000,
@@ -161,33 +144,26 @@ def WarmupCosineLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    """Rise to the group's learning rate, and fall in half a cosine.
+    """Rise to the group's own rate, then fall along half a cosine.
 
-    `warmup_min_ratio`, `cos_min_ratio`: first and last rate, over the group's own. The
-    constructor writes 0; from the first step on `warmup_min_ratio` counts.
+    `warmup_min_ratio`, `cos_min_ratio`: first and last rate, over the group's own. Step
+    -1 has rate 0 all the same.
     """
-    moved = _optimizer_in(optimizer)
-    steps = _warm(warmup_num_steps, warmup_type, total_num_steps)
-    own = _own(moved)
-
-    def ratio(step: int) -> float:
-        if step < 0:
-            return 0.0
-        low, height = warmup_min_ratio, warm_up(step, steps, warmup_type)
-        if step >= steps:
-            low, height = cos_min_ratio, cosine(step, steps, total_num_steps)
-        return max(0.0, low + (1 - low) * height)
-
-    return Schedule(
-        "WarmupCosineLR",
-        moved,
-        lambda step: [rate * ratio(step) for rate in own],
-        last_batch_iteration,
+    begin, own = max(2, warmup_num_steps), _lr(optimizer)
+    height = _warm_up_then(
+        begin, warmup_type, lambda step: cosine(step, begin, total_num_steps)
     )
+
+    def rates(step: int) -> list[float]:
+        low = warmup_min_ratio if step < begin else cos_min_ratio
+        ratio = max(0.0, low + (1 - low) * height(step)) if step >= 0 else 0.0
+        return [rate * ratio for rate in own]
+
+    return Schedule("WarmupCosineLR", optimizer, rates, last_batch_iteration)
 
 
 def OneCycle(
-    optimizer: Any,
+    optimizer: Optimizer,
     cycle_min_lr: Rates,
     cycle_max_lr: Rates,
     decay_lr_rate: float = 0.0,
@@ -202,144 +178,105 @@ def OneCycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    """Rise and fall between two learning rates, then decay (Smith 2018).
+    """Rise and fall between two rates, then decay (Smith 2018).
 
-    After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number
-    of intervals of `decay_step_size` steps since; a size of 0 is no decay.
-    `cycle_momentum` moves the first beta of an Adam the other way, from
-    `cycle_max_mom` down and up again, then grows it by `decay_mom_rate`, and sets the
-    second to 0.99. It does nothing, and says so, where there are no betas.
+    After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number of
+    intervals of `decay_step_size` steps since; a size of 0 is no decay. `cycle_momentum`
+    moves Adam's first beta the other way, from `cycle_max_mom` down and up again, then
+    grows it by `decay_mom_rate`, and sets the second to 0.99.
     """
-    moved = _optimizer_in(optimizer)
     up, down = cycle_first_step_size, cycle_second_step_size
     down = up if down is None else down
-    if up <= 0 or down < 0:
-        raise ValueError(
-            "cycle_first_step_size must be above 0 and cycle_second_step_size at "
-            f"least 0, not {up!r} and {down!r}"
-        )
-    first, second = cycle_first_stair_count, cycle_second_stair_count
-    stairs = first, first if second is None else second
-    low, high = _each(moved, cycle_min_lr=cycle_min_lr, cycle_max_lr=cycle_max_lr)
-    least, most = _each(moved, cycle_min_mom=cycle_min_mom, cycle_max_mom=cycle_max_mom)
+    stairs = cycle_first_stair_count, cycle_second_stair_count
+    stairs_down = stairs[0] if stairs[1] is None else stairs[1]
 
     def height(step: int) -> float:
-        return cycle(step + 1, up, down, *stairs)
+        return cycle(step + 1, up, down, stairs[0], stairs_down)
 
     def decay(step: int, rate: float) -> float:
         since = step + 1 - (up + down)
         return 1 + rate * since / decay_step_size if decay_step_size else 1.0
 
+    in_cycle = _between(optimizer, cycle_min_lr, cycle_max_lr, height)
+    lowest = _each(optimizer, cycle_min_lr)
+    least, most = _each(optimizer, cycle_min_mom), _each(optimizer, cycle_max_mom)
+    beta_in_cycle = _between(optimizer, cycle_max_mom, cycle_min_mom, height)
+
     def rates(step: int) -> list[float]:
         if step < up + down:
-            return _between(low, high, height)(step)
-        return [rate / decay(step, decay_lr_rate) for rate in low]
+            return in_cycle(step)
+        return [rate / decay(step, decay_lr_rate) for rate in lowest]
 
     def betas(step: int) -> list[tuple[float, float]]:
         # before the first step the lowest beta; the cycle starts at the highest
-        moving = least if step < 0 else _between(most, least, height)(step)
+        first = least if step < 0 else beta_in_cycle(step)
         if step >= up + down:
-            moving = [beta * decay(step, decay_mom_rate) for beta in most]
-        return [(beta, 0.99) for beta in moving]
+            first = [beta * decay(step, decay_mom_rate) for beta in most]
+        return [(beta, 0.99) for beta in first]
 
-    if cycle_momentum and "betas" not in moved.defaults:
-        cycle_momentum = False
+    moves_betas = cycle_momentum and "betas" in optimizer.defaults
+    if cycle_momentum and not moves_betas:
         warnings.warn(
-            f"cycle_momentum does nothing, since {type(moved).__name__} has no betas; "
-            "set it to false",
+            f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas",
             stacklevel=2,
         )
-    beta_of = betas if cycle_momentum else None
-    return Schedule("OneCycle", moved, rates, last_batch_iteration, beta_of)
+    own = betas if moves_betas else None
+    return Schedule("OneCycle", optimizer, rates, last_batch_iteration, own)
 
 
 def LRRangeTest(
-    optimizer: Any,
+    optimizer: Optimizer,
     lr_range_test_min_lr: Rates = 1e-3,
     lr_range_test_step_size: int = 2000,
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    """Rise without end, to see at which learning rate training breaks (Smith 2018).
+    """Rise without end, to find the rate at which training breaks (Smith 2018).
 
     The rate is min * (1 + `lr_range_test_step_rate` * i), where i is the number of
     intervals of `lr_range_test_step_size` steps; whole ones with a staircase.
     """
-    moved, size = _optimizer_in(optimizer), lr_range_test_step_size
-    (low,) = _each(moved, lr_range_test_min_lr=lr_range_test_min_lr)
-    _check_steps("lr_range_test_step_size", size)
+    low, size = _each(optimizer, lr_range_test_min_lr), lr_range_test_step_size
 
     def rates(step: int) -> list[float]:
-        gone = (step + 1) // size if lr_range_test_staircase else (step + 1) / size
-        return [rate * (1 + lr_range_test_step_rate * gone) for rate in low]
+        done = (step + 1) // size if lr_range_test_staircase else (step + 1) / size
+        return [rate * (1 + lr_range_test_step_rate * done) for rate in low]
 
-    return Schedule("LRRangeTest", moved, rates, last_batch_iteration)
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
-    "OneCycle": OneCycle,
-    "LRRangeTest": LRRangeTest,
-}
+    return Schedule("LRRangeTest", optimizer, rates, last_batch_iteration)
 
 
-def _optimizer_in(optimizer: Any) -> Optimizer:
-    """An optimizer of torch, or the one that a wrapper holds."""
-    for found in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(found, Optimizer):
-            return found
-    raise TypeError(
-        "a schedule moves the groups of a torch.optim.Optimizer, not of a "
-        f"{type(optimizer).__name__}"
-    )
+_KINDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+SCHEDULES: dict[str, Callable[..., Schedule]] = {kind.__name__: kind for kind in _KINDS}
 
 
-def _own(optimizer: Optimizer) -> list[float]:
-    """The rate of each group; a number also of a tensor, which will change."""
+def _lr(optimizer: Optimizer) -> list[float]:
+    """The rate of each group now."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _each(optimizer: Optimizer, **options: Rates) -> Iterator[list[float]]:
-    """For each option a number for each group: its value, or those that it lists."""
+def _each(optimizer: Optimizer, value: Rates) -> list[float]:
+    """One value for each group."""
     groups = len(optimizer.param_groups)
-    for name, value in options.items():
-        values = value if isinstance(value, Sequence) else [value] * groups
-        if len(values) != groups:
-            raise ValueError(
-                f"{name} lists {len(values)} values, and the optimizer has {groups} "
-                "groups; give one value, or one for each group"
-            )
-        yield [float(v) for v in values]
+    values = list(value) if isinstance(value, Sequence) else [value] * groups
+    if len(values) != groups:
+        raise ValueError(f"{value} has not one value for each of {groups} groups")
+    return [float(v) for v in values]
 
 
 def _between(
-    low: list[float], high: list[float], height: Callable[[int], float]
-) -> Callable[[int], list[float]]:
-    """Of a step: each group's value at a height between two."""
-    return lambda step: [
-        a + (b - a) * height(step) for a, b in zip(low, high, strict=True)
-    ]
+    optimizer: Optimizer, low: Rates, high: Rates, height: Callable[[int], float]
+) -> OfStep:
+    """Of a step: each group's value, at a height of 0 to 1 between two."""
+    pairs = [*zip(_each(optimizer, low), _each(optimizer, high), strict=True)]
+    return lambda step: [a + (b - a) * height(step) for a, b in pairs]
 
 
-def _check_steps(name: str, steps: int) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(
-            f"{name} must be a whole number of steps, at least 1, not {steps!r}"
-        )
-
-
-def _warm(steps: int, kind: str, total: int | None = None) -> int:
-    """The length of a warm-up, of at least 2: the logarithm of 1 is no length."""
-    _check_steps("warmup_num_steps", steps)
+def _warm_up_then(
+    steps: int, kind: str, later: Callable[[int], float]
+) -> Callable[[int], float]:
+    """A warm-up of at least two steps, and what comes later."""
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
-    if total is not None and total < max(2, steps):
-        warnings.warn(
-            f"the schedule ends after {total} steps (total_num_steps), within its "
-            f"warm-up of {max(2, steps)} (warmup_num_steps)",
-            stacklevel=3,
-        )
-    return max(2, steps)
+    steps = max(2, steps)  # the logarithm of 1 is 0
+    return lambda step: warm_up(step, steps, kind) if step < steps else later(step)
