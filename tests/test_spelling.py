@@ -59,7 +59,7 @@ def test_spelling(path: Path) -> None:
 @pytest.mark.thorough
 def test_a_misspelt_word_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("The optimiser's parametres are `shardded` and gathered.\n")
+    page.write_text("The optimizer's parametres are `shardded` and gathered.\n")
     assert unknown(page) == {"parametres"}
 
 
