@@ -105,15 +105,16 @@ class Overlap(Schedule):
         max_live_parameters: int = 1_000_000_000,
         param_persistence_threshold: int = 100_000,
     ) -> None:
-        self.prefetch_bucket_size = elements(
-            "prefetch_bucket_size", prefetch_bucket_size, 0
-        )
-        self.max_live_parameters = elements(
-            "max_live_parameters", max_live_parameters, 1
-        )
-        self.param_persistence_threshold = elements(
-            "param_persistence_threshold", param_persistence_threshold, 0
-        )
+        self.prefetch_bucket_size = prefetch_bucket_size
+        self.max_live_parameters = max_live_parameters
+        self.param_persistence_threshold = param_persistence_threshold
+        for name, value in vars(self).items():
+            least = int(name == "max_live_parameters")
+            if isinstance(value, bool) or value < least or value % 1:
+                raise ValueError(
+                    f"{name} counts elements: it must be a whole number of at "
+                    f"least {least}, not {value!r}"
+                )
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
         self._live: dict[Unit, None] = {}  # unsharded, in order of launch
@@ -122,7 +123,7 @@ class Overlap(Schedule):
         self._reducing: list[Unit] = []  # at most one
 
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
-        """Measure the units; ValueError if one is larger than the limit."""
+        """Measure the units; ValueError if this schedule has a net already."""
         if self._elements:
             raise ValueError(
                 "this Overlap belongs to another net already; make one for "
@@ -132,12 +133,6 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-            if self._elements[unit] > self.max_live_parameters:
-                raise ValueError(
-                    f"unit {unit.name!r} has {size:,} elements, and "
-                    f"max_live_parameters is {self.max_live_parameters:,}; "
-                    "raise that, or make smaller units"
-                )
 
     # ---- gradients and updates
 
@@ -196,12 +191,12 @@ class Overlap(Schedule):
         """Raise ValueError if the unit does not fit beside those in use."""
         size, used = self._elements[unit], self._sum(self._in_use - {unit})
         if used + size > self.max_live_parameters:
-            busy = [repr(u.name) for u in self._live if u in self._in_use]
+            busy = [u.name for u in self._live if u in self._in_use - {unit}]
             raise ValueError(
-                f"unit {unit.name!r} has {size:,} elements and is needed while "
-                f"{', '.join(busy)} with {used:,} are in use, but "
-                f"max_live_parameters is {self.max_live_parameters:,}; set it "
-                f"to {used + size:,} or more"
+                f"unit {unit.name!r} has {size:,} elements, and {used:,} of "
+                f"other units are in use {busy}, but max_live_parameters is "
+                f"{self.max_live_parameters:,}; set it to {used + size:,} or "
+                "more, or make smaller units"
             )
 
     def _make_room(self, unit: Unit, skipped: list[Unit]) -> list[Unit]:
@@ -264,13 +259,3 @@ class Overlap(Schedule):
     def backward_ends(self) -> None:
         self._reducing = []
         self.order.end()
-
-
-def elements(name: str, value: int, least: int) -> int:
-    """A setting that counts elements; ValueError if it is no such number."""
-    if isinstance(value, bool) or value < least or value % 1:
-        raise ValueError(
-            f"{name} counts elements: it must be a whole number of at least "
-            f"{least}, not {value!r}"
-        )
-    return int(value)

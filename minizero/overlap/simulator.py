@@ -21,10 +21,9 @@ class Machine:
         second at which it hands over what is sent.
     `adding`: bytes a second at which the rank sums what it received; infinite where
         the collective does so on the way.
-    `contention`: share of its speed that computation loses while the link is busy; 0
-        where copies take no core from it.
-    `across`: where these N ranks are one group of several, the groups and the link
-        between them; None: there are no others.
+    `contention`: share of its speed that computation loses while the link is busy.
+    `across`: if these N ranks are one group of several, the groups and the link
+        between them.
     `bus`, `disk`: bytes a second between device and host, each way, and of the rank's
         share of a disk. If infinite, copies take no time.
     """
@@ -40,37 +39,26 @@ class Machine:
     bus: float = float("inf")
     disk: float = float("inf")
 
-    def __post_init__(self) -> None:
-        rates = self.bandwidth, self.copying, self.adding, self.bus, self.disk
-        seconds = self.latency, self.handling
-        in_range = 0 <= self.contention < 1 <= self.ranks
-        if not (in_range and min(rates) > 0 and min(seconds) >= 0):
-            raise ValueError(
-                "a machine has at least 1 rank, rates above 0, times not below 0 and a "
-                f"contention from 0 to below 1, unlike {self}"
-            )
-
 
 @dataclass(eq=False)
 class Buffer:
     """A flat buffer: its elements, a multiple of N, and bytes of each.
 
-    `reduced`: bytes of an element of the gradient as it is sent; `itemsize` by default.
-    `states`: bytes of optimizer state of each. `coded`: bytes of each on the link,
-    gathered and reduced, where these are quantized.
+    `reduced`: bytes of an element of the gradient as it is reduced (default: as
+    `itemsize`). `states`: of its optimizer state. `sent`: on the link, when it is
+    gathered and when it is reduced, if these are quantized.
     """
 
     padded: int
     itemsize: int = 4
     trainable: bool = True
-    reduced: int | None = None
+    reduced: int = 0
     states: int = 0
-    coded: tuple[float, ...] | None = None
+    sent: tuple[float, ...] = ()
 
-    @property
-    def gradient(self) -> int:
-        """Bytes of an element as it is reduced."""
-        return self.reduced or self.itemsize
+    def __post_init__(self) -> None:
+        self.reduced = self.reduced or self.itemsize
+        self.sent = self.sent or (self.itemsize, self.reduced)
 
 
 @dataclass(eq=False)
@@ -111,6 +99,14 @@ class Interval:
 
 
 @dataclass
+class Transfer(Interval):
+    """A collective on the link; `after`: seconds of the rank when it has arrived."""
+
+    after: float = 0.0
+    has_arrived: bool = False
+
+
+@dataclass
 class Timeline:
     """The intervals of one step, and how long it took, in seconds.
 
@@ -136,38 +132,232 @@ class Timeline:
         return self
 
 
-class Rank:
-    """One rank's lanes: its thread, its link, its bus and its disk."""
+class Simulation:
+    """One rank in simulated time: it carries out a schedule's actions without data.
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine, self.line, self.now = machine, Timeline(), 0.0
+    `now`: the time of its thread. `line`: what its lanes have done so far.
+    """
+
+    def __init__(
+        self, machine: Machine, plan: Plan, schedule: Schedule, bucket_size: int
+    ) -> None:
+        self.machine, self.plan, self.bucket_size = machine, plan, bucket_size
+        self.ranks = machine.ranks
+        self.schedule: Any = schedule  # it gets layers in place of units
+        # copies of the parameters alone (hpZ): the rest is sharded over all ranks
+        self.secondary = bool(plan.parameters.group and not plan.optimizer.group)
+        self.now, self.line = 0.0, Timeline()
         self._link: list[tuple[float, float]] = []  # its transfers, in order
         self._free: dict[str, float] = {}  # since when: up, down and the disk
+        self._unsharded: dict[Buffer, Transfer] = {}
+        self._under_way: dict[Layer, list[Transfer]] = {}
+        self._arrives: dict[Layer, float] = {}  # gradients on the host, then parameters
 
-    def changed(self, category: str, unit: str, nbytes: int) -> None:
-        """Bytes on the device came now, or went if `nbytes` is below 0."""
-        if nbytes:
-            change = Change("device", category, nbytes, unit)
-            self.line.moments.append(Moment(0, self.now, (change,)))
+    def step(self, layers: list[Layer], boundary: bool) -> None:
+        """One forward, one backward and, at a boundary, the update."""
+        schedule, plan, (root, *blocks) = self.schedule, self.plan, layers
 
-    def spend(self, what: str, unit: str, until: float) -> None:
-        """The thread does one thing, such as waiting, up to a time."""
-        if until > self.now:
-            interval = Interval("compute", what, unit, self.now, until)
-            self.line.intervals.append(interval)
-            self.now = until
+        def enter(unit: Layer) -> None:
+            self.run(schedule.needed(unit) if plan.parameters.sharded else [])
 
-    def compute(self, what: str, unit: str, seconds: float) -> None:
-        """The thread computes; more slowly while the link is busy."""
-        now, speed = self.now, 1 - self.machine.contention
-        for begin, end in self._link:
-            if end <= now:
-                continue
-            alone = min(seconds, max(0.0, begin - now))
-            seconds, now = seconds - alone, now + alone
-            shared = min(seconds, (end - now) * speed) if now >= begin else 0
-            seconds, now = seconds - shared, now + shared / speed
-        self.spend(what, unit, now + seconds)
+        def leave(unit: Layer) -> None:
+            self.run(schedule.done(unit) if plan.parameters.sharded else [])
+
+        def reduce(unit: Layer) -> None:
+            reduces = boundary or plan.gradients.sharded
+            self.run(schedule.grads_ready(unit) if reduces else [])
+
+        def compute(what: str, unit: Layer) -> None:
+            forward, inside = what == "forward", unit.inside - unit.saved
+            self.changed("activations", unit.name, inside + unit.saved * forward)
+            if plan.gradients.sharded and not forward:
+                self.changed("gradients", unit.name, self._full_grads(unit))
+            self.compute(what, unit.name, getattr(unit, what))
+            self.changed("activations", unit.name, -inside - unit.saved * (not forward))
+
+        schedule.forward_begins()
+        enter(root)
+        for unit in blocks:
+            enter(unit)
+            compute("forward", unit)
+            leave(unit)
+        compute("forward", root)
+        leave(root)
+        schedule.backward_begins()
+        enter(root)
+        compute("backward", root)
+        for unit in reversed(blocks):
+            enter(unit)
+            compute("backward", unit)
+            leave(unit)
+            reduce(unit)
+        leave(root)
+        reduce(root)
+        self.wait(*self._under_way)
+        schedule.backward_ends()
+        for unit in self.update(layers) if boundary else ():
+            self.run(schedule.updated(unit))
+        self.wait(*self._under_way)
+
+    # ---- operations
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Do what the schedule answered."""
+        for operation, unit in actions:
+            layer: Any = unit
+            gathered = [flat for flat in layer.flats if flat in self._unsharded]
+            if operation == "gather":
+                for flat in layer.flats:
+                    if flat not in gathered:
+                        self._gather(layer, flat)
+            elif operation == "release":
+                for flat in gathered:
+                    self._arrive(self._unsharded.pop(flat))
+                    nbytes = flat.padded * flat.itemsize
+                    self.changed("parameters", layer.name, -nbytes)
+            elif operation == "wait":
+                for flat in gathered:
+                    self._arrive(self._unsharded[flat])
+                self.wait(layer)
+            else:
+                launch = self._reduce if operation == "reduce" else self._publish
+                self._under_way[layer] = launch(layer)
+
+    def _gather(self, unit: Layer, flat: Buffer) -> None:
+        on, nbytes, loaded = self.plan.parameters.on, flat.padded * flat.itemsize, self.now
+        self.changed("parameters", unit.name, nbytes)
+        if on == "nvme":
+            loaded = self.copy("read", unit.name, nbytes / self.ranks, loaded)
+        if on != "device":
+            loaded = self.copy("up", unit.name, nbytes / self.ranks, loaded)
+        gathered = self._launch("all_gather", unit, flat, flat.padded, loaded)
+        self._unsharded[flat] = gathered
+        live = sum(f.padded for f in self._unsharded)
+        self.line.most_live = max(self.line.most_live, live)
+
+    def _reduce(self, unit: Layer) -> list[Transfer]:
+        op = "reduce_scatter" if self.plan.optimizer.sharded else "all_reduce"
+        width, ranks = max(1, self.bucket_size // self.ranks), self.ranks
+        return [
+            self._launch(op, unit, flat, min(width, flat.padded // ranks - a) * ranks)
+            for flat in unit.trainable
+            for a in range(0, flat.padded // ranks, width)
+        ]
+
+    def _publish(self, unit: Layer) -> list[Transfer]:
+        if self.secondary:  # each group's copy is made of its owners' shards
+            sent = sum(f.padded * f.sent[0] / self.ranks for f in unit.trainable)
+            flat, after = unit.flats[0], self._across(sent)
+            return [self._launch("all_gather", unit, flat, 0, after=after)]
+        if self.plan.parameters.sharded or not self.plan.optimizer.sharded:
+            return []
+        since = self._arrives.get(unit, 0.0)
+        return [
+            self._launch("all_gather", unit, flat, flat.padded, since)
+            for flat in unit.trainable
+        ]
+
+    def wait(self, *units: Layer) -> None:
+        """Wait for the reductions and publications of these units."""
+        for unit in units:
+            transfers = self._under_way.pop(unit, [])
+            for transfer in transfers:
+                self._arrive(transfer)
+            if transfers and transfers[0].what != "all_gather":
+                if self.plan.gradients.sharded:
+                    self.changed("gradients", unit.name, -self._full_grads(unit))
+                if self.plan.gradients.on != "device":
+                    self._to_host(unit)
+
+    def _arrive(self, transfer: Transfer) -> None:
+        """Wait for a transfer, unless it has arrived, and sum what it brought."""
+        if not transfer.has_arrived:
+            transfer.has_arrived = True
+            end = max(self.now, transfer.end) + transfer.after
+            self.spend("wait", transfer.unit, end)
+            if transfer.what == "all_reduce":  # with the second exchange, of sums
+                transfer.end, transfer.nbytes = self.now, 2 * transfer.nbytes
+
+    def update(self, layers: list[Layer]) -> Iterator[Layer]:
+        """Update this rank's shards where their states are stored.
+
+        Off the device each unit is yielded when it is updated; else all at the end.
+        """
+        plan, on, machine = self.plan, self.plan.optimizer.on, self.machine
+        owned = 1 / machine.ranks if plan.optimizer.sharded else 1.0
+        if self.secondary and machine.across:
+            owned /= machine.across.ranks
+        if on != "device" and plan.gradients.on == "device":
+            for unit in layers:
+                self._to_host(unit)
+        states = [
+            sum(f.padded * f.states / self.ranks for f in unit.trainable)
+            for unit in layers
+        ]
+        ready = [self.now] * len(layers)
+        for i, unit in enumerate(layers):
+            if on == "nvme":  # this one and the next are read while others are updated
+                for j in range(i and i + 1, min(i + 2, len(layers))):
+                    ready[j] = self.copy("read", layers[j].name, states[j], self.now)
+            arrived = max(ready[i], self._arrives.get(unit, 0.0))
+            self.spend("wait", unit.name, arrived)
+            self.compute("update", unit.name, unit.update * owned)
+            if on == "nvme":
+                self.copy("write", unit.name, states[i], self.now)
+            if on != "device" and plan.parameters.on == "device":
+                nbytes = sum(f.padded * f.itemsize / self.ranks for f in unit.trainable)
+                self._arrives[unit] = self.copy("up", unit.name, nbytes, self.now)
+            if on != "device":
+                yield unit
+        if on == "device":
+            yield from layers
+
+    def _to_host(self, unit: Layer) -> None:
+        """The mean of this rank's shard is copied to the host."""
+        nbytes = self._full_grads(unit) / self.ranks
+        self._arrives[unit] = self.copy("down", unit.name, nbytes, self.now)
+
+    # ---- bytes and seconds
+
+    def _full_grads(self, unit: Layer) -> int:
+        return sum(flat.padded * flat.reduced for flat in unit.trainable)
+
+    def _across(self, shard: float) -> float:
+        """Seconds in which a group's shard is exchanged with the other groups."""
+        others = self.machine.across
+        if others is None:
+            return 0.0
+        sent = shard * (others.ranks - 1) / others.ranks
+        return others.latency + sent / others.bandwidth
+
+    def _launch(
+        self,
+        op: str,
+        unit: Layer,
+        flat: Buffer,
+        elements: int,
+        since: float = 0.0,
+        after: float = 0.0,
+    ) -> Transfer:
+        """Queue for the link, from `since` on, with so many elements of a buffer."""
+        machine, gathers = self.machine, op == "all_gather"
+        shard = elements * flat.sent[not gathers] / machine.ranks
+        nbytes = shard * (machine.ranks - 1)
+        seconds = machine.latency + nbytes / machine.bandwidth if nbytes else 0.0
+        if not gathers:
+            after += nbytes / machine.adding
+        if op == "all_reduce":  # the sums are exchanged as well
+            after += machine.latency + nbytes / machine.bandwidth
+        if not gathers:  # among copies: all-reduced, or only reduced to its owner
+            after += (1 if self.secondary else 2) * self._across(shard)
+        handed = machine.handling + nbytes / machine.copying
+        self.compute("launch", unit.name, handed if nbytes else 0.0)
+        begin = max(self.now, self._link[-1][1] if self._link else 0.0, since)
+        end = begin + seconds
+        self._link = [b for b in self._link if b[1] > self.now] + [(begin, end)]
+        done = Transfer("link", op, unit.name, begin, end, nbytes, after)
+        self.line.intervals.append(done)
+        return done
 
     def copy(self, what: str, unit: str, nbytes: float, since: float) -> float:
         """Queue for the bus, "up" or "down", or to "read" or "write" the disk.
@@ -183,196 +373,30 @@ class Rank:
         self.line.intervals.append(Interval(lane, what, unit, begin, end, nbytes))
         return end
 
-    def transfer(self, op: str, unit: str, nbytes: float, since: float) -> Interval:
-        """Queue for the link, from `since` on."""
-        machine = self.machine
-        handed = machine.handling + nbytes / machine.copying
-        self.compute("launch", unit, handed if nbytes else 0.0)
-        begin = max(self.now, self._link[-1][1] if self._link else 0.0, since)
-        held = machine.latency + nbytes / machine.bandwidth
-        interval = Interval("link", op, unit, begin, begin, nbytes)
-        interval.end += held if nbytes else 0.0
-        self._link = [b for b in self._link if b[1] > self.now]
-        self._link.append((begin, interval.end))
-        self.line.intervals.append(interval)
-        return interval
-
-
-@dataclass
-class Transfer:
-    """A collective under way; `after`: seconds of the rank when it has arrived."""
-
-    interval: Interval
-    after: float
-    has_arrived: bool = False
-
-    def wait(self, rank: Rank) -> None:
-        """Wait for it, and sum what it brought."""
-        if self.has_arrived:
-            return
-        self.has_arrived, sent = True, self.interval
-        rank.spend("wait", sent.unit, max(rank.now, sent.end) + self.after)
-        if sent.what == "all_reduce":  # it includes the second exchange, of sums
-            sent.end, sent.nbytes = rank.now, 2 * sent.nbytes
-
-
-class SimulatedNet:
-    """Carries out a schedule's actions on buffers that have no memory."""
-
-    def __init__(
-        self, rank: Rank, plan: Plan, schedule: Schedule, bucket_size: int
-    ) -> None:
-        self.rank, self.plan, self.schedule = rank, plan, schedule
-        self.bucket_size = bucket_size
-        # copies of the parameters alone (hpZ): the rest is sharded over all ranks
-        self.secondary = bool(plan.parameters.group and not plan.optimizer.group)
-        self._unsharded: dict[Buffer, Transfer] = {}
-        self._under_way: list[tuple[Layer, list[Transfer]]] = []
-        self._arrives: dict[Layer, float] = {}  # gradients on the host, then parameters
-
-    def run(self, actions: Iterable[Action]) -> None:
-        """Do what the schedule answered."""
-        for operation, unit in actions:
-            layer: Any = unit
-            if operation == "gather":
-                self._gather(layer)
-            elif operation == "release":
-                for flat in layer.flats:
-                    if flat in self._unsharded:
-                        self._unsharded.pop(flat).wait(self.rank)
-                        nbytes = flat.padded * flat.itemsize
-                        self.rank.changed("parameters", layer.name, -nbytes)
-            elif operation == "wait":
-                for flat in layer.flats:
-                    if flat in self._unsharded:
-                        self._unsharded[flat].wait(self.rank)
-                self.wait(layer)
-            else:
-                launch = self._reduce if operation == "reduce" else self._publish
-                self._under_way.append((layer, launch(layer)))
-
-    def wait(self, *layers: Layer) -> None:
-        """Wait for reductions and publications of these layers, or of all."""
-        for entry in list(self._under_way):
-            unit, transfers = entry
-            if layers and unit not in layers:
+    def compute(self, what: str, unit: str, seconds: float) -> None:
+        """The thread computes; more slowly while the link is busy."""
+        now, speed = self.now, 1 - self.machine.contention
+        for begin, end in self._link:
+            if end <= now:
                 continue
-            self._under_way.remove(entry)
-            for transfer in transfers:
-                transfer.wait(self.rank)
-            if transfers and transfers[0].interval.what != "all_gather":
-                if self.plan.gradients.sharded:
-                    self.full_grads(unit, -1)
-                if self.plan.gradients.on != "device":
-                    self._to_host(unit)
+            alone = min(seconds, max(0.0, begin - now))
+            seconds, now = seconds - alone, now + alone
+            shared = min(seconds, (end - now) * speed) if now >= begin else 0
+            seconds, now = seconds - shared, now + shared / speed
+        self.spend(what, unit, now + seconds)
 
-    def full_grads(self, unit: Layer, sign: int = 1) -> None:
-        """The unit's full gradients are allocated, or freed."""
-        nbytes = sum(flat.padded * flat.gradient for flat in unit.trainable)
-        self.rank.changed("gradients", unit.name, sign * nbytes)
+    def spend(self, what: str, unit: str, until: float) -> None:
+        """The thread does one thing, such as waiting, up to a time."""
+        if until > self.now:
+            interval = Interval("compute", what, unit, self.now, until)
+            self.line.intervals.append(interval)
+            self.now = until
 
-    def _gather(self, unit: Layer) -> None:
-        rank, on = self.rank, self.plan.parameters.on
-        for flat in unit.flats:
-            if flat in self._unsharded:
-                continue
-            rank.changed("parameters", unit.name, flat.padded * flat.itemsize)
-            loaded, nbytes = rank.now, self._shard(flat, flat.itemsize)
-            if on == "nvme":
-                loaded = rank.copy("read", unit.name, nbytes, loaded)
-            if on != "device":
-                loaded = rank.copy("up", unit.name, nbytes, loaded)
-            gathered = self._launch("all_gather", unit, flat, flat.padded, loaded)
-            self._unsharded[flat] = gathered
-            live = sum(f.padded for f in self._unsharded)
-            rank.line.most_live = max(rank.line.most_live, live)
-
-    def _reduce(self, unit: Layer) -> list[Transfer]:
-        ranks = self.rank.machine.ranks
-        op = "reduce_scatter" if self.plan.optimizer.sharded else "all_reduce"
-        width = max(1, self.bucket_size // ranks)
-        return [
-            self._launch(op, unit, flat, min(width, flat.padded // ranks - a) * ranks)
-            for flat in unit.trainable
-            for a in range(0, flat.padded // ranks, width)
-        ]
-
-    def _publish(self, unit: Layer) -> list[Transfer]:
-        plan = self.plan
-        if self.secondary:  # each group's copy is made of its owners' shards
-            sent = sum(self._shard(f, self._coded(f)[0]) for f in unit.trainable)
-            nothing = self.rank.transfer("all_gather", unit.name, 0.0, 0.0)
-            return [Transfer(nothing, self._across(sent))]
-        if plan.parameters.sharded or not plan.optimizer.sharded:
-            return []
-        since = self._arrives.get(unit, 0.0)
-        return [
-            self._launch("all_gather", unit, flat, flat.padded, since)
-            for flat in unit.trainable
-        ]
-
-    def _launch(
-        self, op: str, unit: Layer, flat: Buffer, elements: int, since: float = 0.0
-    ) -> Transfer:
-        machine, gathers = self.rank.machine, op == "all_gather"
-        shard = elements * self._coded(flat)[not gathers] / machine.ranks
-        sent, after = shard * (machine.ranks - 1), 0.0
-        if not gathers:
-            after += sent / machine.adding
-        if op == "all_reduce":  # the sums are exchanged as well
-            after += machine.latency + sent / machine.bandwidth
-        if not gathers:  # among copies: all-reduced, or only reduced to its owner
-            after += (1 if self.secondary else 2) * self._across(shard)
-        return Transfer(self.rank.transfer(op, unit.name, sent, since), after)
-
-    def _shard(self, flat: Buffer, itemsize: float) -> float:
-        """Bytes of this rank's shard."""
-        return flat.padded * itemsize / self.rank.machine.ranks
-
-    def _coded(self, flat: Buffer) -> tuple[float, ...]:
-        """Bytes of an element on the link, gathered and reduced."""
-        return flat.coded or (flat.itemsize, flat.gradient)
-
-    def _across(self, shard: float) -> float:
-        """Seconds in which a group's shard is exchanged with the other groups."""
-        others = self.rank.machine.across
-        if others is None:
-            return 0.0
-        sent = shard * (others.ranks - 1) / others.ranks
-        return others.latency + sent / others.bandwidth
-
-    def _to_host(self, unit: Layer) -> None:
-        """The mean of this rank's shard is copied to the host."""
-        nbytes = sum(self._shard(flat, flat.gradient) for flat in unit.trainable)
-        self._arrives[unit] = self.rank.copy("down", unit.name, nbytes, self.rank.now)
-
-    def update(self, layers: list[Layer], owned: float) -> Iterator[Layer]:
-        """Update where the states are stored; `owned` is the share of this rank.
-
-        Off the device each unit is yielded when it is updated; else all at the end.
-        """
-        rank, plan, on = self.rank, self.plan, self.plan.optimizer.on
-        if on != "device" and plan.gradients.on == "device":
-            for unit in layers:
-                self._to_host(unit)
-        states = [sum(self._shard(f, f.states) for f in u.trainable) for u in layers]
-        ready = [rank.now] * len(layers)
-        for i, unit in enumerate(layers):
-            if on == "nvme":  # this one and the next are read while others are updated
-                for j in range(i and i + 1, min(i + 2, len(layers))):
-                    ready[j] = rank.copy("read", layers[j].name, states[j], rank.now)
-            arrived = max(ready[i], self._arrives.get(unit, 0.0))
-            rank.spend("wait", unit.name, arrived)
-            rank.compute("update", unit.name, unit.update * owned)
-            if on == "nvme":
-                rank.copy("write", unit.name, states[i], rank.now)
-            if on != "device" and plan.parameters.on == "device":
-                nbytes = sum(self._shard(f, f.itemsize) for f in unit.trainable)
-                self._arrives[unit] = rank.copy("up", unit.name, nbytes, rank.now)
-            if on != "device":
-                yield unit
-        if on == "device":
-            yield from layers
+    def changed(self, category: str, unit: str, nbytes: int) -> None:
+        """Bytes on the device came now, or went if `nbytes` is below 0."""
+        if nbytes:
+            change = Change("device", category, nbytes, unit)
+            self.line.moments.append(Moment(0, self.now, (change,)))
 
 
 def simulate(
@@ -387,66 +411,14 @@ def simulate(
 
     `layers`: the root first, then the blocks in the order of the forward. `schedule`: a
     new `minizero.zero.Schedule` or `minizero.Overlap`, as a net would be given: only the
-    net is simulated. The second step counts: by then the order is recorded. `boundary`:
-    whether the micro-batch is the last of its step, after which there is an update.
+    net is simulated. `boundary`: whether the micro-batch is the last of its step, after
+    which there is an update. The second step counts: by then the order is recorded.
     """
-    rank = Rank(machine)
-    net = SimulatedNet(rank, plan, schedule, bucket_size)
+    simulation = Simulation(machine, plan, schedule, bucket_size)
     units: Any = layers
     schedule.attach(units, plan)
-    _step(net, layers, boundary)
-    start, rank.line = rank.now, Timeline()
-    _step(net, layers, boundary)
-    rank.line.duration = rank.now - start
-    return rank.line.shifted(start)
-
-
-def _step(net: SimulatedNet, layers: list[Layer], boundary: bool) -> None:
-    """One forward, one backward and, at a boundary, the update."""
-    schedule: Any = net.schedule
-    rank, root, blocks, plan = net.rank, layers[0], layers[1:], net.plan
-    owned = 1 / rank.machine.ranks if plan.optimizer.sharded else 1.0
-    if net.secondary and rank.machine.across:
-        owned /= rank.machine.across.ranks
-
-    def enter(unit: Layer) -> None:
-        net.run(schedule.needed(unit) if plan.parameters.sharded else [])
-
-    def leave(unit: Layer) -> None:
-        net.run(schedule.done(unit) if plan.parameters.sharded else [])
-
-    def reduce(unit: Layer) -> None:
-        reduces = boundary or plan.gradients.sharded
-        net.run(schedule.grads_ready(unit) if reduces else [])
-
-    def compute(what: str, unit: Layer) -> None:
-        forward, kept, more = what == "forward", unit.saved, unit.inside - unit.saved
-        rank.changed("activations", unit.name, more + kept * forward)
-        if plan.gradients.sharded and not forward:
-            net.full_grads(unit)
-        rank.compute(what, unit.name, getattr(unit, what))
-        rank.changed("activations", unit.name, -more - kept * (not forward))
-
-    schedule.forward_begins()
-    enter(root)
-    for unit in blocks:
-        enter(unit)
-        compute("forward", unit)
-        leave(unit)
-    compute("forward", root)
-    leave(root)
-    schedule.backward_begins()
-    enter(root)
-    compute("backward", root)
-    for unit in reversed(blocks):
-        enter(unit)
-        compute("backward", unit)
-        leave(unit)
-        reduce(unit)
-    leave(root)
-    reduce(root)
-    net.wait()
-    schedule.backward_ends()
-    for unit in net.update(layers, owned) if boundary else ():
-        net.run(schedule.updated(unit))
-    net.wait()
+    simulation.step(layers, boundary)
+    start, simulation.line = simulation.now, Timeline()
+    simulation.step(layers, boundary)
+    simulation.line.duration = simulation.now - start
+    return simulation.line.shifted(start)
