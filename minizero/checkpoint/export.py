@@ -9,19 +9,14 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .files import (
-    DTYPES,
-    CheckpointError,
-    LazyTensor,
-    explained,
-    write_tensors,
-)
+from .files import CheckpointError, LazyTensor, write_tensors
 from .folder import Folder, find, replace_file, sync_folder
 from .layout import SavedFlat
 from .load import SavedRun
@@ -33,8 +28,8 @@ _WEIGHTS = re.compile(
 
 def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
     """A checkpoint whose files have all been verified."""
-    tag, name, raw = find(Path(folder), tag)
-    run = SavedRun(tag, Path(folder, name), raw)
+    _, path = find(Path(folder), tag)
+    run = SavedRun(path.parent, path.read_bytes())
     run.verify()
     return run
 
@@ -52,7 +47,7 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
     """
 
     def chosen(saved: str) -> torch.dtype:
-        kind = DTYPES[saved]
+        kind: torch.dtype = getattr(torch, saved)
         return dtype if dtype is not None and kind.is_floating_point else kind
 
     def part(flat: SavedFlat, start: int, kind: torch.dtype, a: int, b: int) -> Tensor:
@@ -69,7 +64,7 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
             shape = tuple(slot.shape)
             found += [LazyTensor(name, kind, shape, read) for name in slot.names]
     for name, (saved, _) in run.index.buffers.items():
-        buffer = run.file(0).get_tensor(f"buffers/{name}").to(chosen(saved))
+        buffer = run.buffer(name).to(chosen(saved))
         found.append(LazyTensor.of(name, buffer))
     return found
 
@@ -84,7 +79,7 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
     run = open_run(folder, tag)
     state: dict[str, Any] = {}
     for lazy in _weights(run, torch.float32):
-        state[lazy.name] = lazy.read(0, lazy.numel).view(lazy.shape)
+        state[lazy.name] = lazy.read(0, prod(lazy.shape)).view(lazy.shape)
     for slot in (slot for flat in run.index.flats for slot in flat.slots):
         state |= dict.fromkeys(slot.names, state[slot.names[0]])
     for name, extra in run.values("modules").items():
@@ -119,11 +114,8 @@ def export(
             f"weights are exported in a floating-point dtype, not {dtype}"
         )
     where = Path(out)
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        names = sorted(p.name for p in where.iterdir() if _WEIGHTS.fullmatch(p.name))
-    except OSError as error:
-        raise explained(where, error) from error
+    where.mkdir(parents=True, exist_ok=True)
+    names = sorted(p.name for p in where.iterdir() if _WEIGHTS.fullmatch(p.name))
     if names:
         raise CheckpointError(
             f"{where}: it has weights already ({', '.join(names[:3])}), and a reader "

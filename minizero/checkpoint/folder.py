@@ -10,13 +10,12 @@ For a tag `t` the folder may have
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
 from pathlib import Path
 
-from .files import CheckpointError, explained, write_all
+from .files import CheckpointError, write_all
 from .layout import INDEX, Index
 
 LATEST = "latest"
@@ -27,21 +26,20 @@ _ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 _OURS = re.compile(r"rank-\d+-of-\d+\.safetensors|index\.json(\.tmp)?")
 
 
+def aside(path: Path, kind: str) -> Path:
+    """Another name for a folder or file, which no save had before."""
+    return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
 def is_tag(tag: object) -> bool:
     """Whether a tag can name a folder of its own, beside `latest`."""
-    return (
-        isinstance(tag, str)
-        and tag.isprintable()
-        and 0 < len(tag.encode()) <= 200
-        and not {"/", "\\"} & set(tag)
-        and tag.strip() == tag
-        # some file systems take upper case for lower case
-        and tag.casefold() not in (".", "..", LATEST)
-        and not _ASIDE.fullmatch(tag)
-    )
+    if not isinstance(tag, str) or Path(tag).name != tag or tag == "..":
+        return False
+    ours = tag.casefold() == LATEST or _ASIDE.fullmatch(tag)
+    return tag.isprintable() and tag.strip() == tag and len(tag) <= 100 and not ours
 
 
-# ---- one step
+# ---- a save becomes a checkpoint
 
 
 def sync_folder(folder: Path) -> None:
@@ -53,39 +51,30 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def replace_file(path: Path, data: bytes, suffix: str = ".tmp") -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file in one step: a reader finds the old one or the new one."""
-    temporary = path.with_name(path.name + suffix)
+    temporary = aside(path, "tmp")
+    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
-        fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
-        try:
-            write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise explained(path, error) from error
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
 
 
 def prepare(folder: Path, tag: str) -> tuple[Path, int]:
-    """Make the folder in which the files of a new checkpoint are written.
-
-    Returns it, and the number of the save.
-    """
+    """Make a folder for the files of a new checkpoint; it, and the save's number."""
     path = folder / tag
-    try:
-        sweep(folder)
-        taken = path.exists() and not (path / INDEX).exists()
-        if taken and (not path.is_dir() or any(path.iterdir())):
-            raise FileExistsError(errno.EEXIST, "")
-        written = folder / f"{tag}.tmp-{secrets.token_hex(4)}"
-        written.mkdir(parents=True)
-    except OSError as error:
-        raise explained(path, error) from error
+    sweep(folder)
+    taken = path.exists() and not (path / INDEX).exists()
+    if taken and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(
+            f"{path}: something else has that name; delete it, or take another tag"
+        )
+    written = aside(path, "tmp")
+    written.mkdir(parents=True)
     return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
 
 
@@ -103,28 +92,28 @@ def decide(written: Path, path: Path, index: Index) -> None:
             )
     replace_file(written / INDEX, index.dumps())
     if (path / INDEX).exists():
-        os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
+        os.rename(path, aside(path, "old"))
     os.rename(written, path)
     sync_folder(path.parent)
 
 
 def point(folder: Path, tag: str) -> None:
     """Let a `load` without a tag take this checkpoint."""
-    replace_file(folder / LATEST, f"{tag}\n".encode(), f".tmp-{secrets.token_hex(4)}")
+    replace_file(folder / LATEST, f"{tag}\n".encode())
 
 
-# ---- finding
+# ---- it is found
 
 
-def found(folder: Path) -> dict[str, Path]:
-    """The tags in a folder, and where each one's index is."""
+def indexes(folder: Path) -> dict[str, Path]:
+    """The tags in a folder, and the path of each one's index."""
     tags: dict[str, Path] = {}
     for path in sorted(folder.glob(f"*/{INDEX}")):
-        aside = _ASIDE.fullmatch(path.parent.name)
-        if aside is None:
+        found = _ASIDE.fullmatch(path.parent.name)
+        if found is None:
             tags[path.parent.name] = path
-        elif aside["kind"] == "old":
-            tags.setdefault(aside["tag"], path)
+        elif found["kind"] == "old":
+            tags.setdefault(found["tag"], path)
     return tags
 
 
@@ -133,69 +122,58 @@ def exists(folder: Folder) -> bool:
 
     True for a damaged checkpoint as well: `load` says what is wrong.
     """
-    return (Path(folder) / LATEST).exists() or bool(found(Path(folder)))
+    return (Path(folder) / LATEST).exists() or bool(indexes(Path(folder)))
 
 
 def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     """The tags and indexes of the complete checkpoints, oldest first."""
     complete = []
-    for tag, path in found(folder).items():
+    for tag, path in indexes(folder).items():
         with contextlib.suppress(OSError, CheckpointError):
             complete.append((tag, Index.loads(path.read_bytes(), path)))
     return sorted(complete, key=lambda pair: pair[1].number)
 
 
-def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
-    """The checkpoint that is meant: its tag, its folder's name, its index file's bytes.
+def find(folder: Path, tag: str | None = None) -> tuple[str, Path]:
+    """The tag of the checkpoint that is meant, and the path of its index.
 
     Without a tag: the one that `latest` names or, where there is no such file, the
     newest that is complete. Raises CheckpointError.
     """
-    tags, latest = [tag for tag, _ in checkpoints(folder)], folder / LATEST
-    have = f"{folder} has {', '.join(map(repr, tags)) or 'none that is complete'}"
-    words = f"{folder}:"
-    path = latest
-    try:
-        if tag is None and latest.exists():
-            tag, words = latest.read_text().strip(), f"{latest}: it names"
-        elif tag is None and tags:
-            tag = tags[-1]
-        elif tag is None:
-            if any(folder.glob("*/mp_rank_*_model_states.pt")):
-                raise CheckpointError(
-                    f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
-                    "zero_to_fp32.py in it, and load the weights into the model"
-                )
-            raise CheckpointError(
-                f"{folder}: there is no checkpoint in this folder; give the folder that "
-                "was given to save"
+    tags = [tag for tag, _ in checkpoints(folder)]
+    what = f"{folder}: there is no checkpoint {tag!r}"
+    if tag is None and (folder / LATEST).exists():
+        tag = (folder / LATEST).read_bytes().decode(errors="replace").strip()
+        what = f"{folder / LATEST}: it names {tag!r}, and there is no such checkpoint"
+    elif tag is None and tags:
+        tag = tags[-1]
+    elif tag is None:
+        what = f"{folder}: there is no checkpoint in this folder; give that of the save"
+        if any(folder.glob("*/mp_rank_*_model_states.pt")):
+            what = (
+                f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
+                "zero_to_fp32.py in it, and load the weights into the model"
             )
-        if tag not in found(folder):
-            raise CheckpointError(
-                f"{words} {tag!r}, and there is no such checkpoint; {have}"
-            )
-        path = found(folder)[tag]
-        return tag, path.parent.name, path.read_bytes()
-    except OSError as error:
-        raise explained(path, error) from error
-    except UnicodeError as error:
-        raise CheckpointError(f"{latest}: it is no text; {have}") from error
+    path = indexes(folder).get(tag or "")
+    if tag is None or path is None:
+        have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
+        raise CheckpointError(what + have)
+    return tag, path
 
 
-# ---- what goes
+# ---- it goes
 
 
 def retire(folder: Path, keep: int) -> None:
-    """Make all but the newest `keep` checkpoints none; `sweep` deletes them.
+    """Rename all but the newest `keep` checkpoints, so that `sweep` deletes them.
 
     What `latest` names stays, and so does what was given another name.
     """
+    latest = (folder / LATEST).read_text().strip() if (folder / LATEST).exists() else ""
     own = [tag for tag, index in checkpoints(folder) if tag == index.tag]
-    with contextlib.suppress(OSError):
-        latest = (folder / LATEST).read_bytes().decode(errors="replace").strip()
-        own = [tag for tag in own[:-keep] if tag != latest] + own[-keep:]
     for tag in own[:-keep]:
-        os.rename(folder / tag, folder / f"{tag}.tmp-{secrets.token_hex(4)}")
+        if tag != latest:
+            os.rename(folder / tag, aside(folder / tag, "tmp"))
 
 
 def sweep(folder: Path) -> None:
@@ -204,16 +182,14 @@ def sweep(folder: Path) -> None:
     What made room for a checkpoint that has not come gets its name back.
     """
     for path in sorted(folder.glob("*")):
-        aside = _ASIDE.fullmatch(path.name)
-        if aside is None:
-            continue
-        if aside["kind"] == "old" and not (folder / aside["tag"]).exists():
-            os.rename(path, folder / aside["tag"])
-        elif not path.is_dir():
-            path.unlink(missing_ok=True)
-        else:
-            for inside in sorted(path.iterdir()):
-                if _OURS.fullmatch(inside.name):
-                    inside.unlink(missing_ok=True)
-            if not any(path.iterdir()):
+        found = _ASIDE.fullmatch(path.name)
+        if found and found["kind"] == "old" and not (folder / found["tag"]).exists():
+            os.rename(path, folder / found["tag"])
+        elif found and path.is_dir():
+            for file in path.iterdir():
+                if _OURS.match(file.name):
+                    file.unlink()
+            with contextlib.suppress(OSError):  # somebody else's files are in it
                 path.rmdir()
+        elif found:
+            path.unlink()

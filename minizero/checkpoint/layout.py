@@ -1,7 +1,7 @@
 """The index of a checkpoint: which file has which elements of which parameter.
 
-Every rank saves one shard of each flat buffer. Whoever loads has other cuts: `pieces`
-and `places` find a shard's elements in the files.
+Every rank saves one shard of each flat buffer. A run that loads may cut its buffers
+otherwise: `pieces` and `places` find its elements in the files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 
-from .files import CheckpointError
 from ..zero import Flat
+from .files import CheckpointError
 
 INDEX = "index.json"
 VERSION = 3
@@ -31,10 +30,6 @@ class SavedSlot:
     shape: list[int]
     offset: int
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
 
 @dataclass
 class SavedFlat:
@@ -42,9 +37,9 @@ class SavedFlat:
 
     key: begins the names of its tensors in the files.
     group: the optimizer's group of its parameters; None if they were frozen.
-    ranks: how many ranks together kept all of it: 1 if each rank kept all.
-    dtypes: of what each file has: "parameters" (the fp32 masters, if there were any)
-        and, for example, "optimizer/exp_avg".
+    ranks: how many ranks together kept all of it; 1 if each rank kept all.
+    dtypes: of what is in each file: "parameters" (fp32 masters, if there were any), and
+        the optimizer's states, such as "optimizer/exp_avg".
     """
 
     key: str
@@ -54,15 +49,15 @@ class SavedFlat:
     dtypes: dict[str, str]
     slots: list[SavedSlot]
 
-    def saver(self, shard: int, ranks: int) -> int:
+    def saver(self, shard: int, world_size: int) -> int:
         """The rank in whose file a shard is."""
-        place, number = divmod(shard, ranks // self.ranks)
+        place, number = divmod(shard, world_size // self.ranks)
         return number * self.ranks + place
 
 
 @dataclass
 class SavedFile:
-    """One rank's file: its length and its checksum."""
+    """One rank's file: its name, its length and its checksum."""
 
     name: str
     bytes: int
@@ -73,8 +68,9 @@ class SavedFile:
 class Index:
     """What must be known of a checkpoint before its files are opened.
 
-    number: counts the saves in a folder. buffers: dtype and shape of the modules'
-    buffers, which are in every file. optimizer, groups: its class, and how many groups.
+    optimizer, groups: its class, and how many groups it has.
+    buffers: dtype and shape of each of the modules' buffers, which are in every file.
+    files: of the ranks, in their order. number: counts the saves in a folder.
     """
 
     tag: str
@@ -87,12 +83,12 @@ class Index:
     version: int = VERSION
 
     def dumps(self) -> bytes:
-        """The index file: JSON, with the crc32 of its own text."""
+        """The index file: JSON with the crc32 of its own text."""
         return _sealed(json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def loads(cls, raw: bytes, path: Path) -> Index:
-        """The inverse. Raises CheckpointError, which names the file, for any change."""
+        """The inverse. Raises CheckpointError, which names the file, after any change."""
         text = raw.partition(b'"index": ')[2][:-2]
         if raw != _sealed(text):
             raise CheckpointError(
@@ -116,11 +112,6 @@ def _sealed(text: bytes) -> bytes:
     return b'{"crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
 
 
-def file_name(rank: int, ranks: int) -> str:
-    """The file that a rank writes."""
-    return f"rank-{rank:04d}-of-{ranks:04d}.safetensors"
-
-
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
     """The shards of `size` elements that hold elements a to b of a buffer.
 
@@ -141,8 +132,9 @@ def places(
 ) -> Iterator[tuple[SavedFlat, int, int, int]]:
     """Where elements `low` to `high` of a flat buffer were saved.
 
-    For each parameter among them: its saved buffer, the first element there, and the
-    elements a to b of the range that it fills.
+    found: the place of each parameter, by its slot's name. For each parameter in the
+    range: its saved buffer, its first element there, and the elements a to b of the
+    range that it fills.
     """
     for slot in flat.slots:
         a, b = max(low, slot.offset), min(high, slot.offset + slot.numel)

@@ -5,7 +5,6 @@ loaded = load(net, "checkpoints")          # loaded.extra["step"] == 100
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,17 +19,18 @@ from .. import comm
 from ..memory.labels import label_states
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Flat
-from .files import (
-    CHUNK,
-    DTYPES,
-    CheckpointError,
-    checksum,
-    dtype_name,
-    unpack,
-)
+from .files import CHUNK, CheckpointError, dtype_name, measure, unpack
 from .folder import Folder, find
 from .layout import INDEX, Index, Place, SavedFlat, pieces, places
-from .save import agreed, buffers_of, exchange, finish, generators, names_of
+from .save import (
+    agreed,
+    buffers_of,
+    exchange,
+    finish,
+    flats_of,
+    generators,
+    names_of,
+)
 
 
 @dataclass
@@ -54,8 +54,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a net; every rank calls it.
 
-    Each rank reads what becomes its own, piece by piece. Before the net is changed, all
-    files are verified, and the checkpoint is compared with the net.
+    Each rank reads what it stores, piece by piece. Before the net is changed, all files
+    are verified, and the checkpoint is compared with the net.
 
     tag: default: what `latest` names, or the newest if there is no such file.
     strict: whether parameters and buffers must have the same names.
@@ -71,54 +71,51 @@ def load(
     finish()
     with comm.phase("checkpoint"):
         net.synchronize()
-        net.storage.wait_for_copies()
+        mine = None
         with agreed():
-            mine = find(Path(folder), tag) if rank() == 0 else None
+            if rank() == 0:
+                tag, path = find(Path(folder), tag)
+                mine = tag, path.parent.name, path.read_bytes()
         tag, name, raw = exchange(mine)[0]
         with agreed():
-            run = SavedRun(tag, Path(folder, name), raw)
+            run = SavedRun(Path(folder, name), raw)
             run.verify(rank(), world_size())
         with agreed():
             found = match(net, run, strict, optimizer)
-            same_ranks = len(run.index.files) == world_size()
-            own = run.values("own", rank()) if same_ranks else None
+            as_many = len(run.index.files) == world_size()
+            own = run.values("own", rank()) if as_many else None
             loaded = Loaded(run.path, tag, run.values("extra"), own)
             if check is not None:
                 check(loaded)
         with agreed():
             fill(net, run, found)
-            fill_modules(net, run, rank() if same_ranks else 0)
+            fill_modules(net, run, rank() if as_many else 0)
             if optimizer:
                 fill_optimizer(net, run, found)
         net.shards_written()
-        if optimizer and same_ranks:
+        if optimizer and as_many:
             states = run.values("random", rank())
-            for name, (_, set_state) in generators().items():
-                if name in states:
-                    set_state(states[name])
+            for kind in states.keys() & generators().keys():
+                generators()[kind][1](states[kind])
         return loaded
 
 
 class SavedRun:
-    """A checkpoint's files, opened as they are needed.
+    """A checkpoint's files. Verify them first: they are mapped into memory, where the end
+    of a file that is too short ends the process."""
 
-    Verify them first: they are mapped into memory, where a file that is too short ends
-    the process.
-    """
-
-    def __init__(self, tag: str, path: Path, raw: bytes) -> None:
-        self.tag, self.path = tag, path
-        self.index = Index.loads(raw, path / INDEX)
+    def __init__(self, path: Path, raw: bytes) -> None:
+        self.path, self.index = path, Index.loads(raw, path / INDEX)
         self._files: dict[int, Any] = {}
 
     def verify(self, first: int = 0, step: int = 1) -> None:
-        """Compare every `step`th file with the length and checksum that it had."""
+        """Compare every `step`th file with the length and the checksum that it had."""
         for saved in self.index.files[first::step]:
             path = self.path / saved.name
-            nbytes, crc32 = checksum(path)
-            if nbytes != saved.bytes:
+            length, crc32 = measure(path)
+            if length != saved.bytes:
                 raise CheckpointError(
-                    f"{path}: it has {nbytes:,} bytes, and {saved.bytes:,} were saved; "
+                    f"{path}: it has {length:,} bytes, and {saved.bytes:,} were saved; "
                     "it was truncated or replaced"
                 )
             if crc32 != saved.crc32:
@@ -137,28 +134,25 @@ class SavedRun:
     def read(
         self, flat: SavedFlat, what: str, a: int, b: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Elements a to b of a saved buffer, as (offset from a, values): a piece at a
-        time, each valid while the run is open."""
+        """Elements a to b of a saved buffer, chunk by chunk: offset from a, values."""
         done = 0
-        ranks = len(self.index.files)
         for shard, i, j in pieces(a, b, flat.size):
-            saved = self.file(flat.saver(shard, ranks)).get_slice(f"{flat.key}/{what}")
-            step = CHUNK // DTYPES[flat.dtypes[what]].itemsize
+            file = self.file(flat.saver(shard, len(self.index.files)))
+            saved = file.get_slice(f"{flat.key}/{what}")
+            step = CHUNK // getattr(torch, flat.dtypes[what]).itemsize
             for k in range(i, j, step):
                 values = saved[k : min(k + step, j)]
                 yield done, values
                 done += len(values)
 
     def buffer(self, name: str, number: int = 0) -> Tensor:
-        """A module's buffer, from the file of a rank."""
-        return self.file(number).get_tensor(f"buffers/{name}")
+        """A buffer of a module, from the file of a rank."""
+        buffer: Tensor = self.file(number).get_tensor(f"buffers/{name}")
+        return buffer
 
     def values(self, name: str, number: int = 0) -> Any:
-        """What `save` has packed under a name; `extra` and others are rank 0's alone."""
-        try:
-            return unpack(self.file(number).get_tensor(f"values/{name}"))
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+        """A value that was packed under a name, from the file of a rank."""
+        return unpack(self.file(number).get_tensor(f"values/{name}"))
 
 
 # ---- compare
@@ -167,55 +161,33 @@ class SavedRun:
 def match(
     net: DataParallel, run: SavedRun, strict: bool, optimizer: bool
 ) -> dict[str, Place]:
-    """Which saved buffer has each parameter of a net, by the slot's name.
+    """Where each parameter of a net was saved, by its slot's name.
 
-    Raises CheckpointError, with all that does not fit.
+    Raises CheckpointError, with everything that does not fit.
     """
-    index, problems = run.index, list[str]()
-
-    def compare(what: str, here: Tensor, shape: Iterable[int], dtype: str) -> None:
-        if tuple(here.shape) != tuple(shape):
-            problems.append(
-                f"{what} has shape {tuple(here.shape)} here and {tuple(shape)} in the "
-                "checkpoint"
-            )
-        # dtypes may differ in precision, not in kind
-        there = DTYPES[dtype]
-        same = here.dtype.is_floating_point == there.is_floating_point
-        if not same or here.dtype.is_complex != there.is_complex:
-            problems.append(
-                f"{what} is {dtype_name(here.dtype)} here and {dtype} in the checkpoint"
-            )
-
-    def compare_names(kind: str, here: Iterable[str], there: Iterable[str]) -> None:
-        for names, where in (
-            ({*here} - {*there}, "is not in the checkpoint"),
-            ({*there} - {*here}, "of the checkpoint is not in the model"),
-        ):
-            listed = sorted(names) if strict else []
-            problems.extend(f"{kind} {name!r} {where}" for name in listed[:5])
-            if listed[5:]:
-                problems.append(f"the same of {len(listed) - 5} more")
-
-    saved = {n: (f, slot) for f in index.flats for slot in f.slots for n in slot.names}
-    names, found = names_of(net.model), {}
-    compare_names("parameter", sum(names.values(), []), saved)
-    for flat in (flat for unit in net.units for flat in unit.flats):
+    saved = {n: (f, s) for f in run.index.flats for s in f.slots for n in s.names}
+    names, buffers = names_of(net.model), buffers_of(net.model)
+    all_names = [name for aliases in names.values() for name in aliases]
+    problems = []
+    if strict:
+        problems += _differ("parameter", {*all_names}, {*saved})
+        problems += _differ("buffer", {*buffers}, {*run.index.buffers})
+    found = {}
+    for _, flat in flats_of(net):
         for slot in flat.slots:
-            known = [n for n in names[slot.parameter] if n in saved]
-            if known:
-                found[slot.name] = place = saved[known[0]]
-                what, dtype = f"parameter {known[0]!r}", place[0].dtypes["parameters"]
-                compare(what, slot.parameter, place[1].shape, dtype)
-            if any(saved[n][1] is not place[1] for n in known):
+            aliases = [n for n in names[slot.parameter] if n in saved]
+            if len({id(saved[n][1]) for n in aliases}) > 1:
                 problems.append(
-                    f"{' and '.join(map(repr, known))} are one parameter here, and not "
+                    f"{' and '.join(map(repr, aliases))} are one parameter here, and not "
                     "in the checkpoint"
                 )
-    buffers = buffers_of(net.model)
-    compare_names("buffer", buffers, index.buffers)
-    for name in buffers.keys() & index.buffers.keys():
-        compare(f"buffer {name!r}", buffers[name], *reversed(index.buffers[name]))
+            for name in aliases[:1]:
+                found[slot.name] = was, place = saved[name]
+                facts = was.dtypes["parameters"], place.shape
+                problems += _compare(f"parameter {name!r}", slot.parameter, *facts)
+    for name in buffers.keys() & run.index.buffers.keys():
+        facts = run.index.buffers[name]
+        problems += _compare(f"buffer {name!r}", buffers[name], *facts)
     if optimizer:
         problems += _match_optimizer(net, run, found)
     if problems:
@@ -225,23 +197,39 @@ def match(
     return found
 
 
+def _differ(kind: str, here: set[str], there: set[str]) -> Iterator[str]:
+    for names, where in (
+        (sorted(here - there), "is not in the checkpoint"),
+        (sorted(there - here), "of the checkpoint is not in the model"),
+    ):
+        yield from (f"{kind} {name!r} {where}" for name in names[:5])
+        if names[5:]:
+            yield f"the same of {len(names) - 5} more"
+
+
+def _compare(what: str, here: Tensor, name: str, shape: Iterable[int]) -> Iterator[str]:
+    if tuple(here.shape) != tuple(shape):
+        there = tuple(shape)
+        yield f"{what} has shape {tuple(here.shape)} here and {there} in the checkpoint"
+    # dtypes may differ in precision, not in kind
+    mine, its = here.dtype, getattr(torch, name)
+    floats = mine.is_floating_point, its.is_floating_point
+    if floats[0] != floats[1] or mine.is_complex != its.is_complex:
+        yield f"{what} is {dtype_name(mine)} here and {name} in the checkpoint"
+
+
 def _match_optimizer(
     net: DataParallel, run: SavedRun, found: dict[str, Place]
 ) -> Iterator[str]:
-    """What does not fit of the optimizer, in sentences."""
-    mine, index, scalars = net.optimizer, run.index, run.values("scalars")
-    if type(mine).__name__ != index.optimizer:
-        yield f"the optimizer is {type(mine).__name__} here and was {index.optimizer}"
-    if len(mine.param_groups) != index.groups:
-        yield (
-            f"the optimizer has {len(mine.param_groups)} groups here and had "
-            f"{index.groups}"
-        )
+    groups, scalars = net.optimizer.param_groups, run.values("scalars")
+    mine, its = type(net.optimizer).__name__, run.index.optimizer
+    if mine != its:
+        yield f"the optimizer is {mine} here and was {its}"
+    if len(groups) != run.index.groups:
+        yield f"the optimizer has {len(groups)} groups here and had {run.index.groups}"
     for flat in (flat for unit in net.units for flat in unit.trainable):
         states = set()
-        for slot in flat.slots:
-            if slot.name not in found or not slot.numel:
-                continue
+        for slot in (s for s in flat.slots if s.name in found and s.numel):
             saved = found[slot.name][0]
             states.add((*saved.dtypes, str(scalars[saved.key])))
             if saved.group is None:
@@ -267,28 +255,28 @@ def _match_optimizer(
 
 
 def fill(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read this rank's part of every flat buffer into the master and the shard."""
-    for flat in (flat for unit in net.units for flat in unit.flats):
+    """Read this rank's part of the parameters into masters and shards."""
+    for _, flat in flats_of(net):
         if flat.trainable:
-            same = flat.master is flat.shard
-            tensors = [flat.master] if same else [flat.master, flat.shard]
+            # the same tensor, if the precision has no fp32 masters
+            tensors = [*{id(t): t for t in (flat.master, flat.shard)}.values()]
         elif net.plan.parameters.sharded:
             tensors = [flat.shard]
         else:
             # frozen parameters are never sent: each rank reads all of them
             tensors = [flat.full]
-        _read_into(net, run, flat, found, "parameters", tensors)
+        _read_into(tensors, "parameters", net, run, flat, found)
 
 
 def _read_into(
+    tensors: list[Tensor],
+    what: str,
     net: DataParallel,
     run: SavedRun,
     flat: Flat,
     found: dict[str, Place],
-    what: str,
-    tensors: list[Tensor],
 ) -> None:
-    """Read this rank's elements of a flat buffer, in each tensor's dtype."""
+    """Read the elements of a flat buffer that this rank stores, in each one's dtype."""
     count = tensors[0].numel()
     start = rank() % (flat.padded // count) * count
     for saved, first, a, b in places(flat, start, start + count, found):
@@ -298,79 +286,70 @@ def _read_into(
 
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
-    """Read buffers, and what modules keep as extra state, from a rank's file."""
-    for name, buffer in buffers_of(net.model).items():
-        if name in run.index.buffers:
-            buffer.copy_(run.file(number).get_tensor(f"buffers/{name}"))
-    modules = dict(net.model.named_modules())
-    for name, state in run.values("modules", number).items():
-        if name in modules:
-            modules[name].set_extra_state(state)
+    """Read buffers, and the extra state of modules, from the file of a rank."""
+    buffers, modules = buffers_of(net.model), dict(net.model.named_modules())
+    extra = run.values("modules", number)
+    for name in buffers.keys() & run.index.buffers.keys():
+        buffers[name].copy_(run.buffer(name, number))
+    for name in modules.keys() & extra.keys():
+        modules[name].set_extra_state(extra[name])
 
 
 def fill_optimizer(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read options, this rank's part of the states, and the precision's state."""
-    groups = net.optimizer.param_groups
+    """Read this rank's part of the states, the options, and the precision's state."""
+    groups, scalars = net.optimizer.param_groups, run.values("scalars")
     for group, options in zip(groups, run.values("groups"), strict=True):
         for key, value in options.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(float(value))  # a graph may hold the tensor
             else:
                 group[key] = value
-    scalars = run.values("scalars")
     for flat in (flat for unit in net.units for flat in unit.trainable):
         saved = [found[s.name][0] for s in flat.slots if s.name in found and s.numel]
         if not saved:
             continue
-        state, master = net.optimizer.state[flat.master], flat.master
-        kept = dict(scalars[saved[0].key])
-        for key, value in kept.items():
-            group = groups[flat.group or 0]
-            if isinstance(value, Tensor) and (
-                group.get("fused") or group.get("capturable")
-            ):
-                kept[key] = value.to(master.device)
-        dtypes = saved[0].dtypes
-        for what, name in dtypes.items():
-            place, _, key = what.partition("/")
-            if place != "optimizer":
-                continue
-            # a state in the parameter's dtype follows it
-            same = name == dtypes["parameters"]
-            dtype = master.dtype if same else DTYPES[name]
-            kept[key] = old = state.get(key)
-            if (
-                not isinstance(old, Tensor)
-                or old.shape != master.shape
-                or old.dtype != dtype
-            ):
-                on_device = net.plan.optimizer.on == "device"
-                where = flat.full.device if on_device else "cpu"
-                zeros = torch.zeros(master.shape, dtype=dtype, device=where)
-                kept[key] = net.storage.store(zeros, "optimizer", flat)
-            _read_into(net, run, flat, found, what, [kept[key]])
-        state.clear()
-        state.update(kept)
+        state, group, dtypes = {}, groups[flat.group or 0], saved[0].dtypes
+        old = net.optimizer.state.get(flat.master, {})
+        for key, value in scalars[saved[0].key].items():
+            beside = group.get("fused") or group.get("capturable")
+            moves = beside and isinstance(value, Tensor)
+            state[key] = value.to(flat.master.device) if moves else value
+        for what in dtypes.keys() - {"parameters"}:
+            key = what.removeprefix("optimizer/")
+            state[key] = _room_for(net, flat, old.get(key), dtypes[what], dtypes)
+            _read_into([state[key]], what, net, run, flat, found)
+        net.optimizer.state[flat.master] = state
     label_states(net.optimizer)
     net.precision.load_state_dict(_precision(net, run))
 
 
-def _precision(net: DataParallel, run: SavedRun) -> dict[str, Any]:
-    """The saved state that this precision can take.
+def _room_for(
+    net: DataParallel, flat: Flat, old: Any, name: str, dtypes: dict[str, str]
+) -> Tensor:
+    """Where a state of a flat buffer is stored: as it is, or new, with zeros."""
+    # a state in the parameters' dtype follows them
+    same = name == dtypes["parameters"]
+    dtype = flat.master.dtype if same else getattr(torch, name)
+    shape = flat.master.shape
+    if isinstance(old, Tensor) and old.shape == shape and old.dtype == dtype:
+        return old
+    on_device = net.plan.optimizer.on == "device"
+    where = flat.full.device if on_device else torch.device("cpu")
+    zeros = torch.zeros(shape, dtype=dtype, device=where)
+    return net.storage.store(zeros, "optimizer", flat)
 
-    A loss scale of another kind, or of a run that had none, is of no use: this one's
-    starts as it was made.
-    """
+
+def _precision(net: DataParallel, run: SavedRun) -> dict[str, Any]:
+    """The saved state, as far as this precision can take it over."""
     mine, saved = net.precision.state_dict(), run.values("precision")
-    state = {key: saved.get(key, mine[key]) for key in mine}
     here, there = mine.get("loss_scale"), saved.get("loss_scale")
-    if not here or not there or here.keys() != there.keys():
-        if "loss_scale" in mine:
-            state["loss_scale"] = here
-        if there and rank() == 0:
+    taken = mine.keys() & saved.keys()
+    if there and (not here or here.keys() != there.keys()):
+        taken -= {"loss_scale"}
+        if rank() == 0:
             warnings.warn(
                 f"{run.path}: the loss scale that was saved is dropped; the precision "
                 f"here has {'one of another kind' if here else 'none'}",
                 stacklevel=4,
             )
-    return state
+    return mine | {key: saved[key] for key in taken}
