@@ -24,7 +24,6 @@ const CHART_STYLE = `
   .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
-  .published p { margin: 12px 0 4px; }
   .found { flex-basis: 100%; text-align: right; }
   [hidden] { display: none; }
   .mark { position: absolute; top: 50%; transform: translate(-50%, -50%);

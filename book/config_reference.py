@@ -1,6 +1,6 @@
 """The tables of book/config-reference.md, made from the schema of a config.
 
-    python -m minizero.lab.config_reference book/config-reference.md
+    python book/config_reference.py book/config-reference.md
 
 writes them anew between the page's two marks.
 """

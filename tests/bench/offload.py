@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from minizero.lab.bench.runner import Comparison, interleaved
+from bench.runner import Comparison, interleaved
 
 # Fused AdamW reads a parameter, its gradient and two moments, and writes all but
 # the gradient: seven times four bytes.

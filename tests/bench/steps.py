@@ -19,11 +19,11 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from minizero.lab.bench.runner import Comparison, interleaved
+from bench.runner import Comparison, interleaved
 from minizero.memory.plan import Plan
 from minizero.overlap.prefetch import Overlap
 from minizero.ranks.launch import Pool
-from minizero.zero.interfaces import Schedule
+from minizero.zero import Schedule
 from minizero.zero.parallelize import parallelize
 
 Step = Callable[[], object]

@@ -1,8 +1,8 @@
 """Everything that concerns a GPU, run on one: `make gpu`.
 
-It goes in parts, each a process of its own that may take `LIMIT` seconds. What a part
-found is in the file of this card, in book/measured, as soon as it ends. A part that
-needs more GPUs than there are is left out, and says so.
+Each part is a process of its own that may take `LIMIT` seconds. When it ends, its
+result is written into the file of this card in book/measured. A part that needs more
+GPUs than there are is left out, and the output says so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import minizero
+from bench.runner import NAMES, interleaved, machine
 from minizero import comm
-from minizero.lab.bench.runner import NAMES, interleaved, machine
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory import host_empty
 from minizero.precision.float8 import use_float8
@@ -268,7 +268,7 @@ def parts() -> Iterator[Part]:
     """All of them."""
     python = sys.executable
     for name, (_, gpus) in PARTS.items():
-        yield Part(name, [python, "-m", "minizero.lab.gpu", "--part", name], gpus)
+        yield Part(name, [python, "tests/bench", "gpu", "--part", name], gpus)
     for name in TESTS.split():
         yield Part(
             f"tests {name}", [python, "-m", "pytest", "-q", f"tests/test_{name}.py"]
@@ -280,7 +280,7 @@ def parts() -> Iterator[Part]:
         if name.startswith("peers"):
             continue  # of processors, on gloo; and it takes longer than `LIMIT`
         out = f"runs/gpu/{name}.json"
-        command = [python, "-m", "minizero", "bench", name, "--repeats", "3"]
+        command = [python, "tests/bench", name, "--repeats", "3"]
         yield Part(f"bench {name}", [*command, "--out", out])
 
 
@@ -308,7 +308,7 @@ def run(part: Part) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the parts that are named, or all; write what they found."""
-    parser = argparse.ArgumentParser(prog="minizero.lab.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/bench gpu", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts, by how they begin (all)")
     parser.add_argument("--out", default=str(ROOT / "book" / "measured"))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

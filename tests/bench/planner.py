@@ -10,81 +10,89 @@ plan differ by.
 from __future__ import annotations
 
 import gc
-import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from statistics import median
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 import minizero
+from bench.runner import Comparison, interleaved
 from minizero import comm, zero
 from minizero.activations.recompute import recompute_units
 from minizero.engine import Engine
-from minizero.lab.bench.runner import Comparison, interleaved
-from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.models.gpt import GPT, Block
+from minizero.lab.recorded import CASES, MODEL, Case
 from minizero.lab.toygpu import ToyGPU
-from minizero.lab.toymachine import TOY, computing, paced, shape_of
+from minizero.lab.toymachine import paced, sleep_until
 from minizero.ranks.launch import Pool, rank
 from minizero.scale.candidates import Candidate, Job, candidates
 from minizero.scale.exact import exactly
-from minizero.scale.machines import BUS, NETWORK, NVLINK
 from minizero.scale.operators import Costs
 from minizero.scale.planner import Choice, Result, choose, ds_config
-
-SHEET = replace(
-    TOY, peak=3e9, hbm=0.3e9, dram=0.3e9, contention=0.0, host=1e9, reserved=0.0
-)
-MODEL = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
-MEASURED = Path(__file__).parents[3] / "book/measured/planner.json"
-"""What was measured for the book; an installed package is without it."""
+from minizero.scale.predict import layers_of
 
 
-@dataclass(frozen=True)
-class Case:
-    """So many ranks of a toy machine, each with `each` sequences a step.
+class _Clock:
+    """Waits for a time, less what this thread has computed since the last wait."""
 
-    memory: bytes of a device. network, slot: bytes a second. gpus: of a node, whose
-    link is ten times as fast as `network`.
+    def __init__(self) -> None:
+        self.worked = time.thread_time()
+        self.ahead = 0.0
+
+    def spend(self, seconds: float) -> None:
+        begin = time.perf_counter()
+        taken = self.ahead + time.thread_time() - self.worked
+        self.ahead = max(0.0, taken - seconds)
+        sleep_until(begin + seconds - taken)
+        self.worked = time.thread_time()
+
+
+class _Around(torch.autograd.Function):
+    """The identity; `hook` is called when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hook: Callable[[], None]) -> Tensor:
+        ctx.hook = hook
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.hook()
+        return grad, None
+
+
+@contextmanager
+def computing(costs: Costs, ranks: int, how: str) -> Iterator[None]:
+    """Blocks and the head of a `GPT` take as long as `costs` says, or longer.
+
+    A rank waits when it begins with a block; the time that it has computed since the
+    last wait is subtracted. how: what is recomputed, as for `predict`.
     """
+    root, block = layers_of(costs, ranks, how, costs.itemsize, 0.0)[:2]
+    again = costs.block(how)[1] - costs.block("none")[1]
+    clock, run, whole = _Clock(), Block.forward, GPT.forward
 
-    memory: float
-    network: float
-    slot: float = 40e6
-    ranks: int = 2
-    gpus: int = 1
-    each: int = 2
+    def block_forward(module: Block, x: Tensor) -> Tensor:
+        recomputes = torch._C._current_autograd_node() is not None
+        clock.spend(again if recomputes else block.forward)
+        y = run(module, x)
+        return _Around.apply(y, partial(clock.spend, block.backward - again))
 
-    @property
-    def job(self) -> Job:
-        """What the planner is asked."""
-        machine = replace(
-            SHEET,
-            gpus=self.gpus,
-            memory=self.memory,
-            link=10 * self.network / NVLINK,
-            network=self.network / NETWORK,
-            pcie=self.slot / BUS,
-        )
-        count, length = self.ranks * self.each, MODEL.sequence
-        return Job(shape_of(MODEL), machine, self.ranks, count, length, "fp32")
+    def gpt_forward(module: GPT, *batch: Tensor) -> Tensor:
+        loss = whole(module, *batch)
+        clock.spend(root.forward)
+        return _Around.apply(loss, partial(clock.spend, root.backward))
 
-
-CASES = {
-    "all fits": Case(60e6, 20e6),
-    "3.6 MB, fast link": Case(3.6e6, 80e6),
-    "3 MB": Case(3e6, 20e6),
-    "2.6 MB, slow slot": Case(2.6e6, 20e6, 4e6),
-    "2.2 MB": Case(2.2e6, 20e6),
-    "1.9 MB, slow link": Case(1.9e6, 5e6),
-    "1.6 MB, slow slot": Case(1.6e6, 20e6, 8e6),
-    "two nodes, all fits": Case(60e6, 3e6, ranks=4, gpus=2, each=1),
-    "two nodes, 2.6 MB": Case(2.6e6, 3e6, ranks=4, gpus=2, each=1),
-    "two nodes, 1.7 MB": Case(1.7e6, 10e6, ranks=4, gpus=2, each=1),
-}
+    with (
+        mock.patch.object(Block, "forward", block_forward),
+        mock.patch.object(GPT, "forward", gpt_forward),
+    ):
+        yield
 
 
 def build(job: Job, candidate: Candidate) -> Engine:
@@ -196,17 +204,3 @@ def compare(repeats: int) -> list[Comparison]:
                     print(f"  {name}", flush=True)
                     found.append(compare_case(pool, name, peaks, repeats))
     return found
-
-
-def measured() -> Iterator[tuple[str, float, float]]:
-    """By run that is kept: case and plan, tokens a second and rank, and predicted."""
-    if not MEASURED.exists():
-        return
-    for kept in json.loads(MEASURED.read_text("utf-8"))["comparisons"]:
-        name = kept["name"].partition(":")[0]
-        job = CASES[name].job
-        plans = {str(candidate): candidate for candidate in candidates(job)}
-        runs = {kept["a"]: kept["a_values"], kept["b"]: kept["b_values"]}
-        for plan, seconds in runs.items():
-            told = Result(job, plans[plan]).prediction.tokens_per_second_per_gpu
-            yield f"{name}; {plan}", job.each * job.sequence / median(seconds), told

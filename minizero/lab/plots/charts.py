@@ -1,17 +1,174 @@
-"""Figures for the chapter on the engine."""
+"""Small charts: losses, rates, libraries side by side, runs against predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from minizero.config import Config
-from minizero.lab.plots.base import STYLE, WIDTH, line, name_rows, single
-from minizero.lab.plots.lanes import PHASE_COLOURS
-from minizero.lab.plots.style import GREY
+from minizero.lab.plots.spans import PHASE_COLOURS
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    GREY,
+    LINES,
+    STYLE,
+    WIDTH,
+    end_label,
+    line,
+    name_rows,
+    no_numbers,
+    single,
+)
+
+
+@rc_context(STYLE)
+def loss_curves(
+    curves: Mapping[str, Sequence[float] | Mapping[int, float]], ylabel: str = "loss"
+) -> Figure:
+    """A line a run; runs that are equal, number for number, share one.
+
+    curves: by name, the loss of steps 1, 2, ... or a loss by step.
+    """
+    runs: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for name, losses in curves.items():
+        steps = losses if isinstance(losses, Mapping) else dict(enumerate(losses, 1))
+        points = tuple((int(step), float(loss)) for step, loss in steps.items())
+        if not points:
+            raise ValueError(f"The run {name!r} has no losses; give at least one.")
+        runs.setdefault(points, []).append(name)
+    figure, axes = single(3.1)
+    lines = {}
+    for i, (points, names) in enumerate(runs.items()):
+        x, y = zip(*points, strict=True)
+        (lines[points],) = axes.plot(
+            x,
+            y,
+            linewidth=1.8,
+            marker="o" if len(x) == 1 else "",
+            label=" = ".join(names),
+            **line(i),
+        )
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(ylabel)
+    # A loss falls, so this corner is free; the names stand in the lines' order.
+    last = sorted(runs, key=lambda points: points[-1][1], reverse=True)
+    handles = [lines[points] for points in last]
+    axes.legend(handles=handles, loc="upper right", handlelength=2.6)
+    return figure
+
+
+@rc_context(STYLE)
+def traffic_bars(
+    moved: Mapping[str, tuple[float, float]], floor: float, unit: str
+) -> Figure:
+    """A bar a way of doing the same: what it reads, then what it writes.
+
+    moved: (read, written), by name. floor: the least of both together, a dashed line.
+    """
+    figure, axes = single(0.42 * len(moved) + 0.55)
+    for row, (read, written) in enumerate(moved.values()):
+        axes.barh(row, read, color=CATEGORY_COLOURS["parameters"], height=0.62)
+        axes.barh(
+            row, written, left=read, color=CATEGORY_COLOURS["gradients"], height=0.62,
+            hatch="//", edgecolor=GREY, linewidth=0,
+        )  # fmt: skip
+        end_label(axes, read + written, row, f"{read + written:.4g}")
+    axes.axvline(floor, color=GREY, linestyle=(0, (5, 2)), linewidth=1.2)
+    name_rows(axes, moved)
+    no_numbers(axes)
+    axes.set_title(
+        f"{unit}: read (solid), written (striped); dashed: the least",
+        loc="left",
+        fontsize=9.5,
+    )
+    return figure
+
+
+Values = dict[str, list[float]]
+
+
+def measured(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Values]]:
+    """Values by what was measured, by job, by library, each turn's.
+
+    comparisons: those of a benchmark's JSON, named "what: job".
+    """
+    found: dict[str, dict[str, Values]] = {}
+    for one in comparisons:
+        what, _, job = one["name"].partition(": ")
+        values = found.setdefault(what, {}).setdefault(job, {})
+        values |= {one["a"]: one["a_values"], one["b"]: one["b_values"]}
+    return found
+
+
+@rc_context(STYLE)
+def peer_bars(values: Mapping[str, Sequence[float]], order: Sequence[str]) -> Figure:
+    """A bar a library as long as its median, and a line from its least to its most.
+
+    values: milliseconds of each turn, by library. order: of the rows; what was not
+    measured is left out.
+    """
+    rows = [name for name in order if name in values]
+    figure, axes = single(0.34 * len(rows) + 0.3)
+    for row, name in enumerate(rows):
+        turns = values[name]
+        kind = "parameters" if name.startswith("minizero") else "gradients"
+        axes.barh(row, median(turns), color=CATEGORY_COLOURS[kind], height=0.62)
+        axes.plot([min(turns), max(turns)], [row, row], color=GREY, linewidth=1.4)
+        end_label(axes, max(turns), row, f"{median(turns):,.0f}")
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    name_rows(axes, rows)
+    no_numbers(axes)
+    return figure
+
+
+def peer_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; all columns but the first are numbers."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+MARKERS = "osD^x"
+
+
+@rc_context(STYLE)
+def against(
+    rates: Mapping[str, Sequence[tuple[float, float]]],
+    memories: Sequence[tuple[float, float]],
+) -> Figure:
+    """Two panels: tokens a second and GPU, and GiB; across measured, up predicted.
+
+    rates: (measured, predicted) by where the rows come from. A grey band is 12 % wide
+    to either side of what would be exact.
+    """
+    figure = Figure(figsize=(WIDTH, 3.1))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for (name, pairs), colour, marker in zip(
+        rates.items(), (*LINES, GREY), MARKERS, strict=False
+    ):
+        x, y = zip(*pairs, strict=True)
+        left.loglog(x, y, marker, color=colour, markersize=3.5, alpha=0.8, label=name)
+    right.plot(*zip(*memories, strict=True), "s", color=LINES[1], markersize=5)
+    for axes, title in (
+        (left, "tokens a second and GPU"), (right, "GiB of a GPU at the peak"),
+    ):  # fmt: skip
+        low, high = axes.get_xlim()
+        ends = [low, high]
+        axes.plot(ends, ends, color=GREY, linewidth=0.8)
+        axes.fill_between(
+            ends, [0.88 * n for n in ends], [1.12 * n for n in ends],
+            color=GREY, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+        axes.set_title(title, fontsize=9.5, loc="left")
+        axes.set_xlabel("measured")
+    left.set_ylabel("predicted")
+    left.legend(loc="upper left", fontsize=8.5)
+    return figure
 
 
 def config_map(config: Config) -> Figure:

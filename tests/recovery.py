@@ -1,6 +1,6 @@
 """A training job that outlives its ranks: it restores or starts, trains, saves.
 
-    torchrun --max-restarts 3 -m minizero.lab.training.recovery FOLDER --kill 7:1
+    torchrun --max-restarts 3 tests/recovery.py FOLDER --kill 7:1
 
 `FOLDER/losses` gets a line for each event, in the order in which they happen:
 "start 0 2" or "resume 6 2" when the job begins at a step, on 2 ranks; "loss 6 0x1.6..."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from minizero.lab.bench.runner import Comparison, interleaved
+from bench.runner import Comparison, interleaved
 from minizero.offload.async_io import aligned_buffer
 from minizero.offload.swap_file import SwapFile, SwappedShard
 

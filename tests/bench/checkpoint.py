@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from bench.runner import Comparison, interleaved
 from minizero import Plan, checkpoint, comm, parallelize
-from minizero.lab.bench.runner import Comparison, interleaved
 from minizero.ranks.launch import device, launch
-from minizero.zero.data_parallel import DataParallel
+from minizero.zero import DataParallel
 
 RANKS, LAYERS, WIDTH = 2, 8, 2240
 PEERS = {"torch's": "torch.distributed.checkpoint", "deepspeed's": "DeepSpeed"}
@@ -101,8 +101,8 @@ def _as_dtensors(net: DataParallel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for unit in net.units:
         for number, flat in enumerate(unit.flats):
-            [owned] = net.owned_states(flat)
-            parts = {"values": owned.master.detach(), **owned.state}
+            state = net.optimizer.state[flat.master]
+            parts = {"values": flat.master.detach(), **state}
             for key, part in parts.items():
                 if part.shape == (flat.size,):
                     shard = DTensor.from_local(part, mesh, [Shard(0)])

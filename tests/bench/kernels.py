@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.runner import Comparison, interleaved, machine
 from minizero import kernels
-from minizero.kernels import CPUAdam, FusedAdam, cpp_adam
-from minizero.lab.bench.runner import Comparison, interleaved, machine
+from minizero.kernels import FusedAdam
 
-MEASURED = Path(__file__).parents[3] / "book/measured/kernels.json"
+MEASURED = Path(__file__).parents[2] / "book/measured/kernels.json"
 TENSORS = 256
 """Parameters of the model that is updated tensor by tensor."""
 
@@ -79,10 +79,6 @@ def _adams(elements: int, tensors: int, device: str) -> Cases:
     cases: Cases = {name: optimizer.step for name, optimizer in made.items()}
     if device == "cuda":
         cases["FusedAdam"] = FusedAdam(params(), weight_decay=0.01).step
-    elif told := cpp_adam.missing():
-        print(told, file=sys.stderr)
-    else:
-        cases["CPUAdam"] = CPUAdam(params(), weight_decay=0.01).step
     if tensors == 1:
         step = adamw(params(), foreach=True, capturable=device == "cuda").step
         cases |= _if_it_compiles(torch.compile(step))
@@ -153,9 +149,7 @@ def _against_copy(
     ]
 
 
-def _rate(
-    nbytes: int, work: Callable[[], object], device: str
-) -> Callable[[], float]:
+def _rate(nbytes: int, work: Callable[[], object], device: str) -> Callable[[], float]:
     """Bytes that have to move, by the seconds of a call."""
 
     def on_gpu() -> float:
@@ -173,14 +167,3 @@ def _rate(
         return nbytes / (time.perf_counter() - start)
 
     return on_gpu if device == "cuda" else on_cpu
-
-
-def measured() -> str:
-    """A table of what was kept, or a sentence that nothing was."""
-    if not MEASURED.exists():
-        return "No figures of a GPU are kept here: python -m minizero bench kernels"
-    kept = json.loads(MEASURED.read_text())
-    lines = [f"{kept['machine']['gpu']}, torch {kept['machine']['torch']}"]
-    for c in kept["comparisons"]:
-        lines.append(f"{c['name']:38}{c['a']:12}{100 * c['ratio']:5.0f} % of a copy")
-    return "\n".join(lines)
