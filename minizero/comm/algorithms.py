@@ -3,8 +3,8 @@
 # %% ../../notebooks/02_ranks.ipynb #algorithms-head
 """Two ways to sum rows and to gather them: directly, and round a ring.
 
-Each function starts one for a group of ranks, and returns what finishes it. The
-`tag` marks its messages.
+Each function starts one for a group of ranks, and returns what finishes it.
+The `tag` marks its messages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from .groups import Group
 from .transport import Finish, Rows, exchange, store
 
 # %% auto #0
-__all__ = ['PIECE', 'ordered_sum', 'store_sum', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
-           'ring_all_gather']
+__all__ = ['ordered_sum', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter', 'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(

@@ -50,7 +50,7 @@ class Call:
         return f"{what} ({where})" if where else what
 
     def stamp(self, moment: str) -> None:
-        """Note the time at which it is launched, returned, waited, finished."""
+        """Note the time: it is launched, returned, waited or finished."""
         setattr(self, moment, time.perf_counter())
         if self.queued and _ledgers:
             event = torch.cuda.Event(enable_timing=True)

@@ -98,9 +98,12 @@ def quantized_reduce_scatter(
 
     def finish() -> None:
         wait()
-        wide = {j: own.new_empty(own.shape, dtype=torch.float32) for j in sends}
-        rows = {j: how.decode(received[j], wide[j]) for j in sends}
-        parts = [rows.get(j, own.float()) for j in range(len(inp))]
+        parts = [
+            own.float() if j == me else how.decode(
+                received[j], own.new_empty(own.shape, dtype=torch.float32)
+            )
+            for j in range(len(inp))
+        ]  # fmt: skip
         store(out, ordered_sum(parts, average))
 
     return finish

@@ -130,6 +130,23 @@ def reachable(tensor: Tensor) -> Tensor:
 _under_way: dict[int, list[Any]] = {}
 
 
+def _post(
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+) -> list[Any]:
+    """Hand messages to the backend, as (rank, tensor); returns what waits for them."""
+    world = dist.group.WORLD
+    assert world is not None
+    if backend_of((sends + receives)[0][1]) == "gloo":
+        works: list[Any] = [world.send([t], peer, tag) for peer, t in sends]
+        return works + [world.recv([t], peer, tag) for peer, t in receives]
+    ops = [  # as bytes: the backend need not know the dtype
+        dist.P2POp(kind, t.view(torch.uint8), peer, tag=tag)
+        for kind, messages in ((dist.isend, sends), (dist.irecv, receives))
+        for peer, t in messages
+    ]
+    return list(dist.batch_isend_irecv(ops))
+
+
 def exchange(
     sends: dict[int, Tensor],
     receives: dict[int, Tensor],
@@ -145,25 +162,18 @@ def exchange(
     for t in sends.values():
         if is_staged(t) and id(t) not in host:
             host[id(t)] = t.cpu()
-    leaving = [(p, host.get(id(t), t)) for p, t in sends.items() if t.numel()]
+    leaving = [
+        (ranks[p], host.get(id(t), t)) for p, t in sends.items() if t.numel()
+    ]
+    wanted = {ranks[p]: t for p, t in receives.items() if t.numel()}
     arriving = [
-        (p, torch.empty_like(t, device="cpu") if is_staged(t) else t)
-        for p, t in receives.items()
-        if t.numel()
+        (peer, torch.empty_like(t, device="cpu") if is_staged(t) else t)
+        for peer, t in wanted.items()
     ]
     messages = leaving + arriving
     if not messages:
         return lambda: None
-    world = dist.group.WORLD
-    assert world is not None
-    works: list[Any]
-    if backend_of(messages[0][1]) == "gloo":
-        works = [world.send([t], ranks[p], tag) for p, t in leaving]
-        works += [world.recv([t], ranks[p], tag) for p, t in arriving]
-    else:  # as bytes: the backend need not know the dtype
-        ops = [dist.P2POp(dist.isend, t.view(torch.uint8), ranks[p]) for p, t in leaving]
-        ops += [dist.P2POp(dist.irecv, t.view(torch.uint8), ranks[p]) for p, t in arriving]
-        works = dist.batch_isend_irecv(ops)
+    works = _post(leaving, arriving, tag)
     key = id(works)
     _under_way[key] = [works, messages]
 
@@ -171,9 +181,9 @@ def exchange(
         _under_way.pop(key, None)
         while works:
             works.pop(0).wait()
-        for p, t in arriving:
-            if t is not receives[p]:
-                receives[p].copy_(t)
+        for peer, t in arriving:
+            if t is not wanted[peer]:
+                wanted[peer].copy_(t)
 
     return finish
 
