@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -75,6 +76,7 @@ class Engine(StepLoop, nn.Module):
         self.monitor, self._loss = Monitor(config), 0.0
         self.tput_timer = self.meter  # DeepSpeed's name
         self.is_compiled = self._destroyed = False
+        self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
         self.dp_world_size = world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
@@ -122,19 +124,56 @@ class Engine(StepLoop, nn.Module):
         else:
             Path(asked.output_file).write_text(f"{counter.get_table()}\n")
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        share = super().backward(*args, **kwargs)
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        self._check_trains()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                "backward takes the loss, a tensor with one element, not "
+                f"{tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss requires no gradient; compute it from the engine's output, "
+                "outside of torch.no_grad()"
+            )
+        self._failed = True
+        share = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._failed = False
         if self.monitor.enabled:
             self._loss += share.item()
         return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        self._check_trains()
+        if not self.net.syncing:
+            raise RuntimeError("call step() outside of no_sync")
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps > before:
             self._report()
 
-    step.__doc__, backward.__doc__ = StepLoop.step.__doc__, StepLoop.backward.__doc__
+    backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
+
+    def _check_trains(self) -> None:
+        if self._destroyed:
+            raise RuntimeError("this engine was destroyed; make a new one")
+        if self.optimizer is None:
+            raise RuntimeError(
+                "this engine has no optimizer, so it only evaluates; give "
+                "minizero.initialize one, or name one in the config"
+            )
+        if self._failed:
+            raise RuntimeError(
+                "a backward has failed, so gradients are incomplete; call "
+                "engine.zero_grad() before you go on"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step."""
+        self._failed = False
+        self.net.zero_grad()
 
     def _report(self) -> None:
         """After a step: time it, and print and write what the config asks for."""
@@ -387,7 +426,7 @@ class Engine(StepLoop, nn.Module):
             load_dir,
             tag,
             strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only and self.trains,
+            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
             check=check,
         )
         self.zero_grad()
@@ -459,11 +498,9 @@ class Engine(StepLoop, nn.Module):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_name(f"{path.name}.tmp")
                 if path.suffix == ".safetensors":
-                    from safetensors.torch import save_file
-
                     # the format refuses tied weights: each name gets a copy
                     copies = {k: v.detach().clone() for k, v in weights.items()}
-                    save_file(copies, unfinished, metadata={"format": "pt"})
+                    unfinished.write_bytes(safetensors.save(copies, {"format": "pt"}))
                 else:
                     torch.save(weights, unfinished)
                 os.replace(unfinished, path)
