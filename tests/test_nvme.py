@@ -35,7 +35,7 @@ from minizero.lab.plots.offload import (
 )
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory.bytes import aligned
-from minizero.memory.intensity import efficiency, intensity
+from minizero.lab.hardware import efficiency, intensity
 from minizero.memory.plan import PRECISIONS, Placement, Plan
 from minizero.offload.async_io import ALIGN, DiskFault, aligned_buffer
 from minizero.offload.nvme import Activity, NVMe, StagedSlice

@@ -10,7 +10,7 @@ from minizero.lab.explorables.base import Amount, Explorable, look, module, tabl
 from minizero.lab.hardware import H100
 from minizero.lab.plots.spans import PHASE_COLOURS
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount
-from minizero.memory.intensity import efficiency, intensity
+from minizero.lab.hardware import efficiency, intensity
 from minizero.memory.plan import estimate_activations
 
 

@@ -25,7 +25,7 @@ from minizero.lab.plots.style import (
     no_numbers,
     single,
 )
-from minizero.memory.intensity import efficiency, intensity
+from minizero.lab.hardware import efficiency, intensity
 from minizero.memory.plan import PRECISIONS, Plan
 from minizero.offload.async_io import aligned_buffer
 from minizero.offload.nvme import Activity
