@@ -59,7 +59,8 @@ class Placement:
         return group
 
 # %% auto #0
-__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate', 'estimate_activations']
+__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'check', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate',
+           'estimate_activations']
 
 # %% ../../notebooks/01_memory.ipynb #plan-3
 @dataclass(frozen=True)
