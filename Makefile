@@ -14,11 +14,12 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help book test oldest train bench gpu parity lab rerun check picture clean
+.PHONY: help book test test-all oldest train bench gpu parity lab rerun check picture clean
 
 help:
 	@echo 'make book      the book, as pages in _build/html'
-	@echo 'make test      every test: package, notebooks, book, README'
+	@echo 'make test      prove the package and run the notebooks, in about ten minutes'
+	@echo 'make test-all  every test: browser, book, kills, 1 to 4 ranks, types, DeepSpeed runs'
 	@echo 'make oldest    the tests of minizero.hf on the oldest transformers that is supported'
 	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="overlap --repeats 9")'
@@ -37,6 +38,9 @@ book: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope $(ARGS)
 
+test-all: ARGS += --all
+test-all: test
+
 # Beside the environment, not in it: this path is searched first. Needs a network.
 OLDEST := transformers==5.0.0 accelerate==1.10.0 tokenizers==0.22.1 huggingface-hub==1.3.0
 
@@ -48,10 +52,10 @@ train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
 
 bench: $(VENV)/peers
-	@$(BIN)/python -m minizero bench $(ARGS)
+	@$(BIN)/python tests/bench $(ARGS)
 
 gpu: $(VENV)/peers
-	@$(BIN)/python -m minizero.lab.gpu $(ARGS)
+	@$(BIN)/python tests/bench gpu $(ARGS)
 
 parity: $(VENV)/peers
 	@$(BIN)/python tests/parity $(ARGS)

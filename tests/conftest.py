@@ -89,10 +89,32 @@ def tool() -> Run:
     return run
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="every test: those marked `thorough` too, and each on 1 to 4 ranks",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what is marked `thorough`, unless asked for everything."""
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test on `pool` runs on 1 to 4 ranks, or on as many as its file names."""
+    """A test on `pool` runs on 2 ranks; with --all on 1 to 4, or those its file names."""
     if "pool" in metafunc.fixturenames and not hasattr(metafunc.module, "pool"):
         ranks = getattr(metafunc.module, "RANKS", (1, 2, 3, 4))
+        if not metafunc.config.getoption("--all"):
+            ranks = tuple(n for n in ranks if n == 2) or ranks[:1]
         ids = "{} ranks".format
         metafunc.parametrize("pool", ranks, ids=ids, indirect=True, scope="module")
 

@@ -10,10 +10,10 @@ __all__ = ['LossScale', 'DynamicLossScale']
 
 # %% ../../notebooks/04_precision.ipynb #precision-scale
 class LossScale:
-    """A static loss scale: what the loss is multiplied with before backward.
+    """A static loss scale: the loss is multiplied by it before backward.
 
-    Gradients carry it until the update. A step whose gradients are not finite
-    is skipped, whatever the scale.
+    Gradients carry the scale until the update, which divides them by it. A
+    step whose gradients are not finite is skipped.
     """
 
     saved: tuple[str, ...] = ("scale",)
@@ -44,12 +44,13 @@ class LossScale:
 
 # %% ../../notebooks/04_precision.ipynb #precision-dynamic
 class DynamicLossScale(LossScale):
-    """As large as gradients allow, by DeepSpeed's rules and its names.
+    """A loss scale that adapts, by DeepSpeed's rules and under its names.
 
-    An overflow costs one of `hysteresis` lives; the last one halves the scale
-    each time, down to `min_loss_scale`, where it raises OverflowError.
-    `loss_scale_window` steps in a row without one, the first not counted,
-    double it and (with `consecutive_hysteresis`: each of them) restore lives.
+    The first `hysteresis` - 1 overflows only skip their step. Each one after
+    that halves the scale too; at `min_loss_scale` it raises OverflowError.
+    After `loss_scale_window` + 1 steps without overflow the scale doubles and
+    the tolerance is restored (with `consecutive_hysteresis`: after each step
+    without overflow).
     """
 
     saved = ("scale", "lives", "good_steps")
@@ -80,25 +81,25 @@ class DynamicLossScale(LossScale):
         self.good_steps = 0  # since the last overflow
 
     def update(self, overflow: bool) -> None:
+        """Lower the scale after an overflow, raise it after a window."""
         if overflow:
             self.good_steps = 0
-            return self._shrink()
+            if self.lives > 1:
+                self.lives -= 1
+            elif self.scale > self.min_loss_scale:
+                self.scale = max(self.scale / 2, self.min_loss_scale)
+            else:
+                raise OverflowError(
+                    "gradients are not finite at the minimal loss scale, "
+                    f"{self.scale:g}, so the scale is not the cause; look "
+                    "for the first inf or NaN in the model or the data, or "
+                    "train in bf16"
+                )
+            return
         # the first step after an overflow does not count
         counted, self.good_steps = self.good_steps, self.good_steps + 1
-        whole_window = counted > 0 and counted % self.loss_scale_window == 0
-        if whole_window or self.consecutive_hysteresis:
+        is_full = counted > 0 and counted % self.loss_scale_window == 0
+        if is_full or self.consecutive_hysteresis:
             self.lives = self.hysteresis
-        if whole_window:
+        if is_full:
             self.scale *= 2
-
-    def _shrink(self) -> None:
-        if self.lives > 1:
-            self.lives -= 1
-        elif self.scale > self.min_loss_scale:
-            self.scale = max(self.scale / 2, self.min_loss_scale)
-        else:
-            raise OverflowError(
-                f"gradients are not finite at a loss scale of {self.scale:g},"
-                " the minimum, so the scale is not to blame; look for the "
-                "first inf or NaN in the model or the data, or train in bf16"
-            )

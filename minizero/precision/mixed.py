@@ -5,76 +5,183 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .. import comm
-from ..memory import labels
-from .settings import Settings
-from ..comm.point_to_point import reachable
-from ..zero.flat_buffer import Flat
-from ..zero.interfaces import at_least_fp32
+from ..memory.labels import label
+from ..ranks.launch import device
+from ..zero.flat import Flat
+from ..zero.seams import Precision
+from .loss_scale import DynamicLossScale, LossScale
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # %% auto #0
-__all__ = ['Masters', 'overflowed', 'MixedPrecision']
+__all__ = ['FLOATS', 'MixedPrecision', 'has_overflow']
 
 # %% ../../notebooks/04_precision.ipynb #precision-dtypes
-class Masters(Settings):
-    """Compute in one dtype, reduce in another, update in fp32.
+class MixedPrecision(Precision):
+    """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3).
 
-    The model may come in any floating-point dtype: the masters of the shards
-    that this rank updates are made from its values before they are rounded.
+    The model may come in any floating-point dtype. One object serves one run,
+    under any plan.
+
+    `parameters`: dtype of the parameters, of floating-point inputs of the
+        model and, with ZeRO-3, of what is gathered.
+    `reduce`: dtype in which gradients are kept, added up over micro-batches
+        and reduced over ranks; by default that of the parameters.
+    `buffers`: dtype of the model's floating-point buffers. By default those
+        of a module with parameters of its own get the parameters' dtype,
+        which torch's kernels demand (batch norm); others stay as they are
+        (the frequencies of a rotary embedding).
+    `loss_scale`: by default a `DynamicLossScale` if gradients pass through
+        fp16, else none; without one, no step looks for overflow.
+
+    Raises ValueError for a dtype that is not fp32, bf16 or fp16.
     """
 
-    def attach(self, flat: Flat, owned: list[Tensor]) -> None:
-        """Copy the owned shards in fp32; then round the buffer."""
+    def __init__(
+        self,
+        parameters: torch.dtype = torch.bfloat16,
+        reduce: torch.dtype | None = None,
+        buffers: torch.dtype | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.parameters, self.buffers = parameters, buffers
+        self.reduce = parameters if reduce is None else reduce
+        for dtype in (self.parameters, self.reduce, buffers or parameters):
+            if dtype not in FLOATS:
+                raise ValueError(
+                    "a precision is made of torch.float32, torch.bfloat16 "
+                    f"and torch.float16, not of {dtype!r}"
+                )
+        if loss_scale is None and torch.float16 in (parameters, self.reduce):
+            loss_scale = DynamicLossScale()
+        self.scaler = loss_scale
+        self._clip_factor: Tensor | None = None  # until the update
+        self._grad_factor: Tensor | float = 1.0  # of this update's gradients
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    # continued: precision-copies
+    def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
+        """Make an fp32 copy of this rank's shard; then round the buffer."""
         if not flat.full.is_floating_point():
-            return
+            return None
+        master = None
         if flat.trainable and self.parameters != torch.float32:
-            # until `masters` hands them over; a home may move them after that
-            self._made[flat] = self._copies(owned)
+            master = label(shard.to(torch.float32, copy=True), "optimizer")
         flat.cast(self.parameters, self.reduce)
+        return master
 
-    def _copies(self, owned: list[Tensor]) -> list[Tensor]:
-        return [
-            labels.label(shard.to(torch.float32, copy=True), "optimizer")
-            for shard in owned
-        ]
+    def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
+        """Cast a buffer of `module` in place: others may hold it too."""
+        own = module.parameters(recurse=False)
+        dtype = self.buffers
+        if dtype is None and any(p.is_floating_point() for p in own):
+            dtype = self.parameters
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = label(buffer.to(dtype), "buffers")
 
-    def masters(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        made = self._made.pop(flat, None)
-        narrow = flat.full.is_floating_point() and flat.full.itemsize < 4
-        if made is None and narrow:  # it was frozen when it was attached
-            return self._copies(owned)
-        return owned if made is None else made
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast floating-point tensors to the parameters' dtype."""
 
-    def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """In fp32, for the time of the update."""
-        return [
-            grad
-            if grad.dtype is at_least_fp32(grad)
-            else labels.label(grad.float(), "gradients")
-            for grad in owned
-        ]
+        def cast(x: Any) -> Any:
+            is_float = isinstance(x, Tensor) and x.is_floating_point()
+            return x.to(self.parameters) if is_float else x
 
-    def written(self, masters: list[Tensor], shards: list[Tensor]) -> None:
-        """Round the masters into the shards."""
-        for master, shard in zip(masters, shards, strict=True):
-            if master is not shard:
-                shard.copy_(master)
+        return tree_map(cast, args), tree_map(cast, kwargs)
 
-    def read(self, masters: list[Tensor], shards: list[Tensor]) -> None:
-        """Where a shard is not its master's rounding, the shard is newer."""
-        for master, shard in zip(masters, shards, strict=True):
-            new = shard.to(master.device)
-            same = master.to(shard.dtype) == new
-            master.copy_(torch.where(same, master, new))
+    def cast_grad(self, grad: Tensor) -> Tensor:
+        """The gradient in fp32, unscaled and clipped there, by one factor."""
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if grad.dtype != wide:
+            grad = label(grad.to(wide), "gradients")
+        factor = self._grad_factor
+        if isinstance(factor, Tensor):  # to the optimizer's device, once
+            factor = self._grad_factor = factor.to(grad.device)
+        is_one = isinstance(factor, float) and factor == 1
+        return grad if is_one else grad.mul_(factor)
+
+    def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
+        """Take over values that were written to the shard.
+
+        Only where the shard is not its master's rounding: the other masters
+        keep all their digits.
+        """
+        if master is shard:
+            return
+        new = shard.to(master.device)
+        same = master.to(shard.dtype) == new
+        master.copy_(torch.where(same, master, new))
+
+    # continued: precision-class
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in fp32 because fp16 may overflow."""
+        if self._clip_factor is not None:
+            raise RuntimeError(
+                "backward was called between clip_grad_norm and step; clip "
+                "once, after the last micro-batch, or call zero_grad first"
+            )
+        return loss if self.scaler is None else loss.float() * self.loss_scale
+
+    def unscale_norm(self, norm: Tensor) -> Tensor:
+        """The norm after unscaling and clipping."""
+        norm = norm / self.loss_scale
+        return norm if self._clip_factor is None else norm * self._clip_factor
+
+    def clip(self, grads: list[Tensor], factor: Tensor) -> None:
+        """Keep the factor for `cast_grad`: 16 bit rounds small numbers."""
+        before = self._clip_factor
+        self._clip_factor = factor if before is None else before * factor
+
+    def can_step(self, grads: list[Tensor]) -> bool:
+        """Whether all ranks' gradients are finite; updates the scale."""
+        clip = 1.0 if self._clip_factor is None else self._clip_factor
+        # before the scale changes: these gradients carry the old one
+        self._grad_factor = clip / self.loss_scale
+        if self.scaler is None:
+            return True
+        overflow = has_overflow(grads)
+        self.skipped_steps += overflow
+        self.scaler.update(overflow)
+        return not overflow
+
+    def grads_cleared(self) -> None:
+        """The next step clips anew."""
+        self._clip_factor = None
+
+    # continued: precision-state
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale and counts; masters belong to the optimizer's state."""
+        scale = self.scaler and self.scaler.state_dict()
+        return super().state_dict() | {"loss_scale": scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. Raises ValueError if only one run has a loss scale."""
+        saved = state["loss_scale"]
+        if (saved is None) != (self.scaler is None):
+            raise ValueError(
+                f"the saved run had {'no' if saved is None else 'a'} loss "
+                "scale, unlike this one; make it with the same "
+                "loss_scale"
+            )
+        super().load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved)
 
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
-def overflowed(owned: list[Tensor]) -> bool:
-    """Whether any rank has an inf or a NaN: all must do the same."""
-    found = reachable(torch.zeros(1, device=owned[0].device))
-    for grad in owned:
+def has_overflow(grads: list[Tensor]) -> bool:
+    """Whether any rank has an inf or a NaN: one all-reduce of one element."""
+    found = torch.zeros(1, device=device())
+    for grad in grads:
         if grad.numel():
             real = torch.view_as_real(grad) if grad.is_complex() else grad
             ends = torch.stack(torch.aminmax(real))  # NaN if there is one
@@ -82,58 +189,3 @@ def overflowed(owned: list[Tensor]) -> bool:
     with comm.phase(unit="overflow"):
         comm.all_reduce(found)
     return found.item() > 0
-
-# %% ../../notebooks/04_precision.ipynb #precision-class
-class MixedPrecision(Masters):
-    """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3).
-
-    Takes what `Settings` takes. One object serves one run, on any plan.
-    """
-
-    _clipped: Tensor | None = None  # the factor of `clip`, until the update
-    _multiplier: Tensor | float = 1.0  # of this update's gradients
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss in fp32, where its scale fits, times the scale."""
-        if self._clipped is not None:
-            raise RuntimeError(
-                "backward came between clip_grad_norm and step; clip once, "
-                "after the last micro-batch, or call zero_grad to start again"
-            )
-        return loss if self.scaler is None else loss.float() * self.loss_scale
-
-    def unscaled(self, norm: Tensor) -> Tensor:
-        norm = norm / self.loss_scale
-        return norm if self._clipped is None else norm * self._clipped
-
-    def clip(self, owned: list[Tensor], factor: Tensor) -> None:
-        """Only remember the factor: 16 bit would round what it shrinks."""
-        before = self._clipped
-        self._clipped = factor if before is None else before * factor
-
-    def ready(self, owned: list[Tensor]) -> bool:
-        """Whether all gradients of all ranks are finite."""
-        clipped = 1.0 if self._clipped is None else self._clipped
-        # before the scale changes: these gradients carry the old one
-        self._multiplier = clipped / self.loss_scale
-        if self.scaler is None:
-            return True
-        overflow = overflowed(owned)
-        self.skipped_steps += overflow
-        self.scaler.update(overflow)
-        return not overflow
-
-    def gradients(self, flat: Flat, owned: list[Tensor]) -> list[Tensor]:
-        """In fp32, and there unscaled and clipped, in one multiplication."""
-        grads, factor = super().gradients(flat, owned), self._multiplier
-        for grad in grads:
-            if isinstance(factor, Tensor) or factor != 1.0:
-                grad.mul_(factor)
-        return grads
-
-    def near(self, device: torch.device) -> None:
-        if isinstance(self._multiplier, Tensor):
-            self._multiplier = self._multiplier.to(device)
-
-    def forget(self) -> None:
-        self._clipped = None

@@ -115,11 +115,18 @@ class DataParallel:
                     unit.flats.append(flat)
                 self.units.append(unit)
             materialise(self.model, list(self.model.buffers()))
-            for module in self.model.modules():
-                for buffer in module.buffers(recurse=False):
-                    comm.broadcast(buffer)
-                    labels.label(buffer, "buffers")
-                    self.precision.attach_buffer(buffer, module)
+            every = {
+                buffer: module
+                for module in self.model.modules()
+                for buffer in module.buffers(recurse=False)
+            }
+            for buffer, module in every.items():
+                values = buffer.contiguous()
+                comm.broadcast(values)
+                if values is not buffer:  # expanded ones have no memory
+                    buffer.data = torch.empty_like(buffer).copy_(values)
+                labels.label(buffer, "buffers")
+                self.precision.attach_buffer(buffer, module)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
 
