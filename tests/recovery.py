@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from minizero import checkpoint, comm
-from minizero.checkpoint.directory import exists
-from minizero.checkpoint.writer import Saving
+from minizero.checkpoint import Saving, exists
 from minizero.lab.models.gpt import GPT, Block, GPTConfig, decay_groups
 from minizero.memory.plan import Plan
 from minizero.precision.mixed import MixedPrecision
@@ -41,7 +40,7 @@ class Job:
 
     folder: for checkpoints and losses.
     every: steps between two checkpoints. keep: how many of them stay.
-    background: bytes that may be written behind the next steps.
+    background: whether a save is written while training goes on.
     dropout: draws on each rank's random state. At another number of ranks other
         numbers are drawn, so losses can be compared there only without it.
     """
@@ -51,7 +50,7 @@ class Job:
     steps: int = 12
     every: int = 2
     keep: int = 2
-    background: int = 0
+    background: bool = False
     dropout: float = 0.0
     fp16: bool = False
 
@@ -213,10 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     for name, default in Job.__dataclass_fields__.items():
-        if name not in ("folder", "fp16"):
+        if name not in ("folder", "fp16", "background"):
             kind = type(default.default)
             parser.add_argument(f"--{name}", type=kind, default=default.default)
     parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK")
     parser.add_argument("--hold", type=int, metavar="STEP", help="wait for FOLDER/go")
     parser.add_argument("--timeout", type=float, help="seconds for a collective")

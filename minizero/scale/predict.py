@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from minizero.comm.quantized import BLOCK
 from minizero.memory.plan import Plan
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.overlap.simulator import simulate
-from minizero.overlap.machine import Buffer, Layer, Timeline
-from minizero.overlap.machine import Machine as Link
+from minizero.overlap.simulator import Buffer, Layer, Timeline
+from minizero.overlap.simulator import Machine as Link
 from minizero.scale.cost import ITEMSIZES, RECOMPUTED, Candidate, Costs, Memory
 from minizero.scale.machines import BUS, STREAM, Machine, bus
 from minizero.scale.shapes import Shape, check_choices, check_counts

@@ -23,7 +23,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from ..overlap.prefetch import Overlap
+from ..overlap import Overlap
 from ..zero import Schedule
 from .cost import Candidate
 from .machines import A100, H100, MACHINES, NETWORK, V100, Machine
