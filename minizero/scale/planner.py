@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from ..memory.amounts import amount
+from ..memory.labels import amount
 from .cost import ITEMSIZES, Candidate, Costs, Memory
 from .machines import MACHINES, Machine
 from .predict import Prediction, predict
