@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import functions
-from ..config import Config, Source, check_options, muon_options, read
-from ..kernels import optimizer_class
+from ..activations import CHECKPOINT, Offloaded
+from ..config import Config, Source, check_options, read
+from ..kernels import muon_options, optimizer_call
 from ..ranks import init_distributed, rank, world_size
-from ..zero import Muon
 from ..zero.elementwise import groups_of
 from ..zero.flat import Policy
-from ..zero.muon_groups import muon_groups
+from ..zero.muon import Muon, muon_groups
 from .data import Collate, Loader
 from .engine import Engine
 from .from_config import wrap
@@ -89,8 +88,8 @@ def initialize(
     if training_data is not None:
         size, drop = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
         loader = Loader(training_data, size, collate_fn, drop)
-    if not functions.configured:
-        functions.use(settings.activation_checkpointing.cpu_checkpointing)
+    if settings.activation_checkpointing.cpu_checkpointing:
+        CHECKPOINT.store = Offloaded()
     said = [*settings.warnings, *_idle(settings, optimizer, lr_scheduler, made)]
     said += _frozen(model, made) if made is not None else []
     for sentence in said if rank() == 0 else ():
@@ -124,18 +123,12 @@ def make_optimizer(
             )
         return made
     if chosen is None:
-        if config.zero_optimization.stage in (1, 2):
-            raise ValueError(
-                "there is no optimizer; give optimizer=..., or name one in the config: "
-                '{"optimizer": {"type": "AdamW"}}. To evaluate without one, take stage 0 '
-                "or 3: the others shard only what it needs"
-            )
         return None
     if chosen.type == "Muon":
-        check_options(muon_options, chosen.params, "optimizer.params")
-        return Muon(muon_groups(model, parameters, *muon_options(**chosen.params)))
-    name, options = chosen.torch_call()
-    kind = optimizer_class(name)
+        muon, adam = muon_options(chosen.params)
+        check_options(torch.optim.Muon, muon, "optimizer.params")
+        return Muon(muon_groups(model, parameters, muon, adam))
+    kind, options = optimizer_call(chosen.type, chosen.params)
     check_options(kind, options, "optimizer.params")
     return kind(parameters, **options)
 
