@@ -49,8 +49,7 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
     dtype: of all that is floating-point; None leaves each as it was saved.
     """
 
-    def chosen(saved: str) -> torch.dtype:
-        kind: torch.dtype = getattr(torch, saved)
+    def chosen(kind: torch.dtype) -> torch.dtype:
         return dtype if dtype is not None and kind.is_floating_point else kind
 
     def part(flat: SavedFlat, start: int, kind: torch.dtype, a: int, b: int) -> Tensor:
@@ -61,14 +60,16 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
 
     found = []
     for flat in run.index.flats:
-        kind = chosen(flat.dtypes["parameters"])
+        kind = chosen(getattr(torch, flat.dtypes["parameters"]))
         for slot in flat.slots:
             read = partial(part, flat, slot.offset, kind)
             shape = tuple(slot.shape)
             found += [LazyTensor(name, kind, shape, read) for name in slot.names]
-    for name, (saved, _) in run.index.buffers.items():
-        buffer = run.buffer(name).to(chosen(saved))
-        found.append(LazyTensor.of(name, buffer))
+    for name in run.file(0).keys():
+        if name.startswith("buffers/"):
+            buffer = run.tensor(name)
+            buffer = buffer.to(chosen(buffer.dtype))
+            found.append(LazyTensor.of(name.removeprefix("buffers/"), buffer))
     return found
 
 

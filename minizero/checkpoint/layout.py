@@ -36,14 +36,12 @@ class SavedFlat:
     """A saved flat buffer, cut into shards of `size` elements, one in each file.
 
     key: begins the names of its tensors in the files.
-    group: the optimizer's group of its parameters; None if they were frozen.
     ranks: how many ranks together kept all of it; 1 if each rank kept all.
     dtypes: of what is in each file: "parameters" (fp32 masters, if there were any), and
         the optimizer's states, such as "optimizer/exp_avg".
     """
 
     key: str
-    group: int | None
     size: int
     ranks: int
     dtypes: dict[str, str]
@@ -68,16 +66,14 @@ class SavedFile:
 class Index:
     """What must be known of a checkpoint before its files are opened.
 
-    optimizer, groups: its class, and how many groups it has.
-    buffers: dtype and shape of each of the modules' buffers, which are in every file.
+    facts: what a net must have in common with the saved one, in words, such as
+        {"parameter 'head.weight'": "float, (50, 32)", "optimizer": "AdamW"}.
     files: of the ranks, in their order. number: counts the saves in a folder.
     """
 
     tag: str
-    optimizer: str
-    groups: int
+    facts: dict[str, str]
     flats: list[SavedFlat]
-    buffers: dict[str, tuple[str, list[int]]]
     files: list[SavedFile] = field(default_factory=list)
     number: int = 0
     version: int = VERSION

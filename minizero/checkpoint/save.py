@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..ranks.launch import rank, world_size
-from ..zero import DataParallel, Flat
+from ..zero import DataParallel, Storage
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
 from .folder import Folder, decide, is_tag, point, prepare, retire, sweep
 from .layout import Index, SavedFile, SavedFlat, SavedSlot
@@ -160,18 +160,13 @@ def save(
             on_disk = "nvme" in (net.plan.parameters.on, net.plan.optimizer.on)
             if background and not on_disk:
                 tensors = [tensor.copied() for tensor in tensors]
-        path, written = Path(folder, tag), None
+        start = None
         with agreed():
             if rank() == 0:
                 written, index.number = prepare(Path(folder), tag)
-        every = exchange((str(path), written))
-        with agreed():
-            if every[0][0] != str(path):
-                raise CheckpointError(
-                    f"rank {rank()} saves {path}, and rank 0 {every[0][0]}; pass the "
-                    "same folder and tag on all ranks"
-                )
-        work = partial(_commit, path, every[0][1], index, tensors, keep, latest)
+                start = Path(folder, tag), written
+        path, written = exchange(start)[0]  # rank 0's, should tags hold a time
+        work = partial(_commit, path, written, index, tensors, keep, latest)
         saving = Saving(path)
         if background and not on_disk:
             saving.start(work)
@@ -218,9 +213,9 @@ def describe(
     net: DataParallel, tag: str, extra: dict[str, Any], own: dict[str, Any]
 ) -> tuple[Index, list[LazyTensor]]:
     """The index, without its files; and what this rank is to write."""
-    names, buffers = names_of(net.model), buffers_of(net.model)
-    flats, tensors, scalars = [], [], {}
-    for key, flat in flats_of(net):
+    names, flats, tensors, scalars = names_of(net.model), [], [], {}
+    for number, flat in enumerate(net.flats):
+        key = f"flat-{number}"
         stored = {"parameters": flat.master if flat.trainable else flat.shard}
         scalars[key] = {}
         for state, value in net.optimizer.state.get(flat.master, {}).items():
@@ -240,14 +235,12 @@ def describe(
         start = rank() // ranks * size
         for what, tensor in stored.items():
             read = partial(_read, net.storage, tensor, start)
-            lazy = LazyTensor(f"{key}/{what}", tensor.dtype, (size,), read)
-            tensors.append(lazy)
-        dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
+            tensors.append(LazyTensor(f"{key}/{what}", tensor.dtype, (size,), read))
         slots = [
             SavedSlot(names[s.parameter], list(s.shape), s.offset) for s in flat.slots
         ]
-        group = flat.group if flat.trainable else None
-        flats.append(SavedFlat(key, group, size, ranks, dtypes, slots))
+        dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
+        flats.append(SavedFlat(key, size, ranks, dtypes, slots))
     values: dict[str, Any] = {
         "own": own,
         "random": {name: get() for name, (get, _) in generators().items()},
@@ -257,7 +250,6 @@ def describe(
             if type(module).get_extra_state is not nn.Module.get_extra_state
         },
     }
-    groups = net.optimizer.param_groups
     if rank() == 0:
         values |= {
             "extra": extra,
@@ -265,26 +257,40 @@ def describe(
             "precision": net.precision.state_dict(),
             "groups": [
                 {k: v for k, v in group.items() if k not in _NOT_SAVED}
-                for group in groups
+                for group in net.optimizer.param_groups
             ],
         }
+    buffers = buffers_of(net.model)
     tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
     tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
-    shapes = {k: (dtype_name(b.dtype), list(b.shape)) for k, b in buffers.items()}
-    optimizer = type(net.optimizer).__name__
-    return Index(tag, optimizer, len(groups), flats, shapes), tensors
+    return Index(tag, facts_of(net), flats), tensors
 
 
-def _read(storage: Any, tensor: Tensor, start: int, a: int, b: int) -> Tensor:
-    values: Tensor = storage.read_shard(tensor, start + a, start + b)
-    return values
+def _read(storage: Storage, tensor: Tensor, start: int, a: int, b: int) -> Tensor:
+    return storage.read_shard(tensor, start + a, start + b)
 
 
-def flats_of(net: DataParallel) -> Iterator[tuple[str, Flat]]:
-    """Every flat buffer, with what its tensors' names begin with."""
-    for unit in net.units:
-        for number, flat in enumerate(unit.flats):
-            yield f"{unit.name}/{number}", flat
+def facts_of(net: DataParallel) -> dict[str, str]:
+    """What a net that loads must have in common with the one that was saved.
+
+    dtypes may differ in precision, and not in kind.
+    """
+    facts = {
+        "optimizer": type(net.optimizer).__name__,
+        "optimizer's number of groups": str(len(net.optimizer.param_groups)),
+    }
+    names = names_of(net.model)
+    for flat in net.flats:
+        group = f"group {flat.group}" if flat.trainable else "none, it is frozen"
+        for name in (name for slot in flat.slots for name in names[slot.parameter]):
+            facts[f"optimizer of parameter {name!r}"] = group
+    tensors = {f"parameter {n!r}": p for p, every in names.items() for n in every}
+    tensors |= {f"buffer {n!r}": b for n, b in buffers_of(net.model).items()}
+    for what, tensor in tensors.items():
+        kind = "float" if tensor.is_floating_point() else "integer"
+        kind = "complex" if tensor.is_complex() else kind
+        facts[what] = f"{kind} of shape {tuple(tensor.shape)}"
+    return facts
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
