@@ -23,9 +23,15 @@ from minizero import comm
 from minizero.comm.ledger import Call
 from minizero.lab.models.gpt import GPT, GPTConfig, decay_groups
 from minizero.memory.plan import Plan
-from minizero.overlap.machine import Buffer, Interval, Layer, Machine, Timeline
-from minizero.overlap.prefetch import Overlap, exposed
-from minizero.overlap.simulator import simulate
+from minizero.overlap import Overlap, exposed
+from minizero.overlap.simulator import (
+    Buffer,
+    Interval,
+    Layer,
+    Machine,
+    Timeline,
+    simulate,
+)
 from minizero.ranks.launch import Pool, world_size
 from minizero.zero import DataParallel, Schedule
 from minizero.zero.parallelize import parallelize

@@ -84,10 +84,10 @@ class _Links:
     def until(self, call: Call) -> float:
         """When it is over: its link has carried what was launched before it."""
         for i, new in enumerate(self.calls[self.counted :], self.counted):
-            latency, speed = self.speeds[new.scope]
-            begin = max(self.free[new.scope], new.launched, self.holds.pop(i, 0.0))
-            self.free[new.scope] = begin + latency + new.bytes / speed
-            self.over[id(new)] = self.free[new.scope]
+            latency, speed = self.speeds[new.group]
+            begin = max(self.free[new.group], new.launched, self.holds.pop(i, 0.0))
+            self.free[new.group] = begin + latency + new.bytes / speed
+            self.over[id(new)] = self.free[new.group]
         self.counted = len(self.calls)
         return self.over.get(id(call), 0.0)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bench.runner import Comparison, interleaved
 from minizero.memory.plan import Plan
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.ranks.launch import Pool
 from minizero.zero import Schedule
 from minizero.zero.parallelize import parallelize

@@ -30,7 +30,7 @@ from minizero.memory.plan import PRECISIONS, Plan
 from minizero.offload.async_io import aligned_buffer
 from minizero.offload.nvme import Activity
 from minizero.offload.swap_file import SwapFile
-from minizero.overlap.machine import Interval
+from minizero.overlap.simulator import Interval
 
 
 def crossing(

@@ -21,7 +21,7 @@ from minizero.lab.plots.style import (
     single,
     waiting,
 )
-from minizero.overlap.machine import Interval
+from minizero.overlap.simulator import Interval
 
 if TYPE_CHECKING:
     from minizero.comm.ledger import Call
