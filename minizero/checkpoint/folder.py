@@ -31,12 +31,19 @@ def aside(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def is_tag(tag: object) -> bool:
-    """Whether a tag can name a folder of its own, beside `latest`."""
-    if not isinstance(tag, str) or Path(tag).name != tag or tag == "..":
-        return False
-    ours = tag.casefold() == LATEST or _ASIDE.fullmatch(tag)
-    return tag.isprintable() and tag.strip() == tag and len(tag) <= 100 and not ours
+def check_tag(tag: object) -> None:
+    """Raise CheckpointError unless a tag can name a folder beside `latest`."""
+    named = isinstance(tag, str) and tag.isprintable() and tag.strip() == tag
+    if (
+        not named
+        or Path(str(tag)).name != tag
+        or tag in ("..", LATEST)
+        or _ASIDE.match(tag)
+    ):
+        raise CheckpointError(
+            f"the tag {tag!r} cannot name a folder beside `latest`; take one such as "
+            "'step-100', without slashes"
+        )
 
 
 # ---- a save becomes a checkpoint
@@ -66,14 +73,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     """Make a folder for the files of a new checkpoint; it, and the save's number."""
-    path = folder / tag
     sweep(folder)
-    taken = path.exists() and not (path / INDEX).exists()
-    if taken and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(
-            f"{path}: something else has that name; delete it, or take another tag"
-        )
-    written = aside(path, "tmp")
+    written = aside(folder / tag, "tmp")
     written.mkdir(parents=True)
     return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
 
@@ -97,9 +98,9 @@ def decide(written: Path, path: Path, index: Index) -> None:
     sync_folder(path.parent)
 
 
-def point(folder: Path, tag: str) -> None:
+def point(path: Path) -> None:
     """Let a `load` without a tag take this checkpoint."""
-    replace_file(folder / LATEST, f"{tag}\n".encode())
+    replace_file(path.parent / LATEST, f"{path.name}\n".encode())
 
 
 # ---- it is found

@@ -16,7 +16,6 @@ from ..zero import Flat
 from .files import CheckpointError
 
 INDEX = "index.json"
-VERSION = 3
 
 
 @dataclass
@@ -76,7 +75,6 @@ class Index:
     flats: list[SavedFlat]
     files: list[SavedFile] = field(default_factory=list)
     number: int = 0
-    version: int = VERSION
 
     def dumps(self) -> bytes:
         """The index file: JSON with the crc32 of its own text."""
@@ -89,14 +87,9 @@ class Index:
         if raw != _sealed(text):
             raise CheckpointError(
                 f"{path}: its checksum does not fit; the file was truncated, damaged or "
-                "changed since it was saved, or another program wrote it"
+                "changed since it was saved, or another version of minizero wrote it"
             )
         facts = json.loads(text)
-        if facts["version"] != VERSION:
-            raise CheckpointError(
-                f"{path}: it has version {facts['version']}, and this minizero reads "
-                f"version {VERSION}; load it with the minizero that saved it"
-            )
         for flat in facts["flats"]:
             flat["slots"] = [SavedSlot(**slot) for slot in flat["slots"]]
         facts["flats"] = [SavedFlat(**flat) for flat in facts["flats"]]
@@ -105,7 +98,7 @@ class Index:
 
 
 def _sealed(text: bytes) -> bytes:
-    return b'{"crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
+    return b'{"version": 3, "crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
 
 
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -16,23 +16,30 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .. import comm
+from ..comm import agreeing
 from ..memory.labels import label_states
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Flat
 from .files import CHUNK, CheckpointError, measure, unpack
 from .folder import Folder, find
 from .layout import INDEX, Index, Place, SavedFlat, pieces, places
-from .save import agreed, buffers_of, exchange, facts_of, finish, generators, names_of
+from .save import (
+    FROZEN,
+    buffers_of,
+    facts_of,
+    finish,
+    names_of,
+    set_random_states,
+)
 
 
 @dataclass
 class Loaded:
-    """What `load` returns; `own` is None on another number of ranks than saved."""
+    """What `load` returns. `path`: the checkpoint's folder."""
 
     path: Path
     tag: str
     extra: dict[str, Any]
-    own: dict[str, Any] | None
 
 
 def load(
@@ -64,31 +71,28 @@ def load(
     with comm.phase("checkpoint"):
         net.synchronize()
         mine = None
-        with agreed():
+        with agreeing(CheckpointError):
             if rank() == 0:
                 tag, path = find(Path(folder), tag)
                 mine = tag, path.parent.name, path.read_bytes()
-        tag, name, raw = exchange(mine)[0]
-        with agreed():
+        tag, name, raw = comm.gather_objects(mine)[0]
+        with agreeing(CheckpointError):
             run = SavedRun(Path(folder, name), raw)
             run.verify(rank(), world_size())
-        with agreed():
+        with agreeing(CheckpointError):
             found = match(net, run.index, strict, optimizer)
             as_many = len(run.index.files) == world_size()
-            own = run.values("own", rank()) if as_many else None
-            loaded = Loaded(run.path, tag, run.values("extra"), own)
+            loaded = Loaded(run.path, tag, run.values("extra"))
             if check is not None:
                 check(loaded)
-        with agreed():
+        with agreeing(CheckpointError):
             fill(net, run, found)
             fill_modules(net, run, rank() if as_many else 0)
             if optimizer:
                 fill_optimizer(net, run, found)
         net.shards_written()
         if optimizer and as_many:
-            states = run.values("random", rank())
-            for kind in states.keys() & generators().keys():
-                generators()[kind][1](states[kind])
+            set_random_states(run.values("random", rank()))
         return loaded
 
 
@@ -105,15 +109,11 @@ class SavedRun:
         for saved in self.index.files[first::step]:
             path = self.path / saved.name
             length, crc32 = measure(path)
-            if length != saved.bytes:
+            if (length, crc32) != (saved.bytes, saved.crc32):
                 raise CheckpointError(
-                    f"{path}: it has {length:,} bytes, and {saved.bytes:,} were saved; "
-                    "it was truncated or replaced"
-                )
-            if crc32 != saved.crc32:
-                raise CheckpointError(
-                    f"{path}: its checksum is {crc32:08x}, and was {saved.crc32:08x} "
-                    "when it was saved; the disk or a program has changed it"
+                    f"{path}: it has {length:,} bytes and the checksum {crc32:08x}; "
+                    f"saved were {saved.bytes:,} and {saved.crc32:08x}. It was truncated, "
+                    "damaged or replaced"
                 )
 
     def file(self, number: int) -> Any:
@@ -158,36 +158,31 @@ def match(
     Raises CheckpointError, with all that does not fit.
     """
     here, there, problems = facts_of(net), index.facts, list[str]()
-    for what, fact in here.items():
-        compared = optimizer if what.startswith("optimizer") else what in there
-        # what was trained may be frozen, and not the other way round
-        if compared and there.get(what, fact) != fact and "frozen" not in fact:
-            problems.append(f"{what}: {fact} here and {there[what]} in the checkpoint")
-    missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-    for names, where in zip(missing, ("checkpoint", "model"), strict=True):
-        names = [name for name in names if strict and not name.startswith("optimizer")]
-        more = f" and {len(names) - 5} more" if names[5:] else ""
-        if names:
-            problems.append(f"not in the {where}: {', '.join(names[:5])}{more}")
-    names = names_of(net.model)
+    if not optimizer:
+        here = {what: fact for what, fact in here.items() if what[:9] != "optimizer"}
+    for what in here.keys() & there.keys():
+        # what was trained may be frozen here, but not the other way round
+        if here[what] != there[what] and here[what] != FROZEN:
+            problems.append(f"{what} is {here[what]} here and was {there[what]}")
+    for names, where in (
+        (here.keys() - there.keys(), "checkpoint"),
+        (there.keys() - here.keys(), "model"),
+    ):
+        missing = sorted(n for n in names if strict and n[:9] != "optimizer")
+        more = f" and {len(missing) - 5} more" if missing[5:] else ""
+        if missing:
+            problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
+    aliases = names_of(net.model)
     saved = {n: (f, s) for f in index.flats for s in f.slots for n in s.names}
     found: dict[str, Place] = {}
     for slot in (slot for flat in net.flats for slot in flat.slots):
-        for name in (name for name in names[slot.parameter] if name in saved):
+        names = [name for name in aliases[slot.parameter] if name in saved]
+        for name in names:
             if found.setdefault(slot.name, saved[name])[1] is not saved[name][1]:
-                problems.append(
-                    f"{' and '.join(map(repr, names[slot.parameter]))} are one parameter "
-                    "here, and not in the checkpoint"
-                )
+                problems.append(f"{names} are one parameter here and were several")
     if problems:
-        hint = ""
-        if any("frozen" in problem for problem in problems):
-            hint = (
-                "; frozen parameters have no optimizer state: load with optimizer=False "
-                "(of an engine: load_optimizer_states=False)"
-            )
         raise CheckpointError(
-            f"the checkpoint {index.tag!r} does not fit: {'; '.join(problems)}{hint}"
+            f"the checkpoint {index.tag!r} does not fit: {'; '.join(sorted(problems))}"
         )
     return found
 
@@ -198,10 +193,10 @@ def match(
 def fill(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
     """Read this rank's part of the parameters into masters and shards."""
     for flat in net.flats:
-        tensors = [flat.master, flat.shard] if flat.trainable else [flat.shard]
-        if flat.master is flat.shard:
-            tensors = [flat.shard]
-        if not flat.trainable and not net.plan.parameters.sharded:
+        tensors = [flat.shard]
+        if flat.trainable and flat.master is not flat.shard:
+            tensors = [flat.master, flat.shard]
+        elif not flat.trainable and not net.plan.parameters.sharded:
             tensors = [flat.full]  # it is never sent: each rank reads all of it
         _read_into(tensors, "parameters", net, run, flat, found)
 
@@ -269,12 +264,11 @@ def fill_optimizer(net: DataParallel, run: SavedRun, found: dict[str, Place]) ->
     label_states(net.optimizer)
     mine, its = net.precision.state_dict(), run.values("precision")
     taken = {key: its[key] for key in mine.keys() & its.keys()}
-    here, there = mine.get("loss_scale") or {}, its.get("loss_scale") or {}
-    if here.keys() != there.keys():
+    there = its.get("loss_scale") or {}
+    if there.keys() != (mine.get("loss_scale") or {}).keys():
         taken.pop("loss_scale", None)
         if there and rank() == 0:
             warnings.warn(
-                f"{run.path}: the saved loss scale is dropped: it is of another kind",
-                stacklevel=3,
+                "the saved loss scale is of another kind: dropped", stacklevel=3
             )
     net.precision.load_state_dict(mine | taken)
