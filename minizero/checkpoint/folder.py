@@ -79,11 +79,14 @@ def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
 
 
-def decide(written: Path, path: Path, index: Index) -> None:
+def commit(
+    written: Path, path: Path, index: Index, keep: int | None, latest: bool
+) -> None:
     """Turn a folder with the files of all ranks into the checkpoint `path`.
 
     One rename decides. A checkpoint that has the name already makes room first; until
-    the new one is there it is found under its other name.
+    the new one is there it is found under its other name. Then `latest` is replaced, so
+    that a `load` without a tag takes the new one. Old ones go last.
     """
     for file in index.files:
         if not (written / file.name).exists():
@@ -96,11 +99,11 @@ def decide(written: Path, path: Path, index: Index) -> None:
         os.rename(path, aside(path, "old"))
     os.rename(written, path)
     sync_folder(path.parent)
-
-
-def point(path: Path) -> None:
-    """Let a `load` without a tag take this checkpoint."""
-    replace_file(path.parent / LATEST, f"{path.name}\n".encode())
+    if latest:
+        replace_file(path.parent / LATEST, f"{path.name}\n".encode())
+    if keep is not None:
+        retire(path.parent, keep)
+    sweep(path.parent)
 
 
 # ---- it is found

@@ -86,10 +86,10 @@ def load(
             if check is not None:
                 check(loaded)
         with agreeing(CheckpointError):
-            fill(net, run, found)
+            fill(net, run, found, optimizer)
             fill_modules(net, run, rank() if as_many else 0)
             if optimizer:
-                fill_optimizer(net, run, found)
+                fill_options(net, run)
         net.shards_written()
         if optimizer and as_many:
             set_random_states(run.values("random", rank()))
@@ -190,32 +190,51 @@ def match(
 # ---- read
 
 
-def fill(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read this rank's part of the parameters into masters and shards."""
-    for flat in net.flats:
-        tensors = [flat.shard]
-        if flat.trainable and flat.master is not flat.shard:
-            tensors = [flat.master, flat.shard]
-        elif not flat.trainable and not net.plan.parameters.sharded:
-            tensors = [flat.full]  # it is never sent: each rank reads all of it
-        _read_into(tensors, "parameters", net, run, flat, found)
-
-
-def _read_into(
-    tensors: list[Tensor],
-    what: str,
-    net: DataParallel,
-    run: SavedRun,
-    flat: Flat,
-    found: dict[str, Place],
+def fill(
+    net: DataParallel, run: SavedRun, found: dict[str, Place], optimizer: bool
 ) -> None:
-    """Read the elements of a flat buffer that this rank stores, in each one's dtype."""
-    count = tensors[0].numel()
-    start = rank() % (flat.padded // count) * count
-    for saved, first, a, b in places(flat, start, start + count, found):
-        for done, values in run.read(saved, what, first, first + b - a):
-            for tensor in tensors:
-                net.storage.write_shard(tensor, values.to(tensor.dtype), a + done)
+    """Read this rank's part of the parameters, and of the optimizer's states."""
+
+    def read(flat: Flat, what: str, *tensors: Tensor) -> None:
+        """The elements that this rank stores, in the dtype of each tensor."""
+        count = tensors[0].numel()
+        start = rank() % (flat.padded // count) * count
+        for saved, first, a, b in places(flat, start, start + count, found):
+            for done, values in run.read(saved, what, first, first + b - a):
+                for tensor in tensors:
+                    net.storage.write_shard(tensor, values.to(tensor.dtype), a + done)
+
+    scalars = run.values("scalars")
+    for flat in net.flats:
+        if not flat.trainable and not net.plan.parameters.sharded:
+            read(flat, "parameters", flat.full)  # nobody sends it: each rank reads all
+        elif not flat.trainable or flat.master is flat.shard:
+            read(flat, "parameters", flat.shard)
+        else:
+            read(flat, "parameters", flat.master, flat.shard)
+        saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
+        if saved and flat.trainable and optimizer:
+            old, state = net.optimizer.state[flat.master], dict(scalars[saved.key])
+            for what in saved.dtypes.keys() - {"parameters"}:
+                key = what.removeprefix("optimizer/")
+                state[key] = _place_for(net, flat, old.get(key), what, saved)
+                read(flat, what, state[key])
+            net.optimizer.state[flat.master] = state
+
+
+def _place_for(
+    net: DataParallel, flat: Flat, old: Any, what: str, saved: SavedFlat
+) -> Tensor:
+    """Where an optimizer's state is stored: as before, or in a new tensor of zeros."""
+    master, name = flat.master, saved.dtypes[what]
+    # a state in the parameters' dtype follows them
+    follows = name == saved.dtypes["parameters"]
+    dtype = master.dtype if follows else getattr(torch, name)
+    if isinstance(old, Tensor) and old.dtype == dtype:
+        return old
+    where = flat.full.device if net.plan.optimizer.on == "device" else "cpu"
+    zeros = torch.zeros(master.shape, dtype=dtype, device=where)
+    return net.storage.store(zeros, "optimizer", flat)
 
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
@@ -228,39 +247,19 @@ def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
         modules[name].set_extra_state(extra[name])
 
 
-def fill_optimizer(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read this rank's part of the states, the options, and the precision's state."""
-    groups, scalars = net.optimizer.param_groups, run.values("scalars")
+def fill_options(net: DataParallel, run: SavedRun) -> None:
+    """Read the options of the optimizer's groups, and the precision's state."""
+    groups = net.optimizer.param_groups
     for group, options in zip(groups, run.values("groups"), strict=True):
         for key, value in options.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(float(value))  # a graph may hold the tensor
             else:
                 group[key] = value
-    for flat in (flat for flat in net.flats if flat.trainable):
-        saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
-        if saved is None:
-            continue
-        master, group = flat.master, groups[flat.group or 0]
-        old, state = net.optimizer.state.get(master, {}), dict(scalars[saved.key])
-        for key, value in state.items():
-            if isinstance(value, Tensor) and group.get(
-                "fused", group.get("capturable")
-            ):
-                state[key] = value.to(master.device)
-        for what in saved.dtypes.keys() - {"parameters"}:
-            key, name = what.removeprefix("optimizer/"), saved.dtypes[what]
-            # a state in the parameters' dtype follows them
-            follows = name == saved.dtypes["parameters"]
-            dtype = master.dtype if follows else getattr(torch, name)
-            state[key] = old.get(key)
-            if not isinstance(state[key], Tensor) or state[key].dtype != dtype:
-                on_device = net.plan.optimizer.on == "device"
-                where = flat.full.device if on_device else torch.device("cpu")
-                zeros = torch.zeros(master.shape, dtype=dtype, device=where)
-                state[key] = net.storage.store(zeros, "optimizer", flat)
-            _read_into([state[key]], what, net, run, flat, found)
-        net.optimizer.state[master] = state
+        for p in group["params"] if {*group} & {"fused", "capturable"} else ():
+            state = net.optimizer.state[p]
+            if (group.get("fused") or group.get("capturable")) and "step" in state:
+                state["step"] = state["step"].to(p.device)
     label_states(net.optimizer)
     mine, its = net.precision.state_dict(), run.values("precision")
     taken = {key: its[key] for key in mine.keys() & its.keys()}

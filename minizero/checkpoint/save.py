@@ -20,7 +20,7 @@ from ..comm import agreeing
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Storage
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
-from .folder import Folder, check_tag, decide, point, prepare, retire, sweep
+from .folder import Folder, check_tag, commit, prepare
 from .layout import Index, SavedFile, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
@@ -105,37 +105,23 @@ def save(
                 mine = Path(folder, tag), *prepare(Path(folder), tag)
         # of rank 0 on all ranks: a tag may hold the time
         path, written, index.number = comm.gather_objects(mine)[0]
-        work = partial(_write, path, written, index, tensors, keep, latest)
+
+        def write() -> None:
+            name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
+            with agreeing(CheckpointError):
+                # a node that has just looked may not see the folder without this
+                written.mkdir(exist_ok=True)
+                facts = write_tensors(written / name, tensors)
+            index.files = comm.gather_objects(SavedFile(name, *facts))
+            with agreeing(CheckpointError):
+                if rank() == 0:
+                    commit(written, path, index, keep, latest)
+
         if background and not on_disk:
-            _under_way = Saving(path, _writer.submit(work))
+            _under_way = Saving(path, _writer.submit(write))
             return _under_way
-        work()
+        write()
         return Saving(path, None)
-
-
-def _write(
-    path: Path,
-    written: Path,
-    index: Index,
-    tensors: list[LazyTensor],
-    keep: int | None,
-    latest: bool,
-) -> None:
-    """Write this rank's file; when all ranks have, rank 0 commits them."""
-    name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
-    with agreeing(CheckpointError):
-        # a node that has just looked may not see the folder without this
-        written.mkdir(exist_ok=True)
-        facts = write_tensors(written / name, tensors)
-    index.files = comm.gather_objects(SavedFile(name, *facts))
-    with agreeing(CheckpointError):
-        if rank() == 0:
-            decide(written, path, index)
-            if latest:
-                point(path)
-            if keep is not None:
-                retire(path.parent, keep)
-            sweep(path.parent)
 
 
 # ---- what is saved
@@ -153,12 +139,6 @@ def describe(
         for state, value in net.optimizer.state.get(flat.master, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.master.shape:
                 stored[f"optimizer/{state}"] = value
-            elif isinstance(value, Tensor) and value.ndim:
-                raise CheckpointError(
-                    f"the optimizer's state {state!r} of {flat.slots[0].name!r} has the "
-                    f"shape {tuple(value.shape)}: neither one value for each element nor "
-                    "one for all; it cannot be cut into shards"
-                )
             else:
                 scalars[key][state] = value
         size = flat.padded // world_size()
