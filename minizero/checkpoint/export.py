@@ -31,10 +31,7 @@ def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
 
 def read_extra(folder: Folder, tag: str | None = None) -> dict[str, Any]:
     """The `extra` that was given to `save`."""
-    _, path = find(Path(folder), tag)
-    run = SavedRun(path.parent, path.read_bytes())
-    run.verify(step=len(run.index.files))  # rank 0's file alone
-    extra: dict[str, Any] = run.values("extra")
+    extra: dict[str, Any] = open_run(folder, tag).values("extra")
     return extra
 
 
@@ -81,9 +78,7 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
         state[lazy.name] = lazy.read(0, prod(lazy.shape)).view(lazy.shape)
     for slot in (slot for flat in run.index.flats for slot in flat.slots):
         state |= dict.fromkeys(slot.names, state[slot.names[0]])
-    for name, extra in run.values("modules").items():
-        state[f"{name}._extra_state" if name else "_extra_state"] = extra
-    return state
+    return state | run.values("modules")
 
 
 def export(

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # the same as zlib's, several times as fast
 
-from ..memory.bytes import view
+from ..memory.labels import view
 
 CHUNK = 1 << 24  # bytes of a tensor that are in host memory at once
-BLOCK = (
-    1 << 18
-)  # bytes that stay in the processor's cache from the checksum to the write
+BLOCK = 1 << 18  # bytes that stay in the cache from the checksum to the write
 
 _NAMES = (
     "float64 F64 float32 F32 float16 F16 bfloat16 BF16 float8_e4m3fn F8_E4M3 "

@@ -23,14 +23,7 @@ from ..zero import DataParallel, Flat
 from .files import CHUNK, CheckpointError, measure, unpack
 from .folder import Folder, find
 from .layout import INDEX, Index, Place, SavedFlat, pieces, places
-from .save import (
-    FROZEN,
-    buffers_of,
-    facts_of,
-    finish,
-    names_of,
-    set_random_states,
-)
+from .save import FROZEN, facts_of, finish, names_of, set_random_states
 
 
 @dataclass
@@ -239,12 +232,13 @@ def _place_for(
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
     """Read buffers, and the extra state of modules, from the file of a rank."""
-    modules, extra = dict(net.model.named_modules()), run.values("modules", number)
-    for name, buffer in buffers_of(net.model).items():
+    extra = run.values("modules", number)
+    for name, value in net.module_state().items():
         if f"buffer {name!r}" in run.index.facts:
-            buffer.copy_(run.tensor(f"buffers/{name}", number))
-    for name in modules.keys() & extra.keys():
-        modules[name].set_extra_state(extra[name])
+            value.copy_(run.tensor(f"buffers/{name}", number))
+        elif name in extra:
+            module = net.model.get_submodule(name.rpartition(".")[0])
+            module.set_extra_state(extra[name])
 
 
 def fill_options(net: DataParallel, run: SavedRun) -> None:

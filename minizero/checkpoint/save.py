@@ -20,7 +20,7 @@ from ..comm import agreeing
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Storage
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
-from .folder import Folder, check_tag, commit, prepare
+from .folder import Folder, commit, prepare
 from .layout import Index, SavedFile, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
@@ -89,7 +89,6 @@ def save(
     with comm.phase("checkpoint"):
         net.synchronize()
         with agreeing(CheckpointError):
-            check_tag(tag)
             if net.has_gradients:
                 raise CheckpointError(
                     "gradients of a step that is not complete are not saved; save after "
@@ -153,11 +152,9 @@ def describe(
         ]
         dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
         flats.append(SavedFlat(key, size, ranks, dtypes, slots))
-    modules = {
-        name: module.get_extra_state()
-        for name, module in net.model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
+    state = net.module_state()
+    buffers = {name: b for name, b in state.items() if isinstance(b, Tensor)}
+    modules = {name: value for name, value in state.items() if name not in buffers}
     values = {"random": random_states(), "modules": modules}
     if rank() == 0:
         groups = net.optimizer.param_groups
@@ -169,10 +166,8 @@ def describe(
                 {k: v for k, v in g.items() if k not in _NOT_SAVED} for g in groups
             ],
         }
-    for name, buffer in buffers_of(net.model).items():
-        tensors.append(LazyTensor.of(f"buffers/{name}", buffer))
-    for name, value in values.items():
-        tensors.append(LazyTensor.of(f"values/{name}", pack(value, name)))
+    tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
+    tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
     return Index(tag, facts_of(net), flats), tensors
 
 
@@ -192,11 +187,12 @@ def facts_of(net: DataParallel) -> dict[str, str]:
         for name in (name for slot in flat.slots for name in names[slot.parameter]):
             facts[f"optimizer of parameter {name!r}"] = group
     tensors = {f"parameter {n!r}": p for p, every in names.items() for n in every}
-    tensors |= {f"buffer {n!r}": b for n, b in buffers_of(net.model).items()}
+    tensors |= {f"buffer {n!r}": b for n, b in net.module_state().items()}
     for what, t in tensors.items():
         # a float may be saved and loaded in different precisions
-        kind = "float" if t.is_floating_point() else dtype_name(t.dtype)
-        facts[what] = f"{kind} of shape {tuple(t.shape)}"
+        if isinstance(t, Tensor):
+            kind = "float" if t.is_floating_point() else dtype_name(t.dtype)
+            facts[what] = f"{kind} of shape {tuple(t.shape)}"
     return facts
 
 
@@ -206,16 +202,6 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
     return names
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `model.state_dict()` would have, by name."""
-    return {
-        f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def random_states() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from minizero.lab.hardware import efficiency, intensity
 from minizero.lab.plots.spans import stacked
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
@@ -25,7 +26,6 @@ from minizero.lab.plots.style import (
     no_numbers,
     single,
 )
-from minizero.memory.intensity import efficiency, intensity
 from minizero.memory.plan import PRECISIONS, Plan
 from minizero.offload.async_io import aligned_buffer
 from minizero.offload.nvme import Activity
