@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..memory.bytes import aligned, host_empty, view
+from ..memory.labels import aligned, host_empty, view
 
 # what O_DIRECT asks of addresses, offsets and lengths: a multiple of the
 # device's sector, which is 512 or 4096 bytes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..memory import labels
-from ..memory.bytes import aligned, host_empty
+from ..memory.labels import aligned, host_empty
 
 # %% auto #0
 __all__ = ['CopyEvent', 'CopyStream', 'DoubleBuffer', 'ArrivingGradients']

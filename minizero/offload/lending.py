@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..memory.bytes import aligned, host_empty
+from ..memory.labels import aligned, host_empty
 from ..memory.plan import Plan
 from ..zero.flat_buffer import Flat
 from ..zero.interfaces import Home

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
-from ..memory.bytes import host_empty
+from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
 from ..ranks.launch import rank
 from ..zero.flat_buffer import Flat

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from ..memory.bytes import host_empty
+from ..memory.labels import host_empty
 from ..memory.plan import Plan
 from ..zero.flat_buffer import Flat, Unit
 from ..zero.owned import Owned

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..memory import labels
-from ..memory.bytes import aligned
+from ..memory.labels import aligned
 from .async_io import ALIGN, Transfer, aligned_buffer
 from .swap_file import SwappedShard
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..memory.bytes import aligned, view
+from ..memory.labels import aligned, view
 from .async_io import ALIGN, AsyncFile, DiskFault, Transfer, aligned_buffer, explained
 
 

@@ -17,18 +17,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minizero.lab.models.activations import Lines
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.base import (
+from minizero.lab.plots.memory import COLUMNS
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    GREY,
+    LINES,
     STYLE,
     WIDTH,
+    amount,
     end_label,
+    ink,
     legend,
     line,
     name_rows,
     no_numbers,
     single,
 )
-from minizero.lab.plots.memory import COLUMNS
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount, ink
+from minizero.memory.labels import label
 from minizero.memory.tracker import Sample, Tracker
 
 MARKERS = "o^sv"
@@ -88,7 +93,7 @@ def activations_of_step(
     the peaks on the device and the host, above what was there before."""
     gc.collect()
     with Tracker(model) as tracker:
-        tracker.adopt(x)
+        label(x, "activations")
         before = tracker.live["activations"]
         loss = model(x, x)
         tracker.mark("backward")
