@@ -20,7 +20,7 @@ def batch_sizes(
     accumulation. Raises ValueError if the sizes do not fit.
     """
     if total is None and micro is None:
-        raise ValueError(f"the size of a batch is not known: give {TOTAL} or {MICRO}")
+        raise ValueError(f"the batch has no size: give {TOTAL} or {MICRO}")
     if total is None or micro is None:
         steps = steps or 1
     known = (micro or 1) * (steps or 1) * ranks

@@ -86,7 +86,7 @@ REFUSED: Rows = [
     *[("master weights are fp32, for exact resuming; leave it out", section, {
         f"{section}_master_weights_and_grads": False, "bf16_optimizer_states": False})
       for section in ("fp16", "bf16")],
-    ("use buffer_dtype", "data_types", {"keep_in_fp32_modules": None}),
+    ("use buffer_dtype", "data_types", {"keep_in_fp32_modules": "auto"}),
     ("construct the optimizer and pass it to initialize", "optimizer.params", {
         "bias_correction": True, "set_grad_none": True, "ns_method": "standard",
         "per_head_muon": False}),

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from .batch import MICRO, STEPS, TOTAL, batch_sizes
 from .config import Config
 from .ignored import ANY, IGNORED
-from .schema import walk
+from .schema import ZeroOptimization, walk
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 SIZES = (TOTAL, MICRO, STEPS)
@@ -62,7 +62,7 @@ def read(
         problems.append(str(error))
     if problems:
         raise ConfigError(problems, file)
-    update["warnings"] = (*warnings, *_unused(config, values))
+    update["warnings"] = (*warnings, *_unused(config.zero_optimization))
     return config.model_copy(update=update)
 
 
@@ -112,10 +112,9 @@ def _known(
 
 def _asks(value: Any) -> bool:
     """Whether a section asks for something: it is neither empty nor disabled."""
-    if not isinstance(value, Mapping):
-        return True
-    off = value.get("enabled") is False or value.get("device") == "none"
-    return bool(value) and not off
+    if isinstance(value, Mapping):
+        return bool(value) and value.get("enabled") is not False
+    return True
 
 
 def _unknown(section: str, key: str) -> tuple[str, bool]:
@@ -184,19 +183,19 @@ def _meant(key: str, names: Iterable[str]) -> str:
     return f'did you mean "{spelt[close[0]]}"?' if close else ""
 
 
-def _unused(config: Config, values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for keys of `zero_optimization` that the stage leaves without effect."""
-    stage, given = config.zero_optimization.stage, values.get("zero_optimization", {})
+def _unused(zero: ZeroOptimization) -> Iterator[str]:
+    """A sentence for each key, not at its default, that has no effect at this stage."""
     parameters = ("offload_param", "stage3_", "zero_hpz", "zero_quantized_w")
     states = ("offload_optimizer", "mics_", "zero_quantized_g")
     for first, names, why in (
         (3, parameters, "parameters are sharded at stage 3 only"),
         (1, states, "optimizer states are sharded from stage 1 on"),
     ):
-        idle = [key for key in given if key.startswith(names) and _asks(given[key])]
-        if stage < first and idle:
-            keys = f"zero_optimization: {', '.join(idle)}"
-            yield f"{keys} without effect at stage {stage}: {why}"
+        for key, field in ZeroOptimization.model_fields.items():
+            idle = zero.stage < first and key.startswith(names)
+            if idle and getattr(zero, key) != field.default:
+                where = f"zero_optimization.{key}"
+                yield f"{where} has no effect at stage {zero.stage}: {why}"
 
 
 def _shown(value: Any, text: Callable[[Any], str] = json.dumps) -> str:
