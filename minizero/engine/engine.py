@@ -101,8 +101,7 @@ class Engine(StepLoop, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
-        if self._destroyed:
-            raise RuntimeError("this engine was destroyed; make a new one")
+        self._check(trains=False)
         if not torch.is_grad_enabled():
             return self.net(*args, **kwargs)
         with self.meter.phase("forward"), self._profiled():
@@ -126,7 +125,7 @@ class Engine(StepLoop, nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        self._check_trains()
+        self._check(trains=True)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 "backward takes the loss, a tensor with one element, not "
@@ -145,7 +144,7 @@ class Engine(StepLoop, nn.Module):
         return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        self._check_trains()
+        self._check(trains=True)
         if not self.net.syncing:
             raise RuntimeError("call step() outside of no_sync")
         before = self.global_steps
@@ -155,15 +154,16 @@ class Engine(StepLoop, nn.Module):
 
     backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
 
-    def _check_trains(self) -> None:
+    def _check(self, trains: bool) -> None:
+        """Raise RuntimeError if the engine cannot go on, or cannot train."""
         if self._destroyed:
             raise RuntimeError("this engine was destroyed; make a new one")
-        if self.optimizer is None:
+        if trains and self.optimizer is None:
             raise RuntimeError(
                 "this engine has no optimizer, so it only evaluates; give "
                 "minizero.initialize one, or name one in the config"
             )
-        if self._failed:
+        if trains and self._failed:
             raise RuntimeError(
                 "a backward has failed, so gradients are incomplete; call "
                 "engine.zero_grad() before you go on"
@@ -316,6 +316,7 @@ class Engine(StepLoop, nn.Module):
         CheckpointError, on all ranks, if it cannot be written, or if a step is under way;
         existing checkpoints stay as they are.
         """
+        self._check(trains=False)
         engine: dict[str, Any] = {"steps": self.global_steps, "samples": self.global_samples}
         for name, part in self._parts().items():
             engine[name] = (type(part).__name__, part.state_dict())
@@ -351,6 +352,7 @@ class Engine(StepLoop, nn.Module):
         CheckpointError, on all ranks, for what is damaged, missing, or of another model,
         scheduler or data; the run is then as it was.
         """
+        self._check(trains=False)
         found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
         if tag is None and broadcast_bytes(found) == b"0":
             if rank() == 0:
