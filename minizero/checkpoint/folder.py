@@ -79,7 +79,7 @@ def commit(
     the new one is there it is found under its other name. Then `latest` is replaced, so
     that a `load` without a tag takes the new one. Old ones go last.
     """
-    if not all((written / file.name).exists() for file in index.files):
+    if not all((written / name).exists() for name, _, _ in index.files):
         raise CheckpointError(
             f"{written}: a file was deleted during the save; give every job a folder of "
             "its own. The checkpoint before this one is intact"
