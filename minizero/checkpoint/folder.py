@@ -58,7 +58,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     """Make a folder for the files of a new checkpoint; it, and the save's number."""
-    bad = Path(tag).name != tag or tag.strip() != tag or tag in ("..", LATEST)
+    bad = Path(tag).name != tag or tag.strip() != tag or tag in ("", "..", LATEST)
     if bad or not tag.isprintable() or _ASIDE.fullmatch(tag):
         raise CheckpointError(
             f"the tag {tag!r} cannot name a folder beside `latest`; take one such as "
