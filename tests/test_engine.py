@@ -31,6 +31,7 @@ from minizero.ranks import Pool, rank, world_size
 STAGES = (0, 1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,11 @@ def trained(stage: int, m: int = 1, steps: int = 6, **more: Any) -> Run:
 
 def equal(runs: list[Run], others: list[Run]) -> bool:
     """The same bits; where parameters are sharded, only rank 0 has weights."""
-    a, b = ([Run(r.losses, r.norms, each[0].weights) for r in each] for each in (runs, others))
-    return same(a, b)
+
+    def on_rank_0(runs: list[Run]) -> list[Run]:
+        return [Run(r.losses, r.norms, runs[0].weights) for r in runs]
+
+    return same(on_rank_0(runs), on_rank_0(others))
 
 
 def same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -132,12 +136,13 @@ def example() -> dict[str, Any]:
     assert engine.net.flats[0].full.dtype == torch.float16
     assert (engine.global_steps, engine.micro_steps) == (6, 96)
     assert engine.get_batch_info() == (256, 4, 16) and engine.global_samples == 6 * 256
-    assert losses[-1] < 0.8 * losses[0]
-    return {"scale": optimizer.loss_scale, "skipped": engine.skipped_steps}
+    scale, skipped = optimizer.loss_scale, engine.skipped_steps
+    return {"losses": losses, "scale": scale, "skipped": skipped}
 
 
 def test_the_example_config_trains(four: Pool) -> None:
     got = four.run(example)[0]
+    assert got["losses"][-1] < 0.8 * got["losses"][0]
     # the first overflow is forgiven (hysteresis 2), the second halves
     assert got["skipped"] < 3 and got["scale"] == 2.0 ** (17 - max(1, got["skipped"]))
 
@@ -187,9 +192,10 @@ def unsynced(stage: int) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
-@pytest.mark.parametrize(
-    "how, stage", [(own_boundaries, 1), (own_boundaries, 2), (unsynced, 0), (unsynced, 1)]
-)
+OWN = [(own_boundaries, 1), (own_boundaries, 2), (unsynced, 0), (unsynced, 1)]
+
+
+@pytest.mark.parametrize("how, stage", OWN)
 def test_a_script_may_accumulate_by_itself(
     two: Pool, how: Callable[..., Any], stage: int
 ) -> None:
@@ -405,7 +411,7 @@ def test_groups_of_parameters(two: Pool, tmp_path: Path) -> None:
         engine, optimizer, _, _ = minizero.initialize(
             model=model,
             model_parameters=[{"params": []}, *filled, {"params": [], "lr": 0.5}],
-            config=config(stage, optimizer=SGD | {"params": {"lr": 0.1, "momentum": 0.9}}),
+            config=config(stage, optimizer=MOMENTUM),
         )
         decay = [group["weight_decay"] for group in optimizer.param_groups]
         assert decay == [0.0, 0.1, 0.0, 0.0]
@@ -522,11 +528,11 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
     optimizer = small().optimizer
     assert optimizer is not None and optimizer.loss_scale == 1.0
     for use, sentence in (
-        (lambda: optimizer.add_param_group({"params": []}), "give all parameter groups"),
+        (lambda: optimizer.add_param_group({"params": []}), "all parameter groups"),
         (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
         (lambda: optimizer.step(lambda: 0.0), "no closure"),
         (lambda: setattr(optimizer, "loss_scale", 2.0), "exists with fp16 only"),
-        (optimizer.optimizer.step, "call step"),
+        (optimizer.optimizer.step, "engine.step"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=sentence):
             use()
@@ -660,6 +666,10 @@ def raise_fault(*_: Any) -> None:
     raise Fault
 
 
+def fail_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.register_hook(raise_fault)
+
+
 def interrupted(where: str, stage: int) -> Run:
     """Steps of two micro-batches, one of which fails once; the step is done again."""
     engine = start(stage, 2)
@@ -674,7 +684,7 @@ def interrupted(where: str, stage: int) -> Run:
                 engine(own(x, 2), own(y, 2))
             handle.remove()
         elif where == "backward" and i == 2:
-            handle = block.register_forward_hook(lambda *a: a[-1].register_hook(raise_fault) and None)
+            handle = block.register_forward_hook(fail_in_backward)
             loss = engine(own(x, 2), own(y, 2))
             handle.remove()
             with pytest.raises(Fault):
@@ -955,7 +965,8 @@ def test_reports(two: Pool) -> None:
         assert same([run], [reference])
         last = text.splitlines()[-1]
         assert "samples/s=" in last
-        assert all(phase in last for phase in phases) == ("wall_clock_breakdown" in more)
+        timed = "wall_clock_breakdown" in more
+        assert all(phase in last for phase in phases) == timed
         averaged = "lr=[0.01, 0.003], mom=[(0.9, 0.999)" in last
         assert averaged == ("steps_per_print" in more)
 

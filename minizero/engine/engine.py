@@ -271,6 +271,8 @@ class Engine(StepLoop, nn.Module):
             raise RuntimeError("change the batch size between steps, after a step()")
         micro = self.config.train_micro_batch_size_per_gpu
         sizes = batch_sizes(world_size(), train_batch_size, micro, None)
+        if min(sizes) < 1:
+            raise ValueError(f"a batch has at least one sample, not {train_batch_size}")
         new = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
         self.config = self.config.model_copy(update=new)
 
