@@ -233,7 +233,7 @@ def test_memory_agrees_with_the_estimate() -> None:
         ({"secondary": 2, "stage": 2}, "use it at stage 3, without group"),
         ({"weight_bits": 6}, "quantized to 8 or 4 bits, not 6"),
         ({"weight_bits": 8, "stage": 2}, "leave weight_bits out"),
-        ({"stage": 1, "offload_param": "gpu"}, "a placement is on one of device"),
+        ({"stage": 1, "offload_param": "gpu"}, "on must be one of device, cpu, nvme"),
     ],
 )
 def test_predict_refuses_in_a_sentence(change: dict[str, Any], sentence: str) -> None:
