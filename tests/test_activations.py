@@ -17,10 +17,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import comm, parallelize
-from minizero.activations.host_copies import UnitCopies
+from minizero.activations.stores import Copies
 from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.saved_tensors import SavedTensors, by_operator
-from minizero.activations.selective import keep_matmuls
+from minizero.activations import keep_matmuls
 from minizero.activations.stores import Offloaded, Sharded, Store
 from minizero.lab.models.activations import Activations, step_flops
 from minizero.lab.models.gpt import GPT, GPTConfig
@@ -638,7 +638,7 @@ def test_offloading_fits_what_does_not_fit() -> None:
         model, x = GPT(config), tokens(rows=8, config=config)
         recompute_units(model, how)
         with ToyGPU(capacity, model) as gpu:
-            gpu.adopt(x)
+            label(x, "activations")
             model(x, x).backward()
         return gpu.peak
 
@@ -654,7 +654,7 @@ def test_offloading_fits_what_does_not_fit() -> None:
 def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     order: list[Any] = []
-    begin, fetch = Offloaded.begin, UnitCopies.fetch
+    begin, fetch = Offloaded.begin, Copies.fetch
 
     def began(self: Offloaded, unit: str) -> Any:
         order.append(begin(self, unit))
@@ -666,7 +666,7 @@ def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch(self)
 
     monkeypatch.setattr(Offloaded, "begin", began)
-    monkeypatch.setattr(UnitCopies, "fetch", fetched)
+    monkeypatch.setattr(Copies, "fetch", fetched)
     model, x = build(Recompute("full", Offloaded())), tokens()
     for i, block in enumerate(model.blocks):
         block.norm1.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
