@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import functions
+from ..activations import CHECKPOINT, Offloaded
 from ..config import Config, read
 from ..config.batch import MICRO, STEPS, TOTAL
 from ..config.source import Source
@@ -465,8 +465,8 @@ def initialize(
             settings.dataloader_drop_last,
         )
     scheduler = make_scheduler(settings, lr_scheduler, made)
-    if not functions.configured:
-        functions.use(settings.activation_checkpointing.cpu_checkpointing)
+    if settings.activation_checkpointing.cpu_checkpointing:
+        CHECKPOINT.store = Offloaded()
     changed = [None if made is None else freeze_others(model, made), take_over(model)]
     if rank() == 0:
         for sentence in filter(None, (*settings.warnings, *idle, *changed)):

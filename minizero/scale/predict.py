@@ -15,7 +15,7 @@ from minizero.scale.cost import ITEMSIZES, RECOMPUTED, Candidate, Costs, Memory
 from minizero.scale.machines import BUS, STREAM, Machine, bus
 from minizero.scale.shapes import Shape, check_choices, check_counts
 from minizero.zero import Schedule
-from minizero.zero.group_shards import check
+from minizero.zero.groups import check_groups
 
 
 def layers_of(
@@ -157,7 +157,7 @@ def predict(
     )
     plan, bits = how.plan, (how.weight_bits, how.gradient_bits)
     if plan.group or any(bits):
-        check(plan, *bits)
+        check_groups(plan, *bits)
     for placement in vars(plan).values():
         placement.ranks(world_size)  # raises if groups do not divide the ranks
 
