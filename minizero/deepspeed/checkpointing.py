@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..activations import CHECKPOINT, Offloaded
-from ..config import Source, read
+from ..config import read
 from ..ranks.launch import world_size
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
@@ -26,7 +26,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Source | None = None,
+    deepspeed_config: str | dict[str, Any] | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
