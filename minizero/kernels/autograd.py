@@ -41,6 +41,7 @@ class Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y
 
+    # continued: norm-autograd-backward
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from minizero.kernels.triton_kernels import norm_backward
