@@ -72,9 +72,13 @@ class Delayed(Offload):
         # bring the gradients' factor to the host: the thread would wait for all
         # that the device computes meanwhile
         precision.cast_grad(torch.zeros(()))
-        # copies: a scheduler or the loss scale changes options before the
-        # thread is done
-        optimizer, precision = frozen(optimizer), copy.copy(precision)
+        # learning rate schedulers look for this before they warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        # the same states, but options that no scheduler or loss scale changes
+        # before the thread has read them
+        optimizer, groups = copy.copy(optimizer), optimizer.param_groups
+        optimizer.param_groups = [dict(group) for group in groups]
+        precision = copy.copy(precision)
         for unit in self._units:
             for flat in unit.trainable:
                 flat.staged_grad = self._grads[flat]
@@ -126,11 +130,3 @@ class Delayed(Offload):
             )
         super().refresh(flat, precision)
 
-
-def frozen(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer and states, with a copy of its options."""
-    # learning rate schedulers look for this before they warn
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    frozen = copy.copy(optimizer)
-    frozen.param_groups = [dict(group) for group in optimizer.param_groups]
-    return frozen

@@ -76,7 +76,7 @@ def empty(
     """Uninitialized memory of this rank's device ("device") or of the host ("cpu")."""
     if on == "cpu":
         return host_empty(shape, dtype, category)
-    made = torch.empty(*shape, dtype=dtype, device=device())
+    made = torch.empty(tuple(shape), dtype=dtype, device=device())
     return labels.label(made, category, on="device")
 
 
@@ -98,9 +98,16 @@ class DoubleBuffer:
     one turn may cut, `aligned` sizes added up. `on`: "device" or "cpu".
     """
 
-    def __init__(self, nbytes: int, on: str) -> None:
-        self.nbytes, self._used = nbytes, 0
-        self.blocks = [empty((nbytes,), torch.uint8, on) for _ in range(2)]
+    def __init__(self, on: str) -> None:
+        self.on, self.nbytes, self._used = on, 0, 0
+        self.blocks: list[Tensor] = []
+
+    def reserve(self, nbytes: int) -> None:
+        """Let a turn cut at least `nbytes`; nothing may use the blocks now."""
+        if nbytes > self.nbytes:
+            self.blocks.clear()  # first: old and new blocks never coexist
+            self.nbytes = nbytes
+            self.blocks = [empty((nbytes,), torch.uint8, self.on) for _ in range(2)]
 
     def turn(self) -> None:
         """Cut from the other block now, from its start."""
@@ -137,8 +144,8 @@ class Offload(Storage):
             streams if self.at == "cpu" else streams[::-1]
         )
         # two blocks each: for the update, and for gradients that arrive
-        self._staging = DoubleBuffer(0, self.at)
-        self._landing = DoubleBuffer(0, "cpu")
+        self._staging = DoubleBuffer(self.at)
+        self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
         self._arriving: list[tuple[Tensor, Tensor, Tensor, CopyEvent]] = []
         # of a placeholder, the tensor that it stands for
@@ -186,8 +193,7 @@ class Offload(Storage):
         nbytes = aligned(mean.nbytes)
         if self._landing.nbytes < nbytes:
             self.wait_for_copies()
-            del self._landing  # first: old and new blocks never coexist
-            self._landing = DoubleBuffer(nbytes, "cpu")
+            self._landing.reserve(nbytes)
         if len(self._arriving) == 2:
             self._add_oldest()
         self._landing.turn()
@@ -217,10 +223,7 @@ class Offload(Storage):
     ) -> Iterator[list[Unit]]:
         """Copy in unit i + 1, update unit i, copy out unit i - 1: all at once."""
         units = [unit for unit in units if unit.trainable]
-        largest = max(map(self._crossing, units), default=0)
-        if self._staging.nbytes < largest:
-            del self._staging  # first: old and new blocks never coexist
-            self._staging = DoubleBuffer(largest, self.at)
+        self._staging.reserve(max(map(self._crossing, units), default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(following) for following in units[i + 1 : i + 2]]
@@ -274,8 +277,10 @@ class Offload(Storage):
     # ---- continued: reading and writing from outside
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        master = self._stored.get(flat.master, flat.master)
-        precision.shard_to_master(master, flat.shard)
+        if self._stored.get(flat.master) is not flat.shard:
+            master = self.read_shard(flat.master)
+            precision.shard_to_master(master, self.read_shard(flat.shard))
+            self.write_shard(flat.master, master)
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
         for stream in (self.down, self.up):

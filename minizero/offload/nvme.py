@@ -1,234 +1,25 @@
-"""State on disk, and its update slice by slice through a few host buffers."""
+"""State on disk, and its update slice by slice."""
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
-import time
-import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..memory import labels
-from ..memory.bytes import aligned, host_empty
+from ..memory.bytes import host_empty
 from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision
-from .host import CopyEvent, Offload, empty, placeholder
-from .swap_file import ALIGN, SwapFile, SwappedTensor, Transfer, aligned_buffer
-
-Use = Transfer | CopyEvent
-
-
-class StagingBuffers:
-    """`count` buffers in host memory, of one size; there are never more.
-
-    `size`: bytes of one. `nbytes`: of all. `free`: the unused ones.
-    """
-
-    def __init__(self, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"buffer_count must be at least 1, not {count!r}")
-        self.count, self.size = count, 0
-        self.free: list[Tensor] = []
-        # buffers that were given back, and what still uses them
-        self._busy: deque[tuple[Tensor, Sequence[Use]]] = deque()
-
-    @property
-    def nbytes(self) -> int:
-        # each is cut from an allocation that is a page longer
-        return self.count * (self.size + ALIGN) if self.size else 0
-
-    def reserve(self, size: int) -> None:
-        """Have buffers of `size` bytes; all must have been given back."""
-        size = aligned(max(size, 1), ALIGN)
-        if size > self.size:
-            self.drain()
-            self.free.clear()  # first: old and new buffers never coexist
-            self.size = size
-            self.free = [aligned_buffer(size) for _ in range(self.count)]
-
-    def take(self) -> Tensor:
-        """A buffer; if none is free, wait for the oldest that was given back."""
-        if not self.free:
-            self._wait_oldest()
-        return self.free.pop()
-
-    def give(self, buffer: Tensor, uses: Sequence[Use] = ()) -> None:
-        """Give a buffer back; it is free when these transfers or copies are over."""
-        if uses:
-            self._busy.append((buffer, uses))
-        else:
-            self.free.append(buffer)
-
-    def reclaim(self) -> None:
-        """Free the oldest buffers whose uses are over, without waiting."""
-        while self._busy and all(use.is_over() for use in self._busy[0][1]):
-            self._wait_oldest()
-
-    def drain(self) -> None:
-        """Wait for every use."""
-        while self._busy:
-            self._wait_oldest()
-
-    def _wait_oldest(self) -> None:
-        buffer, uses = self._busy.popleft()
-        for use in uses:
-            use.wait()
-        self.free.append(buffer)
-
-
-class Activity(NamedTuple):
-    """A bar of a timeline: what a lane did for a unit, from when to when.
-
-    `lane`: "read", "step" or "write". Seconds of `time.perf_counter`.
-    """
-
-    lane: str
-    unit: str
-    started: float
-    finished: float
-
-
-@dataclass(eq=False)
-class StagedTensor:
-    """Elements a to b of a stored tensor, while they are updated.
-
-    `here`: a copy of them on `device`, where the optimizer works, in `dtype`;
-    or they themselves, if they are stored there. `read`, `written`: whether
-    the update needs their old values, and changes them. `swapped`: their
-    place if they are on disk; a and b are then the borders of a record.
-    """
-
-    tensor: Tensor
-    swapped: SwappedTensor | None
-    a: int
-    b: int
-    dtype: torch.dtype
-    device: torch.device
-    read: bool = True
-    written: bool = True
-    reading: Transfer | None = None
-
-    @property
-    def room(self) -> int:
-        """Bytes that it needs of a staging buffer."""
-        in_place = self.tensor.device == self.device and self.tensor.dtype == self.dtype
-        if self.swapped is None and (in_place or self.device.type != "cpu"):
-            return 0
-        return aligned((self.b - self.a) * self.dtype.itemsize, ALIGN)
-
-    def launch_read(self, section: Tensor) -> None:
-        """Launch what brings the elements to the host, to `room` bytes of a buffer."""
-        self.section = section
-        self.near = stored = self.tensor[self.a : self.b]
-        if self.room:
-            self.near = section.view(self.dtype)[: self.b - self.a]
-        if self.swapped is not None and self.read:
-            record = self.a // self.swapped.step
-            self.reading = self.swapped.read(record, section)
-        elif self.room and self.read:
-            self.near.copy_(stored)
-
-    def arrive(self) -> None:
-        """Wait until the elements are `here`."""
-        if self.reading is not None:
-            self.reading.wait()
-        self.here = self.near
-        if self.near.device != self.device:
-            copied = self.near.to(self.device)
-            self.here = labels.label(copied, "buffers", on="device")
-
-    def launch_write(self) -> list[Transfer]:
-        """Send the elements back to where they are stored; the disk's transfers."""
-        here, self.here = self.here, self.near
-        if not self.written:
-            return []
-        if here is not self.near:
-            self.near.copy_(here)
-        if self.swapped is not None:
-            return [self.swapped.write(self.a // self.swapped.step, self.section)]
-        if self.room:
-            self.tensor[self.a : self.b].copy_(self.near)
-        return []
-
-
-@dataclass(eq=False)
-class Slice:
-    """Some elements of a flat's shard, and all that their update needs.
-
-    `values`: of the parameters. `master`: the same object where no copy is
-    kept. `states`: the optimizer's with one value for each element; they are
-    `fresh` if it has yet to make them. `others`: what else it keeps, such as
-    a step counter, as it was before this update.
-    """
-
-    unit: Unit
-    flat: Flat
-    values: StagedTensor
-    grad: StagedTensor
-    master: StagedTensor
-    states: dict[str, StagedTensor]
-    others: dict[str, Any]
-    fresh: bool
-
-    @property
-    def tensors(self) -> list[StagedTensor]:
-        tensors = [self.values, self.grad, self.master]
-        return list(dict.fromkeys([*tensors, *self.states.values()]))
-
-    def launch_reads(self, buffer: Tensor) -> None:
-        """Launch all reads, into this staging buffer."""
-        self.buffer, start = buffer, 0
-        for tensor in self.tensors:
-            tensor.launch_read(buffer[start : start + tensor.room])
-            start += tensor.room
-
-    def show(self, state: dict[str, Any]) -> None:
-        """Wait for the reads; let the optimizer have this slice only."""
-        for tensor in self.tensors:
-            tensor.arrive()
-        self.flat.master.data = self.master.here
-        self.flat.staged_grad = self.grad.here
-        self.flat.staged_shard = self.values.here
-        state.clear()
-        state.update(copy.deepcopy(self.others))
-        if not self.fresh:
-            state.update({key: s.here for key, s in self.states.items()})
-        self.began = time.perf_counter()
-
-    def launch_writes(self, state: dict[str, Any], blank: Tensor) -> None:
-        """Launch all writes; the optimizer is left with placeholders."""
-        self.ended = time.perf_counter()
-        labels.label(self.buffer, "buffers")  # a precision may have labelled a part
-        for key, staged in self.states.items():
-            if state[key].data_ptr() != staged.here.data_ptr():
-                staged.here.copy_(state[key])
-            state[key] = staged.tensor
-        self.flat.master.data = blank
-        del self.flat.staged_shard
-        self.writes = [w for tensor in self.tensors for w in tensor.launch_write()]
-
-    def activities(self) -> Iterator[Activity]:
-        """When it was read, updated and written; call it when that is over."""
-        reads = [t.reading for t in self.tensors if t.reading is not None]
-        for lane, transfers in (("read", reads), ("write", self.writes)):
-            if transfers:
-                began = min(t.started for t in transfers)
-                ended = max(t.finished for t in transfers)
-                yield Activity(lane, self.unit.name, began, ended)
-        yield Activity("step", self.unit.name, self.began, self.ended)
-
+from .host import Offload, empty, placeholder
+from .staging import Slice, StagedTensor, StagingBuffers
+from .swap_file import SwapFile, SwappedTensor, Transfer
 
 # The optimizer's vector instructions round the elements of an incomplete
 # vector in another way.
@@ -245,7 +36,7 @@ class NVMe(Offload):
 
     `folder`: of the swap file (default: the environment's MINIZERO_NVME, or
     the folder for temporary files). `block_size`, `queue_depth`: bytes of a
-    request, requests in flight. `timeline`: what the last update did, when.
+    request, requests in flight.
 
     A disk that is full or fails raises DiskFault, which names the folder.
     Later calls are refused then: some slices may be updated and some not.
@@ -273,7 +64,6 @@ class NVMe(Offload):
         self.buffers = StagingBuffers(buffer_count)
         chosen = folder or os.environ.get("MINIZERO_NVME") or tempfile.gettempdir()
         self.swap = SwapFile(Path(chosen), block_size, queue_depth)
-        self.timeline: list[Activity] = []
         # of a placeholder, the place on disk of what it stands for
         self._swapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # records that are read ahead of their use
@@ -311,14 +101,19 @@ class NVMe(Offload):
         return found
 
     def _allocate(self, like: Tensor, category: str) -> Tensor:
-        """A placeholder for a new, uninitialized tensor on disk."""
+        """A new, uninitialized tensor where its category is stored.
+
+        On disk: a placeholder for it.
+        """
+        on = getattr(self.plan, category).on
+        if on != "nvme":
+            return empty(like.shape, like.dtype, on, category)
         with self.guard():
             swapped = SwappedTensor(
                 self.swap, category, like.numel(), like.dtype, self.buffer_size
             )
         made = placeholder(like, "cpu")
         self._swapped[made] = swapped
-        weakref.finalize(made, swapped.free).atexit = False
         return made
 
     def store(self, values: Tensor, category: str) -> Tensor:
@@ -377,13 +172,6 @@ class NVMe(Offload):
         for record in range(a // swapped.step, -(-b // swapped.step)):
             start, stop = swapped.range(record)
             yield record, start, max(a, start), min(b, stop)
-
-    def refresh(self, flat: Flat, precision: Precision) -> None:
-        stored = self._stored[flat.master]
-        if stored is not flat.shard:
-            master, shard = self.read_shard(stored), self.read_shard(flat.shard)
-            precision.shard_to_master(master, shard)
-            self.write_shard(stored, master)
 
     # ---- continued: parameters, read ahead of their use
 
@@ -456,13 +244,13 @@ class NVMe(Offload):
                 state = optimizer.state[part.flat.master]
                 part.show(state)
                 self.step([part.flat], optimizer, precision)
-                part.launch_writes(state, placeholder(part.flat.master, self.at))
+                blank = placeholder(self._stored[part.flat.master], self.at)
+                part.launch_writes(state, blank)
                 self.buffers.give(part.buffer, part.writes)
                 is_last = todo[i + 1 :] == [] or todo[i + 1].unit is not part.unit
                 if is_last and self.plan.parameters.on != "nvme":
                     yield [part.unit]
             self.buffers.drain()
-            self.timeline = [bar for part in todo for bar in part.activities()]
             if self.plan.parameters.on == "nvme":
                 # only now: who keeps units unsharded reads them again
                 yield [unit for unit in units if unit.trainable]
@@ -471,34 +259,32 @@ class NVMe(Offload):
         self, unit: Unit, flat: Flat, optimizer: torch.optim.Optimizer
     ) -> Iterator[Slice]:
         """Cut the update of a flat's shard into what fits a staging buffer."""
-        found = optimizer.state[flat.master].items()
-        states = {k: v for k, v in found if getattr(v, "ndim", 0) == 1}
-        others = {k: v for k, v in found if k not in states}
+        master, state = flat.master, optimizer.state[flat.master]
+        states = {k: v for k, v in state.items() if getattr(v, "ndim", 0) == 1}
+        others = {k: v for k, v in state.items() if k not in states}
         fresh = not states
         if fresh:
             assert flat.group is not None
-            group = optimizer.param_groups[flat.group]
-            for key, dtype in state_layout(optimizer, group, flat.master).items():
-                like = torch.empty(flat.master.shape, dtype=dtype, device="meta")
-                if self.plan.optimizer.on == "nvme":
-                    states[key] = self._allocate(like, "optimizer")
-                else:
-                    on = self.plan.optimizer.on
-                    states[key] = empty(like.shape, dtype, on, "optimizer")
-        stored = self._stored[flat.master]
-        where = flat.master.device
-        size = flat.master.numel()
-        for a in range(0, size, self.buffer_size):
-            b = min(a + self.buffer_size, size)
-
-            def stage(tensor: Tensor, **options: Any) -> StagedTensor:
-                swapped = self._swapped.get(tensor)
-                dtype = options.pop("dtype", tensor.dtype)
-                return StagedTensor(tensor, swapped, a, b, dtype, where, **options)
-
-            # a separate master is rounded into the parameters
-            values = stage(flat.shard, read=stored is flat.shard)
-            master = values if stored is flat.shard else stage(stored)
-            grad = stage(flat.mean, dtype=flat.master.dtype, written=False)
-            parts = {k: stage(state, read=not fresh) for k, state in states.items()}
-            yield Slice(unit, flat, values, grad, master, parts, others, fresh)
+            layout = state_layout(
+                optimizer, optimizer.param_groups[flat.group], master
+            )
+            for key, dtype in layout.items():
+                like = torch.empty(master.shape, dtype=dtype, device="meta")
+                states[key] = self._allocate(like, "optimizer")
+        # a separate copy is rounded into the parameters
+        stored = self._stored[master]
+        apart = stored is not flat.shard
+        for a in range(0, master.numel(), self.buffer_size):
+            b = min(a + self.buffer_size, master.numel())
+            place = a, b, master.device, self._swapped
+            values = StagedTensor(flat.shard, *place, read=not apart)
+            yield Slice(
+                unit,
+                flat,
+                values,
+                StagedTensor(flat.mean, *place, written=False),
+                StagedTensor(stored, *place) if apart else values,
+                {k: StagedTensor(v, *place, read=not fresh) for k, v in states.items()},
+                others,
+                fresh,
+            )

@@ -8,9 +8,9 @@ import os
 import tempfile
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,15 +24,7 @@ ALIGN = 4096
 
 
 class DiskFault(RuntimeError):
-    """A file that cannot be made, written or read; `path`: it, or its folder."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path, self.problem = path, problem
-
-    def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        # a rank's error is pickled for the parent
-        return type(self), (self.path, self.problem)
+    """A swap file that cannot be made, written or read; the message names its folder."""
 
 
 ADVICE = {
@@ -43,9 +35,10 @@ ADVICE = {
 }
 
 
-def explained(path: Path, error: OSError) -> DiskFault:
+def explained(folder: Path, error: OSError) -> DiskFault:
     """The same error as a DiskFault, with what to do about it."""
-    return DiskFault(path, ADVICE.get(error.errno or 0, error.strerror or str(error)))
+    advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
+    return DiskFault(f"{folder}: {advice}")
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
@@ -116,19 +109,19 @@ class SwapFile:
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DiskFault(
-                folder,
-                f"cannot be written to ({error.strerror}); choose another folder",
+                f"{folder}: cannot be written to ({error.strerror}); choose another "
+                "folder"
             ) from error
         self._close_file = weakref.finalize(self, file.close)
         self.fd = file.fileno()
-        self.direct = _made_direct(self.fd)
+        self.direct = False
+        with suppress(AttributeError, OSError):  # not every system can do it
+            flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
+            self.direct = fcntl.fcntl(self.fd, fcntl.F_SETFL, flags) == 0
         self._threads = ThreadPoolExecutor(queue_depth, "file")
-        self._free: dict[int, list[int]] = defaultdict(list)
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of `nbytes` (whole pages); raises DiskFault now if the disk is full."""
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
+        """The offset of `nbytes` new bytes; raises DiskFault now if the disk is full."""
         at, self.size = self.size, self.size + nbytes
         try:
             if hasattr(os, "posix_fallocate"):
@@ -139,17 +132,13 @@ class SwapFile:
             raise explained(self.path, error) from error
         return at
 
-    def free(self, at: int, nbytes: int) -> None:
-        """The next `allocate` of as many bytes may have them."""
-        self._free[nbytes].append(at)
-
     def read(self, offset: int, buffer: Tensor) -> Transfer:
         """Launch a read into contiguous host memory, of whole pages if `direct`."""
-        return self._launch(self._read, offset, buffer)
+        return self._launch(os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> Transfer:
         """Launch a write of such memory."""
-        return self._launch(self._write, offset, buffer)
+        return self._launch(os.pwritev, offset, buffer)
 
     def close(self) -> None:
         """Wait for what is under way, and let the system free the file."""
@@ -157,52 +146,30 @@ class SwapFile:
         self._close_file()
 
     def _launch(
-        self, request: Callable[[Tensor, int], float], offset: int, buffer: Tensor
+        self, call: Callable[..., int], offset: int, buffer: Tensor
     ) -> Transfer:
         started, data = time.perf_counter(), buffer.view(torch.uint8)
         # the slice that a thread gets keeps the memory alive
         requests = [
-            self._threads.submit(request, data[a : a + self.block_size], offset + a)
+            self._threads.submit(
+                self._request, call, data[a : a + self.block_size], offset + a
+            )
             for a in range(0, data.nbytes, self.block_size)
         ]
         return Transfer(self.path, started, requests)
 
-    def _read(self, block: Tensor, at: int) -> float:
+    def _request(self, call: Callable[..., int], block: Tensor, at: int) -> float:
+        """Read or write a block, in a thread; when that was done."""
         left = view(block)
         while left:
-            count = os.preadv(self.fd, [left], at)
+            count = call(self.fd, [left], at)
             if count == 0:
                 raise DiskFault(
-                    self.path,
-                    f"the file ends at byte {at:,}, and {len(left):,} more were "
-                    "to be read; start again",
+                    f"{self.path}: the file ends at byte {at:,}, and {len(left):,} "
+                    "more were to be read; start again"
                 )
             left, at = left[count:], at + count
         return time.perf_counter()
-
-    def _write(self, block: Tensor, at: int) -> float:
-        left = view(block)
-        while left:
-            count = os.pwrite(self.fd, left, at)
-            left, at = left[count:], at + count
-        return time.perf_counter()
-
-
-def _made_direct(fd: int) -> bool:
-    """Let an empty file bypass the page cache, if a write shows that it can."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), aligned_buffer(ALIGN)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwrite(fd, view(page.zero_()), 0)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    os.ftruncate(fd, 0)
-    return True
 
 
 class SwappedTensor:
@@ -245,7 +212,3 @@ class SwappedTensor:
     def _place(self, record: int, buffer: Tensor) -> tuple[int, Tensor]:
         pages = aligned(self.elements(record, buffer).nbytes, ALIGN)
         return self._offset + record * self.record_bytes, buffer[:pages]
-
-    def free(self) -> None:
-        """Give the place to another tensor."""
-        self._swap.free(self._offset, self.nbytes)
