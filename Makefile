@@ -52,10 +52,10 @@ train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
 
 bench: $(VENV)/peers
-	@$(BIN)/python -m minizero bench $(ARGS)
+	@$(BIN)/python tests/bench $(ARGS)
 
 gpu: $(VENV)/peers
-	@$(BIN)/python -m minizero.lab.gpu $(ARGS)
+	@$(BIN)/python tests/bench gpu $(ARGS)
 
 parity: $(VENV)/peers
 	@$(BIN)/python tests/parity $(ARGS)

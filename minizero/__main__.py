@@ -135,7 +135,7 @@ def _train(options: argparse.Namespace) -> None:
 def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
-    from minizero.checkpoint.export import export
+    from minizero.checkpoint import export
 
     dtype = getattr(torch, _DTYPES[options.dtype])
     size = int(options.max_shard_size)

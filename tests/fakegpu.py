@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import minizero.comm.backend
-import minizero.comm.point_to_point
+import minizero.comm.transport
 import minizero.memory.bytes
 import minizero.offload.async_io
 import minizero.offload.nvme_storage
@@ -414,19 +413,13 @@ def _broadcast(t: Tensor, src: int, group: Any = None, async_op: bool = True) ->
     return GPU.now.collective("broadcast", t, t, group, False)
 
 
-def _gather_list(every: list[Tensor], own: Tensor, async_op: bool = True) -> Done:
-    for row in every:
-        done = GPU.now.collective("all_gather", row, own, None, False)
-    return done
-
-
-def _exchange(ops: list[Any]) -> list[Done]:
-    """Sends and receives of host memory."""
-    for op in ops:
-        receives = op.op is dist.irecv
-        GPU.now.by_host(
-            "exchange", [] if receives else [op.tensor], [op.tensor] if receives else []
-        )
+def _post(
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+) -> list[Done]:
+    """Messages of host memory."""
+    for reads, messages in ((True, sends), (False, receives)):
+        for _, t in messages:
+            GPU.now.by_host("exchange", [t] if reads else [], [] if reads else [t])
     return [Done(dict(GPU.now.clock), True)]
 
 
@@ -515,18 +508,16 @@ def install(rank: int, ranks: int) -> None:
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda device=None: GPU.now.stream,
+        "default_stream": lambda device=None: GPU.now.default,
         "stream": _stream,
     }.items():
         setattr(cuda, name, stand_in)
     sys.modules[device.__module__].ACCELERATOR = NAME  # type: ignore[attr-defined]
-    minizero.comm.point_to_point._backends = lambda config: {
-        "cpu": "gloo",
-        NAME: "nccl",
-    }
-    minizero.comm.backend._all_gather = _all_gather
-    minizero.comm.backend._reduce_scatter = _reduce_scatter
+    transport = minizero.comm.transport
+    transport._backends = lambda config: {"cpu": "gloo", NAME: "nccl"}
+    transport._all_gather, transport._reduce_scatter = _all_gather, _reduce_scatter
+    transport._post = _post
     dist.all_reduce, dist.broadcast = _all_reduce, _broadcast
-    dist.all_gather, dist.batch_isend_irecv = _gather_list, _exchange
     dist.new_group = lambda *args, **options: object()
     minizero.memory.bytes.page_locked = _page_locked
     minizero.offload.second_set.ThreadPoolExecutor = Inline

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from minizero.checkpoint import commit
 from minizero.checkpoint.directory import checkpoints, exists, read_index
 from minizero.checkpoint.manifest import Index, parse_index
-from minizero.lab.training.recovery import Job, build, history, train
+from recovery import Job, build, history, train
 
 STEPS, KEEP = 40, 2
 ENDING = 30.0  # seconds that survivors may take to notice and to end

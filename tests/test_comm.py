@@ -1,10 +1,10 @@
-"""Collectives: values, dtypes, uneven sizes, what the ledger counts."""
+"""Collectives: values, dtypes, uneven sizes, groups, what the ledger counts."""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -12,103 +12,77 @@ import torch
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm import backend, offers, point_to_point
-from minizero.comm.algorithms import ordered_sum
-from minizero.memory import Tracker
-from minizero.ranks import cross_memory
-from minizero.ranks.launch import Pool, RankError, rank, world_size
+from minizero.comm import choice, transport
+from minizero.ranks import Pool, RankError, rank, world_size
 
-NUMBERS = [0, 1, 7, 12]
+RANKS = (1, 2, 3)
+each_algorithm = pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
 
 
-FORBIDDEN = "this system does not let a process read another's memory"
-
-
-@pytest.fixture(scope="module", params=["1", "2", "3", "3 that read"])
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Ranks; the last ones read every message where it is."""
-    with Pool(int(request.param[0])) as pool:
-        if "read" in request.param and not all(pool.run(read_from, 0)):
-            pytest.skip(FORBIDDEN)
-        yield pool
-
-
-def read_from(size: int) -> bool:
-    """From now on messages of more than `size` bytes are read where they are."""
-    offers.LARGE = size
-    return cross_memory.readable()
-
-
-def values(n: int, r: int, dtype: torch.dtype) -> torch.Tensor:
+def values(n: int, r: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(100 * r + n)
     return torch.randint(-8, 8, (n,), generator=generator).to(dtype)
+
+
+@contextmanager
+def through_the_host() -> Iterator[None]:
+    """As for tensors of a GPU that gloo moves."""
+    patches = [
+        patch.object(module, "is_staged", lambda like: True)
+        for module in (transport, choice)
+    ]
+    with patches[0], patches[1]:
+        yield
 
 
 def collectives(
     algorithm: str, dtype: torch.dtype, staged: bool, async_op: bool
 ) -> None:
     """Compare with plain sums and concatenations; whole numbers, so all are exact."""
-    me, ranks = rank(), world_size()
-    if staged:
-        stage(lambda like: True)
-    try:
+    me, ranks, how = rank(), world_size(), {"async_op": async_op}
+    for n in (0, 1, 7, 12):
+        parts = [values(n, r, dtype) for r in range(ranks)]
+        total = torch.stack(parts).sum(0).to(dtype)
+        size = -(-n // ranks)
+        padded = torch.zeros(size * ranks, dtype=dtype)
+        padded[:n] = total
+        t, row = parts[me].clone(), torch.full((size,), 9).to(dtype)
+        full, swapped = torch.zeros(n, dtype=dtype), torch.zeros(ranks, n, dtype=dtype)
+        mine = torch.stack([parts[me] + j for j in range(ranks)])
         with comm.algorithm(algorithm):
-            for n in NUMBERS:
-                parts = [values(n, r, dtype) for r in range(ranks)]
-                total = torch.stack(parts).sum(0).to(dtype)
-                size = -(-n // ranks)
-                padded = torch.zeros(size * ranks, dtype=dtype)
-                padded[:n] = total
-                t = parts[me].clone()
-                comm.all_reduce(t, async_op=async_op).wait()
-                assert torch.equal(t, total)
-                row = torch.full((size,), 9, dtype=torch.float32).to(dtype)
-                comm.reduce_scatter(row, parts[me], async_op=async_op).wait()
-                assert torch.equal(row, padded[me * size : (me + 1) * size])
-                whole = torch.zeros(n, dtype=dtype)
-                comm.all_gather(whole, row, async_op=async_op).wait()
-                assert torch.equal(whole, total)
-                for src in range(ranks):
-                    t = parts[me].clone()
-                    comm.broadcast(t, src, async_op=async_op).wait()
-                    assert torch.equal(t, parts[src])
+            comm.all_reduce(t, **how).wait()
+            comm.reduce_scatter(row, parts[me], **how).wait()
+            comm.all_gather(full, row, **how).wait()
+            comm.all_to_all(swapped, mine, **how).wait()
+            for src in range(ranks):
+                sent = parts[me].clone()
+                comm.broadcast(sent, src, **how).wait()
+                assert torch.equal(sent, parts[src])
             comm.barrier()
-    finally:
-        stage(original_staged)
+        assert torch.equal(t, total) and torch.equal(full, total)
+        assert torch.equal(row, padded[me * size : (me + 1) * size])
+        assert torch.equal(swapped, torch.stack([part + me for part in parts]))
 
 
-original_staged = point_to_point.staged
-
-
-def stage(staged: Callable[[Tensor], bool]) -> None:
-    point_to_point.staged = backend.staged = staged
+def collectives_through_the_host(algorithm: str) -> None:
+    with through_the_host():
+        collectives(algorithm, torch.float32, True, False)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+@each_algorithm
 def test_values(pool: Pool, algorithm: str, async_op: bool) -> None:
     pool.run(collectives, algorithm, torch.float32, False, async_op)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
-)
-def test_dtypes(pool: Pool, dtype: torch.dtype) -> None:
-    if dtype == torch.uint8:
-        pool.run(small_bytes)
-    else:
-        pool.run(collectives, "direct", dtype, False, False)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16", "int64"])
+def test_dtypes(pool: Pool, dtype: str) -> None:
+    pool.run(collectives, "direct", getattr(torch, dtype), False, False)
 
 
-def small_bytes() -> None:
-    t = torch.arange(5, dtype=torch.uint8)
-    comm.all_reduce(t)
-    assert torch.equal(t, torch.arange(5, dtype=torch.uint8) * world_size())
-
-
-@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+@each_algorithm
 def test_through_host_memory(pool: Pool, algorithm: str) -> None:
-    pool.run(collectives, algorithm, torch.float32, True, False)
+    pool.run(collectives_through_the_host, algorithm)
 
 
 def in_place() -> None:
@@ -116,71 +90,50 @@ def in_place() -> None:
     buffer = torch.full((4 * ranks,), float(me + 1))
     own = buffer[4 * me : 4 * me + 4]
     comm.reduce_scatter(own, buffer)
-    assert own.eq(ranks * (ranks + 1) / 2).all()
     comm.all_gather(buffer, own)
     assert buffer.eq(ranks * (ranks + 1) / 2).all()
 
 
-def test_own_row_in_place(pool: Pool) -> None:
+def test_the_own_row_may_be_in_the_buffer(pool: Pool) -> None:
     pool.run(in_place)
 
 
 def order_of_sums() -> tuple[bool, bool]:
-    """Whether the sum depends on how the buffer is cut: direct, ring."""
+    """Whether a sum is the same however the buffer is cut: direct, ring."""
     big = torch.tensor([1e8, 1.0, -1e8, 1.0])[: world_size()]
-    mine = big[rank()].repeat(12)
-    equal = []
+    mine, equal = big[rank()].repeat(12), []
     for algorithm in ("direct", "ring"):
         with comm.algorithm(algorithm):
-            whole, cut = mine.clone(), mine.clone()
-            comm.all_reduce(whole)
+            full, cut = mine.clone(), mine.clone()
+            comm.all_reduce(full)
             for piece in cut.split(4):
                 comm.all_reduce(piece)
-        equal.append(torch.equal(whole, cut) and bool((whole == whole[0]).all()))
+        equal.append(torch.equal(full, cut) and bool((full == full[0]).all()))
     return equal[0], equal[1]
 
 
-def test_direct_sums_in_rank_order(pool: Pool) -> None:
+def test_direct_sums_do_not_depend_on_the_cut(pool: Pool) -> None:
     results = pool.run(order_of_sums)
     assert all(direct for direct, _ in results)
     if len(results) == 3:
         assert not any(ring for _, ring in results)
 
 
-def narrow() -> torch.Tensor:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_ordered_sum(dtype: torch.dtype) -> None:
+    """Neighbours first; in memory of the caller's, but 16 bits are summed in fp32."""
+    parts = [torch.tensor([x], dtype=dtype) for x in (1e8, 1.0, -1e8, 1.0)]
+    assert comm.ordered_sum(parts) == 0
+    ones, out = list(torch.ones(5, 3, dtype=dtype)), torch.empty(3, dtype=dtype)
+    total = comm.ordered_sum(ones, True, out)
+    assert total.eq(1).all() and (total is out) is (dtype is torch.float32)
+
+
+def narrow() -> Tensor:
     """bf16: 1 + 1/256 + 1/256 is 1 when rounded twice, more when rounded once."""
     t = torch.tensor([1.0 if rank() == 0 else 1 / 256], dtype=torch.bfloat16)
     comm.all_reduce(t)
     return t
-
-
-def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
-    results = pool.run(narrow)
-    if len(results) == 3:
-        assert all(t.item() == 1 + 1 / 128 for t in results)
-
-
-def algorithms() -> list[str]:
-    """For a tensor of the host, and for one that another backend moves."""
-    moved = {"cpu": "gloo", "meta": "nccl"}
-    with patch.object(point_to_point, "_backends", lambda config: moved):
-        return [
-            backend.current_algorithm(torch.empty(1, device=device)) for device in moved
-        ]
-
-
-def test_the_device_of_a_tensor_chooses_the_algorithm(pool: Pool) -> None:
-    results = pool.run(algorithms)
-    if len(results) > 1:
-        assert all(found == ["direct", "backend"] for found in results)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_is_made_where_it_is_wanted(dtype: torch.dtype) -> None:
-    """But one of 16 bits in fp32, to be rounded once."""
-    parts, out = list(torch.ones(5, 3, dtype=dtype)), torch.empty(3, dtype=dtype)
-    total = ordered_sum(parts, True, out)
-    assert total.eq(1).all() and (total is out) is (dtype is torch.float32)
 
 
 def averaged(algorithm: str) -> None:
@@ -193,30 +146,44 @@ def averaged(algorithm: str) -> None:
         assert row[: max(0, min(len(row), 5 - me * len(row)))].eq(large[0]).all()
         comm.all_reduce(large, average=True)
         assert large.eq(60000.0).all()
-    t = values(12, me, torch.float32) / 3
+    t = values(12, me) / 3
     mean = t.clone()
     comm.all_reduce(t)
     comm.all_reduce(mean, average=True)
     assert torch.equal(mean, t / n)
 
 
-@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+@each_algorithm
 def test_means_fit_where_sums_do_not(pool: Pool, algorithm: str) -> None:
     pool.run(averaged, algorithm)
 
 
+def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
+    results = pool.run(narrow)
+    if len(results) == 3:
+        assert all(t.item() == 1 + 1 / 128 for t in results)
+
+
+def chosen() -> list[str]:
+    """For a tensor of the host, and for one that another backend moves."""
+    moved = {"cpu": "gloo", "meta": "nccl"}
+    with patch.object(transport, "_backends", lambda config: moved):
+        return [comm.current_algorithm(torch.empty(1, device=on)) for on in moved]
+
+
+def test_the_device_of_a_tensor_chooses_the_algorithm(pool: Pool) -> None:
+    if len(results := pool.run(chosen)) > 1:
+        assert all(found == ["direct", "backend"] for found in results)
+
+
 def staged_once() -> int:
     """How often a row that goes to all peers is copied to the host."""
-    stage(lambda like: True)
     cpu, copies = Tensor.cpu, []
-    Tensor.cpu = lambda t: copies.append(t) or cpu(t)  # type: ignore[method-assign]
-    try:
-        whole = torch.zeros(3 * world_size())
-        comm.all_gather(whole, torch.full((3,), rank() + 1.0))
-    finally:
-        Tensor.cpu = cpu  # type: ignore[method-assign]
-        stage(original_staged)
-    assert whole.tolist() == [r + 1.0 for r in range(world_size()) for _ in range(3)]
+    spy = patch.object(Tensor, "cpu", lambda t: copies.append(t) or cpu(t))
+    with through_the_host(), spy:
+        full = torch.zeros(3 * world_size())
+        comm.all_gather(full, torch.full((3,), rank() + 1.0))
+    assert full.tolist() == [r + 1.0 for r in range(world_size()) for _ in range(3)]
     return len(copies)
 
 
@@ -225,40 +192,48 @@ def test_a_row_is_staged_once(pool: Pool) -> None:
     assert copies == [min(1, ranks - 1)] * ranks
 
 
-def counted(algorithm: str) -> list[tuple[str, int, int, int, str, str]]:
+Counted = list[tuple[object, ...]]
+
+
+def counted(algorithm: str) -> tuple[Counted, str]:
     ranks = world_size()
     t, row = torch.zeros(6 * ranks), torch.zeros(6)
     with comm.algorithm(algorithm), comm.ledger() as calls:
         with comm.phase("forward", "unit"):
             comm.all_gather(t, row)
-        with comm.phase("backward"):
+        with comm.phase("backward"), comm.ledger() as inner:
             work = comm.reduce_scatter(row, t, async_op=True)
             assert calls[-1].finished == 0
             work.wait()
             work.wait()
         comm.all_reduce(t)
         comm.broadcast(t)
+        comm.all_to_all(t.view(ranks, 6), t.view(ranks, 6).clone())
     comm.all_reduce(t)  # after the ledger has been closed
     for call in calls:
-        assert call.launched <= call.waited <= call.finished
+        assert call.launched <= call.returned <= call.waited <= call.finished
+    assert list(inner) == [calls[1]]
     assert calls.sent() == sum(c.sent for c in calls)
-    assert "all_gather" in calls.table()
-    return [(c.op, c.elements, c.sent, c.bytes, c.phase, c.unit) for c in calls]
+    kept = ("op", "elements", "sent", "bytes", "group", "phase", "unit")
+    rows = [tuple(getattr(call, name) for name in kept) for call in calls]
+    return rows, calls.table()
 
 
-@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
-def test_ledger(pool: Pool, algorithm: str) -> None:
+@each_algorithm
+def test_the_ledger(pool: Pool, algorithm: str) -> None:
     results = pool.run(counted, algorithm)
     n = len(results)
-    for r, seen in enumerate(results):
+    for r, (seen, table) in enumerate(results):
         share = 6 * (n - 1)
         cast = 6 * n * (n - 1) if r == 0 else 0
         assert seen == [
-            ("all_gather", 6 * n, share, 4 * share, "forward", "unit"),
-            ("reduce_scatter", 6 * n, share, 4 * share, "backward", ""),
-            ("all_reduce", 6 * n, 2 * share, 8 * share, "", ""),
-            ("broadcast", 6 * n, cast, 4 * cast, "", ""),
+            ("all_gather", 6 * n, share, 4 * share, "all", "forward", "unit"),
+            ("reduce_scatter", 6 * n, share, 4 * share, "all", "backward", ""),
+            ("all_reduce", 6 * n, 2 * share, 8 * share, "all", "", ""),
+            ("broadcast", 6 * n, cast, 4 * cast, "all", "", ""),
+            ("all_to_all", 6 * n, share, 4 * share, "all", "", ""),
         ]
+        assert f"all_reduce           1{2 * share:14,}" in table
 
 
 def callbacks() -> list[str]:
@@ -272,18 +247,8 @@ def callbacks() -> list[str]:
     return order
 
 
-def test_callbacks_run_once_and_never_get_lost(pool: Pool) -> None:
-    for order in pool.run(callbacks):
-        assert order == ["first", "late"]
-
-
-def nested() -> tuple[int, int]:
-    with comm.ledger() as outer, comm.ledger() as inner:
-        comm.barrier()
-    with comm.ledger() as other:
-        pass
-    assert other == [] and len(outer) == len(inner) == 1
-    return len(outer), len(inner)
+def test_callbacks_run_once(pool: Pool) -> None:
+    assert all(order == ["first", "late"] for order in pool.run(callbacks))
 
 
 def goes_on() -> float:
@@ -293,20 +258,13 @@ def goes_on() -> float:
     return found.sum().item()
 
 
-def forget() -> float:
-    """Collectives are dropped before rank 0 has sent anything."""
+def dropped_by_all() -> float:
     lost = torch.empty(1000)
-    if rank() == 0:
-        time.sleep(0.3)
     comm.broadcast(lost, async_op=True)
     comm.reduce_scatter(torch.empty(-(-1000 // world_size())), lost, async_op=True)
     del lost
     gc.collect()
     return goes_on()
-
-
-def test_a_collective_that_nobody_waits_for_stops_no_other(pool: Pool) -> None:
-    assert set(pool.run(forget)) == {5.0}
 
 
 def dropped_by_some() -> float:
@@ -319,92 +277,18 @@ def dropped_by_some() -> float:
     return goes_on()
 
 
-def test_ranks_may_drop_a_collective_at_different_times(pool: Pool) -> None:
-    assert set(pool.run(dropped_by_some)) == {5.0}
-
-
-def reads() -> tuple[int, int]:
-    """Bytes that this rank reads in an all-reduce, and its most bytes of buffers."""
-    tensor = torch.full((1_000_000,), 1.0 + rank())
-    real = cross_memory.Desk.read
-    spy = patch.object(cross_memory.Desk, "read", autospec=True, side_effect=real)
-    with spy as read, Tracker() as tracker:
-        comm.all_reduce(tensor)
-    assert tensor.eq(sum(range(1, world_size() + 1))).all()
-    made = sum(call.args[3].nbytes for call in read.call_args_list)
-    return made, tracker.peak - tensor.nbytes
-
-
-def test_a_large_message_is_read_where_it_is() -> None:
-    """Also it needs no buffer to land in, but a piece that fits into the cache."""
-    with Pool(2) as pool:
-        if not all(pool.run(read_from, 1 << 18)):
-            pytest.skip(FORBIDDEN)
-        for read, room in pool.run(reads):
-            assert read == 4_000_000
-            assert room < 2_000_000
-        pool.run(cross_memory.meet, 60)
-        for read, room in pool.run(unread):
-            assert read == 0
-            assert room >= 2_000_000
-
-
-def unread() -> tuple[int, int]:
-    """As on a system that forbids it."""
-    cross_memory._met = None
-    return reads()
-
-
-def offers_of_one_tag() -> list[str]:
-    """Rank 0 offers what rank 1 is to find; what rank 1 has seen."""
-    desk, seen = cross_memory.desk(), []
-    if rank() == 0:
-        made = [desk.offer(1, 5, start) for start in (70, 60)]
-        with pytest.raises(RuntimeError, match="not been waited for"):
-            for _ in range(cross_memory.NEAR):
-                made.append(desk.offer(1, 5, 50))
-        for offer in made:
-            desk.until_taken(1, offer)
-        # one that is met half written, and is whole only later
-        half, place = cross_memory._ENTRY, 9
-        half.pack_into(desk._offered, cross_memory._at(half, 1, place), 1, place, 40, 0)
-        time.sleep(0.2)
-        check = 1 ^ place ^ 30
-        half.pack_into(
-            desk._offered, cross_memory._at(half, 1, place), 1, place, 30, check
-        )
-        comm.barrier()
-        return seen
-    for tag in (5,) * cross_memory.NEAR + (9,):
-        offer = desk.find(0, tag)
-        desk.take(0, offer)
-        seen.append(str(offer.start))
-    comm.barrier()
-    desk._timeout = 0.1
-    with pytest.raises(RuntimeError, match="Timed out"):
-        desk.find(0, 5)
-    return seen
-
-
-def test_offers_are_found_in_their_order_and_whole() -> None:
-    with Pool(2) as pool:
-        if not all(pool.run(cross_memory.readable)):
-            pytest.skip(FORBIDDEN)
-        _, seen = pool.run(offers_of_one_tag)
-    assert seen == ["70", "60", *["50"] * (cross_memory.NEAR - 2), "30"]
-
-
-def test_ledgers_nest(pool: Pool) -> None:
-    assert set(pool.run(nested)) == {(1, 1)}
+@pytest.mark.parametrize("drop", [dropped_by_all, dropped_by_some])
+def test_a_collective_that_is_dropped_stops_no_other(
+    pool: Pool, drop: Callable[[], float]
+) -> None:
+    assert set(pool.run(drop)) == {5.0}
 
 
 def columns(algorithm: str) -> None:
     """Rows that are columns of a table, as a bucket of every shard is."""
     me, ranks = rank(), world_size()
     with comm.algorithm(algorithm):
-        tables = [
-            values(10 * ranks, r, torch.float32).view(-1, 10) for r in range(ranks)
-        ]
+        tables = [values(10 * ranks, r).view(-1, 10) for r in range(ranks)]
         mine, total = tables[me].clone(), sum(tables)
         row = torch.empty(4)
         comm.reduce_scatter(row, mine[:, 3:7])
@@ -416,23 +300,83 @@ def columns(algorithm: str) -> None:
         comm.all_gather(mine[:, :2], torch.full((2,), float(me)))
         assert mine[:, :2].tolist() == [[float(j)] * 2 for j in range(ranks)]
         assert torch.equal(mine[:, 2:], expected[:, 2:])
+        backwards = [torch.empty(2) for _ in range(ranks)]
+        comm.all_gather(backwards[::-1], torch.full((2,), float(me)))
+        assert [t[0].item() for t in backwards] == [*map(float, range(ranks))][::-1]
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "backend"])
-def test_columns_of_a_table_are_rows(pool: Pool, algorithm: str) -> None:
+@each_algorithm
+def test_columns_and_lists_are_rows(pool: Pool, algorithm: str) -> None:
     pool.run(columns, algorithm)
+
+
+def grouped(algorithm: str) -> tuple[list[int], list[int], list[tuple[str, int]]]:
+    """Sums over pairs and over pairs of pairs; pair 0 makes one call more."""
+    groups, me = comm.Groups(2), rank()
+    row, column = torch.tensor([10**me]), torch.tensor([10**me])
+    with comm.algorithm(algorithm), comm.ledger() as calls:
+        comm.all_reduce(row, group=groups.within)
+        if groups.number == 0:
+            comm.broadcast(torch.zeros(3), src=1, group=groups.within)
+        comm.all_reduce(column, group=groups.across)
+        comm.check_sequence()
+    assert groups.across.rank == groups.number and groups.within.size == 2
+    assert comm.shard_of(me, 2, 4) == groups.shard
+    assert comm.rank_of(groups.shard, 2, 4) == me
+    return row.tolist(), column.tolist(), [(c.group, c.sent) for c in calls]
+
+
+@each_algorithm
+def test_groups_make_their_own_calls(algorithm: str) -> None:
+    with Pool(4) as pool:
+        found = pool.run(grouped, algorithm)
+    for r, (row, column, calls) in enumerate(found):
+        assert row == [11 * 100 ** (r // 2)] and column == [101 * 10 ** (r % 2)]
+        assert ("across", 1 - (r // 2)) in calls or ("across", 1) in calls
+        assert len(calls) == (3 if r < 2 else 2)
+
+
+def quantized(bits: int) -> tuple[Tensor, Tensor, list[tuple[str, int]]]:
+    """A mean and a gather, of which the rows are exact in so few bits."""
+    how, me, n = comm.Quantized(bits, 128), rank(), world_size()
+    row, inp = torch.empty(256), values(256 * n, me).clamp(-7, 7)
+    full = torch.empty(256 * n)
+    with comm.ledger() as calls:
+        comm.reduce_scatter(row, inp, average=True, quantized=how)
+        comm.all_gather(full, inp[:256], quantized=how)
+    assert how.nbytes(256) == 2 * (128 * bits // 8 + 1)
+    return row, full, [(c.dtype, c.bytes) for c in calls]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_sent_in_few_bits(pool: Pool, bits: int) -> None:
+    found = pool.run(quantized, bits)
+    n = len(found)
+    inputs = [values(256 * n, r).clamp(-7, 7) for r in range(n)]
+    for r, (row, full, calls) in enumerate(found):
+        mean = sum(inputs)[256 * r : 256 * (r + 1)] / n
+        assert torch.equal(row, mean)
+        assert torch.equal(full, torch.cat([each[:256] for each in inputs]))
+        sent = (n - 1) * 2 * (128 * bits // 8 + 1)
+        assert calls == [(f"int{bits}", sent)] * 2
+
+
+MISUSE: dict[str, Callable[[], object]] = {
+    "make them equal": lambda: comm.reduce_scatter(torch.zeros(99), torch.zeros(4)),
+    "row given has 99": lambda: comm.all_gather(torch.zeros(4), torch.zeros(99)),
+    "no rank 9": lambda: comm.broadcast(torch.zeros(4), src=9),
+    ".contiguous()": lambda: comm.all_reduce(torch.zeros(4, 4).t()),
+    "not 'telepathy'": lambda: comm.algorithm("telepathy").__enter__(),
+    "9 rows were given": lambda: comm.all_reduce([torch.zeros(1)] * 9),
+    "8 or 4 bits, not 5": lambda: comm.Quantized(5),
+    "groups of 9 ranks": lambda: comm.Groups(9),
+    "of one shape are needed": lambda: comm.all_to_all(torch.ones(7), torch.ones(7)),
+}
 
 
 def misuse() -> list[str]:
     messages = []
-    for wrong in (
-        lambda: comm.reduce_scatter(torch.zeros(99), torch.zeros(4)),
-        lambda: comm.all_gather(torch.zeros(4), torch.zeros(99)),
-        lambda: comm.broadcast(torch.zeros(4), src=9),
-        lambda: comm.all_reduce(torch.zeros(4, 4).t()),
-        lambda: comm.algorithm("telepathy").__enter__(),
-        lambda: comm.all_reduce([torch.zeros(1)] * 9),
-    ):
+    for wrong in MISUSE.values():
         with pytest.raises(ValueError) as error:
             wrong()
         messages.append(str(error.value))
@@ -440,10 +384,37 @@ def misuse() -> list[str]:
 
 
 def test_misuse_is_told(pool: Pool) -> None:
-    words = ["make them equal", "make them equal", "no rank 9", ".contiguous()"]
-    words += ["not 'telepathy'", "9 rows were given"]
-    for message, word in zip(pool.run(misuse)[0], words, strict=True):
-        assert word in message
+    for message, words in zip(pool.run(misuse)[0], MISUSE, strict=True):
+        assert words in message
+
+
+def mixed() -> str:
+    """Two calls of one size, which the backend mixes in silence."""
+    with comm.algorithm("backend"):
+        with comm.phase(unit=f"unit {rank()}"):
+            comm.all_reduce(torch.zeros(8))
+        with pytest.raises(RuntimeError) as error:
+            comm.check_sequence()
+    return str(error.value)
+
+
+def test_calls_that_the_backend_mixes_are_found() -> None:
+    with Pool(2) as pool:  # of its own: the calls of its ranks differ from now on
+        for message in pool.run(mixed):
+            assert "have not made the same collectives" in message
+
+
+def agreed(fails: int) -> str:
+    data = comm.broadcast_bytes(b"from rank 1" if rank() == 1 else b"", 1)
+    assert data == b"from rank 1"
+    with pytest.raises(LookupError) as error, comm.agreeing(LookupError):
+        if rank() == fails:
+            raise ValueError(f"rank {rank()} has lost something")
+    return str(error.value)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(two: Pool) -> None:
+    assert set(two.run(agreed, 1)) == {"rank 1 has lost something"}
 
 
 def different(unit: str) -> None:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import config_reference
 import pytest
 from ds_example import EXAMPLE
 from hypothesis import given, settings
@@ -21,8 +22,7 @@ from minizero.config.keys import Section, keys, walk
 from minizero.config.sections import Optimizer
 from minizero.config.unsupported import OLD, ON, REFUSED
 from minizero.kernels import optimizer_class
-from minizero.lab import config_reference
-from minizero.lab.plots.engine import config_map, decisions, phase_bars, rate_curves
+from minizero.lab.plots.charts import config_map, decisions, phase_bars, rate_curves
 from minizero.memory.plan import Plan
 
 TYPES = (
@@ -1170,7 +1170,7 @@ def test_every_refusal_says_what_to_do() -> None:
 def test_the_page_is_the_schemas() -> None:
     text = (ROOT / "book/config-reference.md").read_text()
     assert text == config_reference.page(text), (
-        "run python -m minizero.lab.config_reference book/config-reference.md"
+        "run python book/config_reference.py book/config-reference.md"
     )
     with pytest.raises(ValueError, match="the page needs the lines"):
         config_reference.page("# Config reference")

@@ -94,7 +94,7 @@ FOUR: Runs = [
 
 def calls_of(calls: Any) -> list[tuple[Any, ...]]:
     return [
-        (c.op, c.elements, c.sent, c.bytes, c.dtype, c.phase, c.unit, c.scope)
+        (c.op, c.elements, c.sent, c.bytes, c.dtype, c.phase, c.unit, c.group)
         for c in calls
     ]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import minizero
 from minizero import Delayed, Plan
 from minizero.offload.host import Offload
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.ranks.launch import Pool, rank
 
 STAGES = (0, 1, 2, 3)

@@ -19,12 +19,18 @@ import traitlets
 from conftest import LIVE, ROOT, Show, find
 
 from minizero.lab.bench.planner import CASES, MEASURED
-from minizero.lab.explorables.activations import ActivationExplorer
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.base import _read as read_files
-from minizero.lab.explorables.blocktime import BlockTime
 from minizero.lab.explorables.config import ConfigExplorer
-from minizero.lab.explorables.exchanges import WAYS, Exchanges
+from minizero.lab.explorables.figures import (
+    WAYS,
+    ActivationExplorer,
+    BlockTime,
+    Exchanges,
+    OffloadEfficiency,
+    Shards,
+    StepCost,
+)
 from minizero.lab.explorables.formats import FormatExplorer
 from minizero.lab.explorables.interval import (
     SaveInterval,
@@ -33,11 +39,8 @@ from minizero.lab.explorables.interval import (
     lost,
 )
 from minizero.lab.explorables.memory import MemoryExplorer
-from minizero.lab.explorables.offload import OffloadEfficiency
 from minizero.lab.explorables.predict import Predict, choice, curve, number, told
 from minizero.lab.explorables.published import OURS, Published
-from minizero.lab.explorables.shards import Shards
-from minizero.lab.explorables.stepcost import StepCost
 from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
 from minizero.scale.candidates import candidates

@@ -214,7 +214,7 @@ def collectives() -> Found:
         on_host = list(gpu.syncs)
         # a group that a script has made: it moves the device's memory only
         with mock.patch.object(
-            sys.modules[comm.point_to_point.__name__],
+            sys.modules["minizero.comm.transport"],
             "_backends",
             lambda config: {fakegpu.NAME: "nccl"},
         ):

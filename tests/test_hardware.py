@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from minizero.lab import hardware
-from minizero.lab.explorables.blocktime import BlockTime
-from minizero.lab.explorables.stepcost import StepCost
+from minizero.lab.explorables.figures import BlockTime, StepCost
 from minizero.lab.hardware import A100, H100, NODES, V100, break_even, sent
 from minizero.memory.intensity import efficiency, intensity
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import minizero
-from minizero.ranks import cross_memory
 from minizero.ranks.launch import (
     Pool,
     RankError,
@@ -84,7 +83,6 @@ def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
         "init_process_group",
         lambda *args, **options: made.append((args, options)),
     )
-    monkeypatch.setattr(cross_memory, "meet", lambda timeout: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

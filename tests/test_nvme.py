@@ -25,7 +25,7 @@ from nasty import Run, same
 
 from minizero import Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.lab.plots.nvme import (
+from minizero.lab.plots.offload import (
     LANES,
     depth_figure,
     efficiency_figure,

@@ -26,7 +26,7 @@ from minizero.memory.bytes import aligned, host_empty
 from minizero.memory.plan import PRECISIONS as PRECISIONS_BYTES
 from minizero.memory.plan import Placement, Plan
 from minizero.offload.copy_streams import ArrivingGradients, CopyStream, DoubleBuffer
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.precision.loss_scale import DynamicLossScale, LossScale
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import Pool, RankError, rank, world_size

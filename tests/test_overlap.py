@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minizero import comm, parallelize, zero
 from minizero.comm.ledger import Call
-from minizero.lab.bench.step_times import (
+from minizero.lab.measure import (
     Step,
     fit_contention,
     fit_link,
@@ -23,12 +23,11 @@ from minizero.lab.bench.step_times import (
     timed_step,
 )
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.lanes import lanes
+from minizero.lab.plots.spans import lanes
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
-from minizero.overlap.machine import Buffer, Layer, Machine, Timeline
-from minizero.overlap.prefetch import Overlap, exposed
-from minizero.overlap.simulator import simulate
+from minizero.overlap import Overlap, exposed
+from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks.launch import Pool, rank
 from minizero.zero.data_parallel import DataParallel
 from minizero.zero.interfaces import Schedule

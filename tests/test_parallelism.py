@@ -18,8 +18,8 @@ from minizero.comm.ledger import Ledger
 from minizero.lab.models.gpt import GPT, Attention, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.ranks.launch import Pool, rank, world_size
-from minizero.scale.pipeline import Pipeline
-from minizero.scale.ulysses import UlyssesAttention
+from minizero.lab.models.pipeline import Pipeline
+from minizero.lab.models.ulysses import UlyssesAttention
 
 RANKS = (4,)
 CONFIG = GPTConfig(4, 32, 4, sequence=16, vocabulary=50)

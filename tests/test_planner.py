@@ -147,7 +147,7 @@ def ledger(job: Job, candidate: Candidate) -> set[tuple[str, str, str]]:
         for _ in range(2):
             step(engine, candidate)
     return {
-        (c.scope, c.op, c.dtype) for c in calls if c.unit not in ("", "gradient norm")
+        (c.group, c.op, c.dtype) for c in calls if c.unit not in ("", "gradient norm")
     }
 
 

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from minizero.__main__ import main
-from minizero.lab.training import train as main_job
-from minizero.lab.training.recovery import History, Job, history, train
+
+from recovery import History, Job, history, train
 from minizero.ranks.launch import Pool, launch
 
 REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))
@@ -69,7 +69,7 @@ class Node:
     def start(self) -> None:
         """Start its agent, as a supervisor would after a reboot."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", *self.options]
-        script = ["-m", "minizero.lab.training.recovery", str(self.folder), *self.job]
+        script = [SCRIPT, str(self.folder), *self.job]
         with open(f"{self.folder}-output", "ab") as output:
             agent = subprocess.Popen(
                 [*self.before, *torchrun, *script],
@@ -323,5 +323,5 @@ def test_nothing_runs_on() -> None:
     own = [p.info["cmdline"] for p in psutil.process_iter(["cmdline", "ppid"])]
     mine = str(os.getpid())
     assert not [
-        line for line in own if line and "minizero.lab.training.recovery" in line
+        line for line in own if line and SCRIPT in line
     ], mine

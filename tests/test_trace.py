@@ -27,7 +27,7 @@ from minizero.memory.trace import Trace
 from minizero.memory.tracker import Sample
 from minizero.offload.host import Offload
 from minizero.offload.nvme import NVMe
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.ranks.launch import Pool, rank
 from minizero.zero.data_parallel import DataParallel
 from minizero.zero.parallelize import parallelize

@@ -1,16 +1,14 @@
 """Sharded checkpoints: saves that survive a kill, loaded under any plan.
 
-Read `api`, `commit`, `manifest`, `resharding`; then what they stand on: `directory`
-(names), `run_state` (what is saved), `writer`, `reader`, `restore`, `tensor_file`,
-`encoding`; and `export`. Imports `zero` and what is below it.
+Read `layout` (the index), `folder` (how a save becomes a checkpoint), `save` and `load`;
+then `files` (tensors in a file) and `export`. Imports `zero` and what is below it.
 """
 
-from .api import finish, load, save
-from .directory import Folder, exists
-from .export import consolidate, export, open_run, weights
-from .restore import Loaded
-from .tensor_file import CheckpointError
-from .writer import Saving
+from .export import consolidate, export, read_extra
+from .files import CheckpointError
+from .folder import Folder, exists
+from .load import Loaded, load
+from .save import Saving, finish, save
 
 __all__ = [
     "CheckpointError",
@@ -22,7 +20,6 @@ __all__ = [
     "export",
     "finish",
     "load",
-    "open_run",
+    "read_extra",
     "save",
-    "weights",
 ]

@@ -1,50 +1,60 @@
 """Collectives, and the ledger in which each call is entered.
 
-Read `point_to_point` (send and receive), `offers` (large messages), `algorithms`
-(collectives made of them), `backend` (its own, and the choice), `scope` (among which
-ranks), `quantized` (rows in 8 or 4 bits), `ledger`, `sequence` (do all ranks make the
-same calls?), `collectives` (what everybody calls), `all_to_all`, `grid` (a group as the
-whole world), and `agreement` (one rank's bytes, anybody's error). Imports `ranks` and
-`memory`. Nothing outside this folder calls a collective of torch.
+Read `groups` (which ranks), `transport` (messages, and the backend's own collectives),
+`algorithms` (direct and ring), `quantized` (rows in 8 or 4 bits), `choice` (of the
+algorithm), `ledger`, `collectives` (what everybody calls) and `agreement` (one rank's
+bytes, anybody's error). Imports `ranks` and `memory`. No other part of the package calls
+a collective of torch.
 """
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
 from ..ranks.launch import world_size as get_world_size
-from .backend import ALGORITHMS, algorithm, beside, current_algorithm
+from .agreement import agree, agreeing, broadcast_bytes, check_sequence
+from .algorithms import ordered_sum
+from .choice import ALGORITHMS, algorithm, current_algorithm
 from .collectives import (
     Work,
     all_gather,
     all_reduce,
+    all_to_all,
     barrier,
     broadcast,
     reduce_scatter,
 )
+from .groups import Group, Groups, everyone, rank_of, shard_of
 from .ledger import Call, Ledger, enter, ledger, phase
-from .quantized import quantized
-from .scope import Groups, Scope, among
-from .sequence import check_sequence
+from .quantized import Quantized
+from .transport import exchange, reachable
 
 __all__ = [
     "ALGORITHMS",
     "Call",
+    "Group",
     "Groups",
     "Ledger",
-    "Scope",
+    "Quantized",
     "Work",
+    "agree",
+    "agreeing",
     "algorithm",
     "all_gather",
     "all_reduce",
-    "among",
+    "all_to_all",
     "barrier",
-    "beside",
     "broadcast",
+    "broadcast_bytes",
     "check_sequence",
     "current_algorithm",
     "enter",
+    "everyone",
+    "exchange",
     "get_rank",
     "get_world_size",
     "ledger",
+    "ordered_sum",
     "phase",
-    "quantized",
+    "rank_of",
+    "reachable",
     "reduce_scatter",
+    "shard_of",
 ]

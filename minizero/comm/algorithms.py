@@ -3,32 +3,31 @@
 # %% ../../notebooks/02_ranks.ipynb #algorithms-head
 """Two ways to sum rows and to gather them: directly, and round a ring.
 
-Each takes rows and a tag, starts, and returns what finishes it.
+Each function starts one for a group of ranks, and returns what finishes it.
+The `tag` marks its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from .point_to_point import Rows, borrow, exchange, same_place
-from .scope import rank, world_size
+from ..memory.labels import label
+from .groups import Group
+from .transport import Finish, Rows, exchange, store
 
 # %% auto #0
-__all__ = ['PIECE', 'ordered_sum', 'store_sum', 'store', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter',
-           'ring_all_gather']
+__all__ = ['ordered_sum', 'direct_reduce_scatter', 'direct_all_gather', 'ring_reduce_scatter', 'ring_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(
     parts: Rows, average: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Sum, or mean, neighbours first; of 16-bit inputs in fp32.
+    """The sum of rows, or their mean, in one order; 16-bit rows in fp32.
 
-    0 + 1 and 2 + 3, then those two sums, and so on; what is left over when
-    nobody stands beside it waits. So neighbours may be summed elsewhere.
-    `out`: memory for it, used unless the sum is in fp32 for 16 bits.
+    Neighbours first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
+    group of neighbours may add its own rows before. `out`: memory for the
+    result, used unless it is in fp32 for 16 bits.
     """
     n, first = len(parts), parts[0]
     narrow = first.is_floating_point() and first.itemsize < 4
@@ -40,65 +39,42 @@ def ordered_sum(
     # before it is rounded: a mean of fp16 fits where their sum may not
     return total.div_(n) if average else total
 
-
-PIECE = 1 << 16  # elements of which a processor's cache holds a few rows
-
-
-def store_sum(out: Tensor, parts: Rows, average: bool) -> None:
-    """Write the ordered sum into `out`, piece by piece: no pass over memory
-    is made for an operand that is still in the cache."""
-    size = parts[0].numel()
-    # neither a device nor a dry run has such a cache
-    cached = type(out) is Tensor and out.device.type == "cpu"
-    step = PIECE if cached else max(size, 1)
-    for a in range(0, size, step):
-        cut = [part[a : a + step] for part in parts]
-        into = out[a : min(a + step, size)]
-        into.copy_(ordered_sum(cut, average, into))  # nothing, if it is there
-    if size < out.numel():
-        out[size:].zero_()
-
-
-def store(out: Tensor, total: Tensor) -> None:
-    """Write a row that may be shorter than `out`: the padding is zero."""
-    out[: total.numel()].copy_(total)
-    out[total.numel() :].zero_()
-
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def direct_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int, average: bool
-) -> Callable[[], None]:
+    out: Tensor, inp: Rows, tag: int, average: bool, group: Group
+) -> Finish:
     """Send row j to rank j; sum what arrives in one order."""
-    me, ranks = rank(), range(len(inp))
-    others = {j: inp[j] for j in ranks if j != me}
-    block = borrow(others, inp[me], tag)
+    me, own = group.rank, inp[group.rank]
+    others = {j: row for j, row in enumerate(inp) if j != me}
+    received = {j: label(torch.empty_like(own), "buffers") for j in others}
+    wait = exchange(others, received, tag, group)
 
     def finish() -> None:
-        with block() as came:
-            parts = [came.get(j, inp[me]) for j in ranks]
-            store_sum(out, parts, average)
+        wait()
+        parts = [received.get(j, own) for j in range(len(inp))]
+        total = ordered_sum(parts, average, out[: own.numel()])
+        store(out, total)
 
     return finish
 
 
 def direct_all_gather(
-    out: Rows, inp: Tensor, tag: int
-) -> Callable[[], None]:
-    """Send the own row to every rank; the others' rows land in place."""
-    mine = out[me := rank()]
-    own = inp if len(inp) == len(mine) else inp[: len(mine)]
-    others = {j: row for j, row in enumerate(out) if j != me}
-    wait = exchange(dict.fromkeys(others, own), others, tag)
-    if not same_place(mine, own):
-        mine.copy_(own)
+    out: Rows, inp: Tensor, tag: int, group: Group
+) -> Finish:
+    """Send the own row to every rank; the others' arrive in place."""
+    me = group.rank
+    mine, others = out[me], {j: row for j, row in enumerate(out) if j != me}
+    own = inp[: mine.numel()]
+    wait = exchange(dict.fromkeys(others, own), others, tag, group)
+    mine.copy_(own)
     return wait
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
 def ring_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int, average: bool
-) -> Callable[[], None]:
+    out: Tensor, inp: Rows, tag: int, average: bool, group: Group
+) -> Finish:
     """N-1 steps: pass a partial sum on, add the own row to what comes."""
-    me, n = rank(), world_size()
+    me, n = group.rank, group.size
     right, left = (me + 1) % n, (me - 1) % n
     share = 1 / n if average else 1
 
@@ -106,24 +82,25 @@ def ring_reduce_scatter(
         partial = inp[left] * share
         for step in range(1, n):
             mine = inp[(left - step) % n]
-            arriving = torch.empty_like(mine)
-            exchange({right: partial}, {left: arriving}, tag)()
-            partial = arriving.add_(mine, alpha=share)
+            received = torch.empty_like(mine)
+            exchange({right: partial}, {left: received}, tag, group)()
+            partial = received.add_(mine, alpha=share)
         store(out, partial)
 
     return finish
 
 
-def ring_all_gather(out: Rows, inp: Tensor, tag: int) -> Callable[[], None]:
+def ring_all_gather(
+    out: Rows, inp: Tensor, tag: int, group: Group
+) -> Finish:
     """N-1 steps: pass on to the right the row that came last."""
-    me, n = rank(), world_size()
+    me, n = group.rank, group.size
     right, left = (me + 1) % n, (me - 1) % n
 
     def finish() -> None:
-        if not same_place(out[me], inp):
-            out[me].copy_(inp[: out[me].numel()])
+        out[me].copy_(inp[: out[me].numel()])
         for step in range(n - 1):
-            last, arriving = out[(me - step) % n], out[(left - step) % n]
-            exchange({right: last}, {left: arriving}, tag)()
+            last, received = out[(me - step) % n], out[(left - step) % n]
+            exchange({right: last}, {left: received}, tag, group)()
 
     return finish

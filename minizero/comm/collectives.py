@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,46 +13,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import backend_all_reduce, halves, natively, queue
+from .choice import halves, uses_backend
+from .groups import Group, everyone
 from .ledger import Call, enter
-from minizero.comm.point_to_point import (
+from .quantized import Quantized
+from minizero.comm.transport import (
     Cuts,
+    Finish,
+    backend_all_reduce,
     backend_of,
+    communicator,
     count,
     exchange,
-    full_row,
+    flat,
     reachable,
     rows,
 )
-from .sequence import note
-from .scope import among, current_scope, member, rank, world_size
 from ..ranks.launch import report
 
 # %% auto #0
-__all__ = ['Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'barrier']
+__all__ = ['Buffer', 'sequences', 'Work', 'reduce_scatter', 'all_gather', 'all_reduce', 'broadcast', 'all_to_all', 'barrier']
 
 # %% ../../notebooks/02_ranks.ipynb #comm-work
+Buffer = Tensor | Sequence[Tensor]
+
+# per group of ranks: how many calls it has made, and their checksum
+sequences: dict[tuple[int, ...], tuple[int, int]] = {}
+
+
 class Work:
     """A collective under way. `wait()` blocks until its result may be used.
 
     On NCCL waiting orders streams and returns at once; on gloo it blocks the
-    thread. Callbacks added with `then` run once, when the wait is over.
-
-    Every rank makes the same calls in the same order. `made` counts those of
-    this process; a call's tag is a checksum of all up to it.
+    thread. The ranks of a group make the same calls in the same order, so the
+    checksum of all calls so far marks the messages of this one.
     """
 
-    made = 0
-
-    def __init__(self, call: Call, start: Callable[[int], Any]) -> None:
-        self.call, self._what = call, str(call)
-        Work.made += 1
-        tag = note(self._what)
-        self._place = Work.made, self._what, tag
+    def __init__(
+        self, call: Call, start: Callable[[int], Finish], group: Group
+    ) -> None:
+        self.call, what = call, str(call)
+        made, tag = sequences.get(group.ranks, (0, len(group.ranks)))
+        made, tag = made + 1, zlib.crc32(what.encode(), tag)
+        sequences[group.ranks] = made, tag
+        self._place = made, what, tag, group.ranks
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
-        self._scope = current_scope()
-        self._finish: Callable[[], Any] | None = start(tag)
+        self._finish: Finish | None = start(tag & 0x7FFFFFFF)
         call.stamp("returned")
 
     def then(self, callback: Callable[[], Any]) -> Work:
@@ -70,12 +78,11 @@ class Work:
         self.call.stamp("waited")
         report("waits", *self._place)
         try:
-            with among(self._scope):
-                finish()
+            finish()
         except RuntimeError as error:
+            number, what, *_ = self._place
             raise RuntimeError(
-                f"rank {rank()}: collective {self._place[0]}, {self._what}, "
-                f"failed: {error}"
+                f"collective {number}, {what}, failed: {error}"
             ) from error
         self.call.stamp("finished")
         report("queued" if self.call.queued else "done", *self._place)
@@ -84,127 +91,172 @@ class Work:
 
 # %% ../../notebooks/02_ranks.ipynb #comm-begin
 def _begin(
-    op: str,
-    like: Tensor,
-    elements: int,
-    sent: int,
-    start: Callable[[int], Callable[[], Any]],
-    async_op: bool = False,
-) -> Work:
-    """Enter the call in the ledgers, start it, wait unless it is async.
+    op: str, like: Tensor, elements: int, sent: int, group: Group,
+    start: Callable[[int], Finish], async_op: bool = False,
+    quantized: Quantized | None = None,
+) -> Work:  # fmt: skip
+    """Enter a call in the ledgers, start it, and wait unless it is async.
 
     `like`: a full row.
     """
     queued = backend_of(like) == "nccl"
-    call = enter(op, elements, sent, like.dtype, queued, like.numel())
-    work = Work(call, start)
+    call = enter(
+        op, elements, sent, like.dtype, row=like.numel(), group=group,
+        quantized=quantized, queued=queued,
+    )  # fmt: skip
+    work = Work(call, start, group)
     if not async_op:
         work.wait()
     return work
 
+
+def _full_row(op: str, row: Tensor, full: Tensor) -> Tensor:
+    """`row`, flat; a ValueError unless it is as long as a full row."""
+    if row.numel() != full.numel():
+        raise ValueError(
+            f"{op}: the row given has {row.numel()} elements, a full row of "
+            f"the buffer has {full.numel()}; make them equal"
+        )
+    return flat(row)
+
 # %% ../../notebooks/02_ranks.ipynb #comm-both
 def reduce_scatter(
-    out: Tensor, inp: Tensor | Sequence[Tensor],
-    async_op: bool = False, average: bool = False,
+    out: Tensor, inp: Buffer, *, async_op: bool = False,
+    average: bool = False, group: Group | None = None,
+    quantized: Quantized | None = None,
 ) -> Work:  # fmt: skip
     """Sum over ranks, or average; rank r keeps row r.
 
     `inp`: n elements, or N rows. `out`: ceil(n/N) elements, may be row r
     itself.
     """
-    parts = rows(inp)
+    group = group or everyone()
+    parts = rows(inp, group)
     full, elements = parts[0], count(parts)
-    start = halves(full).reduce_scatter
-    row = full_row("reduce_scatter", out, full)
+    start = halves(full, quantized).reduce_scatter
+    row = _full_row("reduce_scatter", out, full)
+    sent = elements - parts[group.rank].numel()
     return _begin(
-        "reduce_scatter",
-        full,
-        elements,
-        elements - parts[rank()].numel(),
-        lambda tag: start(row, parts, tag, average),
-        async_op,
-    )
+        "reduce_scatter", full, elements, sent, group,
+        lambda tag: start(row, parts, tag, average, group),
+        async_op, quantized,
+    )  # fmt: skip
 
 
 def all_gather(
-    out: Tensor | Sequence[Tensor], inp: Tensor, async_op: bool = False
-) -> Work:
+    out: Buffer, inp: Tensor, *, async_op: bool = False,
+    group: Group | None = None, quantized: Quantized | None = None,
+) -> Work:  # fmt: skip
     """Every rank gets every rank's row.
 
     `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements, or N
     rows.
     """
-    parts = rows(out)
+    group = group or everyone()
+    parts = rows(out, group)
     full = parts[0]
-    start = halves(full).all_gather
-    row = full_row("all_gather", inp, full)
+    start = halves(full, quantized).all_gather
+    row = _full_row("all_gather", inp, full)
+    sent = parts[group.rank].numel() * (group.size - 1)
     return _begin(
-        "all_gather",
-        full,
-        count(parts),
-        parts[rank()].numel() * (len(parts) - 1),
-        lambda tag: start(parts, row, tag),
-        async_op,
-    )
+        "all_gather", full, count(parts), sent, group,
+        lambda tag: start(parts, row, tag, group), async_op, quantized,
+    )  # fmt: skip
 
 # %% ../../notebooks/02_ranks.ipynb #comm-all-reduce
 def all_reduce(
-    tensor: Tensor | Sequence[Tensor],
-    async_op: bool = False,
-    average: bool = False,
-) -> Work:
+    tensor: Buffer, *, async_op: bool = False, average: bool = False,
+    group: Group | None = None, quantized: Quantized | None = None,
+) -> Work:  # fmt: skip
     """Sum or average in place: a reduce-scatter, then an all-gather."""
-    parts = rows(tensor)
-    own, full = parts[rank()], parts[0]
-    size, half = full.numel(), halves(full)
+    group = group or everyone()
+    parts = rows(tensor, group)
+    own, full = parts[group.rank], parts[0]
+    half = halves(full, quantized)
 
-    def start(tag: int) -> Callable[[], Any]:
-        if isinstance(parts, Cuts) and natively(full):
+    def start(tag: int) -> Finish:
+        if isinstance(parts, Cuts) and uses_backend(full, quantized):
             if parts.buffer.is_contiguous():
-                return backend_all_reduce(parts.buffer, average)
-        row = own if own.numel() == size else own.new_empty(size)
-        reduce = half.reduce_scatter(row, parts, tag, average)
+                return backend_all_reduce(parts.buffer, average, group)
+        row = own if own.numel() == full.numel() else torch.empty_like(full)
+        reduce = half.reduce_scatter(row, parts, tag, average, group)
 
         def finish() -> None:
             reduce()
-            half.all_gather(parts, row, tag ^ 1)()
+            half.all_gather(parts, row, tag ^ 1, group)()
 
         return finish
 
     elements = count(parts)
     # all other rows to their ranks, then the own one to all
-    sent = elements - own.numel() + own.numel() * (len(parts) - 1)
-    return _begin("all_reduce", full, elements, sent, start, async_op)
+    sent = elements + own.numel() * (group.size - 2)
+    return _begin(
+        "all_reduce", full, elements, sent, group, start, async_op, quantized
+    )
 
 # %% ../../notebooks/02_ranks.ipynb #comm-broadcast
-def broadcast(tensor: Tensor, src: int = 0, async_op: bool = False) -> Work:
-    """Every rank gets `src`'s tensor, in place; a place in the scope."""
-    if not 0 <= src < world_size():
+def broadcast(
+    tensor: Tensor, src: int = 0, *, async_op: bool = False,
+    group: Group | None = None,
+) -> Work:  # fmt: skip
+    """Every rank gets the tensor of place `src` of the group."""
+    group = group or everyone()
+    if not 0 <= src < group.size:
         raise ValueError(
-            f"broadcast: there is no rank {src} among {world_size()}"
+            f"broadcast: there is no rank {src} among {group.size}"
         )
-    flat = tensor.detach().view(-1)
-    peers = [j for j in range(world_size()) if j != src]
-    mine = rank() == src
+    values, mine = flat(tensor), group.rank == src
+    peers = [j for j in range(group.size) if j != src]
 
-    def start(tag: int) -> Callable[[], Any]:
-        if natively(flat):
-            return dist.broadcast(
-                flat, member(src), queue(), async_op=True
-            ).wait
-        sends = dict.fromkeys(peers, flat) if mine else {}
-        return exchange(sends, {} if mine else {src: flat}, tag)
+    def start(tag: int) -> Finish:
+        if uses_backend(values):
+            to, of = communicator(group), group.ranks[src]
+            return dist.broadcast(values, of, to, async_op=True).wait
+        sends = dict.fromkeys(peers, values) if mine else {}
+        receives = {} if mine else {src: values}
+        return exchange(sends, receives, tag, group)
 
-    sent = flat.numel() * len(peers) if mine else 0
-    return _begin("broadcast", flat, flat.numel(), sent, start, async_op)
+    size = values.numel()
+    sent = size * len(peers) if mine else 0
+    return _begin("broadcast", values, size, sent, group, start, async_op)
+
+
+def all_to_all(
+    out: Tensor, inp: Tensor, *, async_op: bool = False,
+    group: Group | None = None,
+) -> Work:  # fmt: skip
+    """Row j of `inp` goes to rank j; row j of `out` comes from rank j.
+
+    Both [N, ...], contiguous, in different memory.
+    """
+    group = group or everyone()
+    if inp.shape != out.shape or len(inp) != group.size:
+        raise ValueError(
+            f"all_to_all: {group.size} rows of one shape are needed, for as "
+            f"many ranks, not {tuple(inp.shape)} and {tuple(out.shape)}"
+        )
+    source, target, me = inp.detach(), out.detach(), group.rank
+
+    def start(tag: int) -> Finish:
+        target[me].copy_(source[me])
+        sends, receives = dict(enumerate(source)), dict(enumerate(target))
+        del sends[me], receives[me]
+        return exchange(sends, receives, tag, group)
+
+    size, row = source.numel(), source[me]
+    sent = size - row.numel()
+    return _begin("all_to_all", row, size, sent, group, start, async_op)
 
 
 def barrier() -> None:
     """Return when every rank has come here; the host waits for them."""
     # host memory, whatever a script has made the default device
-    seen = torch.zeros(world_size(), dtype=torch.uint8, device="cpu")
-    seen = reachable(seen)
-    parts, start = rows(seen), halves(seen).all_gather
-    own, n = parts[rank()].clone(), len(parts)
-    _begin("barrier", own, n, n - 1, lambda tag: start(parts, own, tag))
+    group = everyone()
+    seen = reachable(torch.zeros(group.size, dtype=torch.uint8, device="cpu"))
+    parts, start = rows(seen, group), halves(seen).all_gather
+    own, n = parts[group.rank].clone(), group.size
+    _begin(
+        "barrier", own, n, n - 1, group,
+        lambda tag: start(parts, own, tag, group),
+    )  # fmt: skip
     seen.cpu()  # what only a device has waited for

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-from .quantized import weight
-from .scope import scope_name
+from .groups import Group
+from .quantized import Quantized
 
 
 @dataclass(slots=True)
 class Call:
-    """One collective as one rank made it; times in seconds of `perf_counter`.
+    """One collective as one rank made it.
 
-    `elements` is the size of the whole buffer, `sent` what the direct
-    exchange and the ring have this rank send (a backend may send more), both
-    counted in elements; `bytes` is what `sent` weighs. `scope`: among which
-    ranks it was, "all" or a part of them (see `among`).
-    `returned`: when the launch gave the rank back to its own work.
-    `queued`: whether a device carries it out in its own time, as NCCL does.
-    Then the times are the device's, as soon as the ledger is closed.
+    `elements`: of the full buffer. `sent`: elements that this rank sends in
+    the direct exchange and in the ring; a backend may send more. `bytes`: the
+    size of what is sent. `group`: the name of the group of ranks.
+
+    Times are in seconds of `perf_counter`; `returned` is when the launch
+    returned. `queued`: whether a device carries it out later, as with NCCL;
+    then the times are the device's, once the ledger is closed.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Call:
     dtype: str
     phase: str
     unit: str
-    scope: str = "all"
+    group: str = "all"
     queued: bool = False
     launched: float = 0.0
     waited: float = 0.0
@@ -46,11 +46,11 @@ class Call:
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.phase, self.unit)))
         what = f"{self.op} of {self.elements:,} {self.dtype}"
-        what += f" {self.scope} groups" * (self.scope != "all")
+        what += f" {self.group} groups" * (self.group != "all")
         return f"{what} ({where})" if where else what
 
     def stamp(self, moment: str) -> None:
-        """It is launched, returned, waited for or finished: now."""
+        """Note the time: it is launched, returned, waited or finished."""
         setattr(self, moment, time.perf_counter())
         if self.queued and _ledgers:
             event = torch.cuda.Event(enable_timing=True)
@@ -66,15 +66,15 @@ class Ledger(list[Call]):
 
     def select(
         self, op: str | None = None, phase: str | None = None,
-        scope: str | None = None,
+        group: str | None = None,
     ) -> list[Call]:  # fmt: skip
-        """The calls of one op, of one phase, among some ranks, or all."""
+        """The calls of one op, one phase, one group, or any of these."""
         return [
             c
             for c in self
             if op in (None, c.op)
             and phase in (None, c.phase)
-            and scope in (None, c.scope)
+            and group in (None, c.group)
         ]
 
     def sent(self, op: str | None = None, phase: str | None = None) -> int:
@@ -83,17 +83,17 @@ class Ledger(list[Call]):
 
     def table(self) -> str:
         """Calls, elements sent and bytes sent, by phase and op."""
-        grouped = any(c.scope != "all" for c in self)
+        grouped = any(c.group != "all" for c in self)
         w = 24 if grouped else 16
         lines = [
             f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"
         ]
-        for key in dict.fromkeys((c.op, c.phase, c.scope) for c in self):
-            op, where, scope = key
+        for key in dict.fromkeys((c.op, c.phase, c.group) for c in self):
+            op, where, group = key
             calls = self.select(*key)
             sent = sum(c.sent for c in calls)
             size = sum(c.bytes for c in calls)
-            what = f"{op} {scope}" if grouped else op
+            what = f"{op} {group}" if grouped else op
             lines.append(
                 f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}"
             )
@@ -149,16 +149,21 @@ class phase:  # a generator would cost more, and a step has many
 
 # %% ../../notebooks/02_ranks.ipynb #ledger-enter
 def enter(
-    op: str, elements: int, sent: int, dtype: torch.dtype,
-    queued: bool = False, row: int = 1,
+    op: str, elements: int, sent: int, dtype: torch.dtype, *,
+    row: int = 1, group: Group | None = None,
+    quantized: Quantized | None = None, queued: bool = False,
 ) -> Call:  # fmt: skip
     """Write a call that is being launched into every open ledger.
 
-    `row`: elements of one row, in which quantized ones are weighed.
+    `row`: elements of one row, which is quantized as a whole.
     """
-    name, nbytes = weight(sent, row, dtype)
+    name, nbytes = str(dtype).removeprefix("torch."), sent * dtype.itemsize
+    if quantized:
+        name = f"int{quantized.bits}"
+        nbytes = sent // max(row, 1) * quantized.nbytes(row)
     call = Call(op, elements, sent, nbytes, name, *_where, queued=queued)
-    call.scope = scope_name()
+    if group:
+        call.group = group.name
     call.stamp("launched")
     for book in _ledgers:
         book.append(call)

@@ -154,7 +154,7 @@ class Recording:
         """What there is so far; calls that nobody has finished are taken to end now."""
         kind, shift, here = type(self.net), self.shift, rank()
         groups = comm.Groups(self.net.plan.group or world_size())
-        scopes = {s.name: s.ranks for s in (groups.within, groups.across) if s}
+        scopes = {s.name: s.ranks for s in (groups.within, groups.across)}
 
         def cut(
             lane: str, s: Span, nbytes: int = 0, call: int = -1, phase: str = ""
@@ -168,7 +168,7 @@ class Recording:
             span = Span(c.launched, c.finished or now, c.op, c.unit)
             lane = "gather" if c.op in ("all_gather", "broadcast") else "reduce"
             made = cut(lane, span, c.bytes, i, c.phase)
-            slices.append(made._replace(peers=scopes.get(c.scope, ())))
+            slices.append(made._replace(peers=scopes.get(c.group, ())))
             waits.append(Span(c.launched, c.returned or now, "launch", c.unit))
             if c.waited:
                 waits.append(Span(c.waited, c.finished or now, "wait", c.unit))

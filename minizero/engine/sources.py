@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import comm
-from ..comm.collectives import Work
+from ..comm import Work
 from ..offload.copy_streams import ArrivingGradients
 from ..offload.host import HostStorage, UnitCopies
 from ..offload.swap_file import SwappedShard

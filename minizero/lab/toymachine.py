@@ -1,10 +1,10 @@
 """A toy machine: a data sheet that ranks on this computer are made to feel.
 
-A `ToyGPU` has them feel how much memory there is, `paced` how fast bytes move: over the
-link, over the slot to the host, and through memory in an update; `computing` how long
-a block takes. They wait for it, which needs no core: what a plan costs is felt in
-seconds, whatever else this computer does. The engine, its schedule, its bytes and its
-calls are the real ones; only their speeds are the data sheet's.
+A `ToyGPU` limits the memory of a rank, and `paced` the speed at which bytes move: over
+the link, over the slot to the host, and through memory in an update. Ranks wait, which
+needs no core, so a plan's cost shows in seconds whatever else this computer does. The
+engine, its schedule, its bytes and its calls are the real ones; only their speeds are
+the data sheet's.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from minizero import comm
 from minizero.comm.collectives import Work
 from minizero.comm.ledger import Call
-from minizero.lab.models.gpt import GPT, Block, GPTConfig
+from minizero.lab.models.gpt import GPTConfig
 from minizero.offload.copy_streams import CopyStream
 from minizero.offload.host import HostStorage
 from minizero.ranks.launch import world_size
 from minizero.scale.machines import BUS, NETWORK, Machine, bus
-from minizero.scale.operators import Costs
-from minizero.scale.predict import adam_seconds, layers_of
+from minizero.scale.predict import adam_seconds
 from minizero.scale.shapes import Shape
 from minizero.zero.interfaces import Home, Near
 
@@ -86,10 +84,10 @@ class _Links:
     def until(self, call: Call) -> float:
         """When it is over: its link has carried what was launched before it."""
         for i, new in enumerate(self.calls[self.counted :], self.counted):
-            latency, speed = self.speeds[new.scope]
-            begin = max(self.free[new.scope], new.launched, self.holds.pop(i, 0.0))
-            self.free[new.scope] = begin + latency + new.bytes / speed
-            self.over[id(new)] = self.free[new.scope]
+            latency, speed = self.speeds[new.group]
+            begin = max(self.free[new.group], new.launched, self.holds.pop(i, 0.0))
+            self.free[new.group] = begin + latency + new.bytes / speed
+            self.over[id(new)] = self.free[new.group]
         self.counted = len(self.calls)
         return self.over.get(id(call), 0.0)
 
@@ -170,61 +168,3 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
 def _not_before(until: float, function: Callable[[], Any]) -> None:
     function()
     sleep_until(until)
-
-
-class _Clock:
-    """Waits, less what this thread has really worked since the last one."""
-
-    def __init__(self) -> None:
-        self.worked = time.thread_time()
-        self.ahead = 0.0
-
-    def spend(self, seconds: float) -> None:
-        begin = time.perf_counter()
-        taken = self.ahead + time.thread_time() - self.worked
-        self.ahead = max(0.0, taken - seconds)
-        sleep_until(begin + seconds - taken)
-        self.worked = time.thread_time()
-
-
-class _Around(torch.autograd.Function):
-    """What it is given; `hook` is called when its gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, hook: Callable[[], None]) -> Tensor:
-        ctx.hook = hook
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.hook()
-        return grad, None
-
-
-@contextmanager
-def computing(costs: Costs, ranks: int, how: str) -> Iterator[None]:
-    """Blocks and the head of a `GPT` take as long as `costs` says, or longer.
-
-    A rank waits when it begins with a block, and less by what it has really worked
-    since the last time. how: what is recomputed, as for `predict`.
-    """
-    root, block = layers_of(costs, ranks, how, costs.itemsize, 0.0)[:2]
-    again = costs.block(how)[1] - costs.block("none")[1]
-    clock, run, whole = _Clock(), Block.forward, GPT.forward
-
-    def block_forward(module: Block, x: Tensor) -> Tensor:
-        recomputes = torch._C._current_autograd_node() is not None
-        clock.spend(again if recomputes else block.forward)
-        y = run(module, x)
-        return _Around.apply(y, partial(clock.spend, block.backward - again))
-
-    def gpt_forward(module: GPT, *batch: Tensor) -> Tensor:
-        loss = whole(module, *batch)
-        clock.spend(root.forward)
-        return _Around.apply(loss, partial(clock.spend, root.backward))
-
-    with (
-        mock.patch.object(Block, "forward", block_forward),
-        mock.patch.object(GPT, "forward", gpt_forward),
-    ):
-        yield

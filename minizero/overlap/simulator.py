@@ -2,114 +2,242 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..memory.plan import Plan
-from ..zero.interfaces import Move, Schedule
-from .machine import Buffer, Layer, Machine, Timeline
-from .simulated_home import SimulatedHome
-from .simulated_rank import Rank, Transfer
+from ..memory.trace import Change, Moment
+from ..zero.seams import Action, Schedule
 
 
-class _Net:
-    """Carries moves out in simulated time, on buffers that have no storage."""
+@dataclass(frozen=True)
+class Machine:
+    """N equal ranks and the link between them, as one rank sees both.
+
+    A collective in which a rank sends b bytes occupies the link for
+    `latency` + b / `bandwidth` seconds; collectives queue for the link.
+    `handling`: seconds of the rank's own time to launch one, and `copying`: bytes a
+        second at which it hands over what is sent.
+    `adding`: bytes a second at which the rank sums what it received; infinite where
+        the collective does so on the way.
+    `contention`: share of its speed that computation loses while the link is busy.
+    `across`: if these N ranks are one group of several, the groups and the link
+        between them.
+    `bus`, `disk`: bytes a second between device and host, each way, and of the rank's
+        share of a disk. If infinite, copies take no time.
+    """
+
+    ranks: int
+    latency: float
+    bandwidth: float
+    handling: float = 0.0
+    copying: float = float("inf")
+    adding: float = float("inf")
+    contention: float = 0.0
+    across: Machine | None = None
+    bus: float = float("inf")
+    disk: float = float("inf")
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A flat buffer: its elements, a multiple of N, and bytes of each.
+
+    `reduced`: bytes of an element of the gradient as it is reduced (default: as
+    `itemsize`). `states`: of its optimizer state. `sent`: on the link, when it is
+    gathered and when it is reduced, if these are quantized.
+    """
+
+    padded: int
+    itemsize: int = 4
+    trainable: bool = True
+    reduced: int = 0
+    states: int = 0
+    sent: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.reduced = self.reduced or self.itemsize
+        self.sent = self.sent or (self.itemsize, self.reduced)
+
+
+@dataclass(eq=False)
+class Layer:
+    """A unit: its buffers, and the seconds that one rank computes for it.
+
+    `update` is for all elements; a rank that owns 1/N takes 1/N of it. `saved`: bytes
+    of activations from its forward to its backward, and `inside`: while it computes.
+    """
+
+    name: str
+    flats: list[Buffer]
+    forward: float
+    backward: float
+    update: float = 0.0
+    saved: int = 0
+    inside: int = 0
+
+    @property
+    def trainable(self) -> list[Buffer]:
+        return [flat for flat in self.flats if flat.trainable]
+
+
+@dataclass
+class Interval:
+    """What one lane did from `begin` to `end`, in seconds since the step began.
+
+    `lane`: "compute", "link", "bus" or "disk". `what`: a phase, "wait", the op of a
+    collective, or what a copy does. `nbytes`: how many were sent or copied.
+    """
+
+    lane: str
+    what: str
+    unit: str
+    begin: float
+    end: float
+    nbytes: float = 0
+
+
+@dataclass
+class Transfer(Interval):
+    """A collective on the link; `after`: seconds of the rank when it has arrived."""
+
+    after: float = 0.0
+    has_arrived: bool = False
+
+
+@dataclass
+class Timeline:
+    """The intervals of one step, and how long it took, in seconds.
+
+    `moments`: when live bytes that exist for a part of the step came and went.
+    """
+
+    intervals: list[Interval] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    duration: float = 0.0
+    most_live: int = 0  # elements of sharded parameters, unsharded at once
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in waits: exposed communication."""
+        return sum(i.end - i.begin for i in self.intervals if i.what == "wait")
+
+    def shifted(self, start: float) -> Timeline:
+        """The same, `start` seconds earlier."""
+        for interval in self.intervals:
+            interval.begin -= start
+            interval.end -= start
+        self.moments = [m._replace(time=m.time - start) for m in self.moments]
+        return self
+
+
+class Simulation:
+    """One rank in simulated time: it carries out a schedule's actions without data.
+
+    `now`: the time of its thread. `line`: what its lanes have done so far.
+    """
 
     def __init__(
-        self, rank: Rank, plan: Plan, schedule: Schedule, bucket_size: int
+        self, machine: Machine, plan: Plan, schedule: Schedule, bucket_size: int
     ) -> None:
-        self.plan, self.schedule, self.bucket_size = plan, schedule, bucket_size
-        self.rank = rank
-        self.home = SimulatedHome(rank, plan)
-        # of the parameters alone (hpZ): the rest is sharded over all ranks
+        self.machine, self.plan, self.bucket_size = machine, plan, bucket_size
+        self.ranks = machine.ranks
+        self.schedule: Any = schedule  # it gets layers in place of units
+        # copies of the parameters alone (hpZ): the rest is sharded over all ranks
         self.secondary = bool(plan.parameters.group and not plan.optimizer.group)
-        self._whole: dict[Buffer, Transfer] = {}
-        self._under_way: list[tuple[Layer, list[Transfer]]] = []
+        self.now, self.line = 0.0, Timeline()
+        self._link: list[tuple[float, float]] = []  # its transfers, in order
+        self._free: dict[str, float] = {}  # since when: up, down and the disk
+        self._unsharded: dict[Buffer, Transfer] = {}
+        self._under_way: dict[Layer, list[Transfer]] = {}
+        self._arrives: dict[Layer, float] = {}  # gradients on the host, then parameters
 
-    def carry_out(self, moves: Iterable[Move]) -> None:
-        for verb, unit in moves:
+    def step(self, layers: list[Layer], boundary: bool) -> None:
+        """One forward, one backward and, at a boundary, the update."""
+        schedule, plan, (root, *blocks) = self.schedule, self.plan, layers
+
+        def enter(unit: Layer) -> None:
+            self.run(schedule.needed(unit) if plan.parameters.sharded else [])
+
+        def leave(unit: Layer) -> None:
+            self.run(schedule.done(unit) if plan.parameters.sharded else [])
+
+        def reduce(unit: Layer) -> None:
+            reduces = boundary or plan.gradients.sharded
+            self.run(schedule.grads_ready(unit) if reduces else [])
+
+        def compute(what: str, unit: Layer) -> None:
+            forward, inside = what == "forward", unit.inside - unit.saved
+            self.changed("activations", unit.name, inside + unit.saved * forward)
+            if plan.gradients.sharded and not forward:
+                self.changed("gradients", unit.name, self._full_grads(unit))
+            self.compute(what, unit.name, getattr(unit, what))
+            self.changed("activations", unit.name, -inside - unit.saved * (not forward))
+
+        schedule.forward_begins()
+        enter(root)
+        for unit in blocks:
+            enter(unit)
+            compute("forward", unit)
+            leave(unit)
+        compute("forward", root)
+        leave(root)
+        schedule.backward_begins()
+        enter(root)
+        compute("backward", root)
+        for unit in reversed(blocks):
+            enter(unit)
+            compute("backward", unit)
+            leave(unit)
+            reduce(unit)
+        leave(root)
+        reduce(root)
+        self.wait(*self._under_way)
+        schedule.backward_ends()
+        for unit in self.update(layers) if boundary else ():
+            self.run(schedule.updated(unit))
+        self.wait(*self._under_way)
+
+    # ---- operations
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Do what the schedule answered."""
+        for operation, unit in actions:
             layer: Any = unit
-            if verb == "gather":
-                self._gather(layer)
-            elif verb == "release":
-                self._release(layer)
-            elif verb == "wait":
+            gathered = [flat for flat in layer.flats if flat in self._unsharded]
+            if operation == "gather":
                 for flat in layer.flats:
-                    if flat in self._whole:
-                        self._whole[flat].wait()
-                self.finish(layer)
+                    if flat not in gathered:
+                        self._gather(layer, flat)
+            elif operation == "release":
+                for flat in gathered:
+                    self._arrive(self._unsharded.pop(flat))
+                    nbytes = flat.padded * flat.itemsize
+                    self.changed("parameters", layer.name, -nbytes)
+            elif operation == "wait":
+                for flat in gathered:
+                    self._arrive(self._unsharded[flat])
+                self.wait(layer)
             else:
-                transfers = self._reduce if verb == "reduce" else self._publish
-                self._under_way.append((layer, transfers(layer)))
+                launch = self._reduce if operation == "reduce" else self._publish
+                self._under_way[layer] = launch(layer)
 
-    def finish(self, *layers: Layer) -> None:
-        """Wait for reductions and publications of these layers, or of all."""
-        for entry in list(self._under_way):
-            if not layers or entry[0] in layers:
-                self._under_way.remove(entry)
-                for transfer in entry[1]:
-                    transfer.wait()
-                if entry[1] and entry[1][0].op != "all_gather":
-                    self._reduced(entry[0])
-
-    def _reduced(self, unit: Layer) -> None:
-        """The means are there: they are kept, and the whole gradients are not."""
-        if self.plan.gradients.sharded:
-            self.grads(unit, -1)
-        self.home.add(unit)
-
-    def grads(self, unit: Layer, sign: int = 1) -> None:
-        """The unit's whole gradients come, or go."""
-        nbytes = sum(flat.padded * flat.gradient for flat in unit.trainable)
-        self.rank.line.changed(self.rank.now, "gradients", unit.name, sign * nbytes)
-
-    def _launch(
-        self, op: str, unit: Layer, flat: Buffer, elements: int, since: float = 0.0
-    ) -> Transfer:
-        ranks = self.rank.machine.ranks
-        gathers = op == "all_gather"
-        gathered, reduced = flat.coded or (flat.itemsize, flat.gradient)
-        shard = elements * (gathered if gathers else reduced) / ranks
-        adds = 0 if gathers else shard * (ranks - 1)
-        sent, more = shard * (ranks - 1), 0.0
-        if not gathers:  # among copies: all-reduced, or only reduced to its owner
-            more = (1 if self.secondary else 2) * self._across(shard)
-        return Transfer(self.rank, op, unit.name, sent, adds, since, more)
-
-    def _across(self, shard: float) -> float:
-        """Seconds of one exchange of a group's shard with the other groups."""
-        others = self.rank.machine.across
-        if others is None:
-            return 0.0
-        sent = shard * (others.ranks - 1) / others.ranks
-        return others.latency + sent / others.bandwidth
-
-    def _gather(self, unit: Layer) -> None:
-        for flat in unit.flats:
-            if flat not in self._whole:
-                self._whole_bytes(unit, flat, 1)
-                loaded = self.home.load(unit, flat)
-                gathered = self._launch("all_gather", unit, flat, flat.padded, loaded)
-                self._whole[flat] = gathered
-                live = sum(whole.padded for whole in self._whole)
-                line = self.rank.line
-                line.most_live = max(line.most_live, live)
-
-    def _release(self, unit: Layer) -> None:
-        for flat in unit.flats:
-            gathered = self._whole.pop(flat, None)
-            if gathered is not None:
-                gathered.wait()
-                self._whole_bytes(unit, flat, -1)
-
-    def _whole_bytes(self, unit: Layer, flat: Buffer, sign: int) -> None:
-        nbytes = sign * flat.padded * flat.itemsize
-        self.rank.line.changed(self.rank.now, "parameters", unit.name, nbytes)
+    def _gather(self, unit: Layer, flat: Buffer) -> None:
+        on, nbytes, loaded = self.plan.parameters.on, flat.padded * flat.itemsize, self.now
+        self.changed("parameters", unit.name, nbytes)
+        if on == "nvme":
+            loaded = self.copy("read", unit.name, nbytes / self.ranks, loaded)
+        if on != "device":
+            loaded = self.copy("up", unit.name, nbytes / self.ranks, loaded)
+        gathered = self._launch("all_gather", unit, flat, flat.padded, loaded)
+        self._unsharded[flat] = gathered
+        live = sum(f.padded for f in self._unsharded)
+        self.line.most_live = max(self.line.most_live, live)
 
     def _reduce(self, unit: Layer) -> list[Transfer]:
-        ranks = self.rank.machine.ranks
         op = "reduce_scatter" if self.plan.optimizer.sharded else "all_reduce"
-        width = max(1, self.bucket_size // ranks)
+        width, ranks = max(1, self.bucket_size // self.ranks), self.ranks
         return [
             self._launch(op, unit, flat, min(width, flat.padded // ranks - a) * ranks)
             for flat in unit.trainable
@@ -118,20 +246,157 @@ class _Net:
 
     def _publish(self, unit: Layer) -> list[Transfer]:
         if self.secondary:  # each group's copy is made of its owners' shards
-            sizes = (
-                flat.padded * (flat.coded or (flat.itemsize,))[0]
-                for flat in unit.trainable
-            )
-            more = self._across(sum(sizes) / self.rank.machine.ranks)
-            return [Transfer(self.rank, "all_gather", unit.name, 0.0, 0, 0.0, more)]
-        replicated = not self.plan.parameters.sharded
-        if not (replicated and self.plan.optimizer.sharded):
+            sent = sum(f.padded * f.sent[0] / self.ranks for f in unit.trainable)
+            flat, after = unit.flats[0], self._across(sent)
+            return [self._launch("all_gather", unit, flat, 0, after=after)]
+        if self.plan.parameters.sharded or not self.plan.optimizer.sharded:
             return []
-        since = self.home.arrives(unit)
+        since = self._arrives.get(unit, 0.0)
         return [
             self._launch("all_gather", unit, flat, flat.padded, since)
             for flat in unit.trainable
         ]
+
+    def wait(self, *units: Layer) -> None:
+        """Wait for the reductions and publications of these units."""
+        for unit in units:
+            transfers = self._under_way.pop(unit, [])
+            for transfer in transfers:
+                self._arrive(transfer)
+            if transfers and transfers[0].what != "all_gather":
+                if self.plan.gradients.sharded:
+                    self.changed("gradients", unit.name, -self._full_grads(unit))
+                if self.plan.gradients.on != "device":
+                    self._to_host(unit)
+
+    def _arrive(self, transfer: Transfer) -> None:
+        """Wait for a transfer, unless it has arrived, and sum what it brought."""
+        if not transfer.has_arrived:
+            transfer.has_arrived = True
+            end = max(self.now, transfer.end) + transfer.after
+            self.spend("wait", transfer.unit, end)
+            if transfer.what == "all_reduce":  # with the second exchange, of sums
+                transfer.end, transfer.nbytes = self.now, 2 * transfer.nbytes
+
+    def update(self, layers: list[Layer]) -> Iterator[Layer]:
+        """Update this rank's shards where their states are stored.
+
+        Off the device each unit is yielded when it is updated; else all at the end.
+        """
+        plan, on, machine = self.plan, self.plan.optimizer.on, self.machine
+        owned = 1 / machine.ranks if plan.optimizer.sharded else 1.0
+        if self.secondary and machine.across:
+            owned /= machine.across.ranks
+        if on != "device" and plan.gradients.on == "device":
+            for unit in layers:
+                self._to_host(unit)
+        states = [
+            sum(f.padded * f.states / self.ranks for f in unit.trainable)
+            for unit in layers
+        ]
+        ready = [self.now] * len(layers)
+        for i, unit in enumerate(layers):
+            if on == "nvme":  # this one and the next are read while others are updated
+                for j in range(i and i + 1, min(i + 2, len(layers))):
+                    ready[j] = self.copy("read", layers[j].name, states[j], self.now)
+            arrived = max(ready[i], self._arrives.get(unit, 0.0))
+            self.spend("wait", unit.name, arrived)
+            self.compute("update", unit.name, unit.update * owned)
+            if on == "nvme":
+                self.copy("write", unit.name, states[i], self.now)
+            if on != "device" and plan.parameters.on == "device":
+                nbytes = sum(f.padded * f.itemsize / self.ranks for f in unit.trainable)
+                self._arrives[unit] = self.copy("up", unit.name, nbytes, self.now)
+            if on != "device":
+                yield unit
+        if on == "device":
+            yield from layers
+
+    def _to_host(self, unit: Layer) -> None:
+        """The mean of this rank's shard is copied to the host."""
+        nbytes = self._full_grads(unit) / self.ranks
+        self._arrives[unit] = self.copy("down", unit.name, nbytes, self.now)
+
+    # ---- bytes and seconds
+
+    def _full_grads(self, unit: Layer) -> int:
+        return sum(flat.padded * flat.reduced for flat in unit.trainable)
+
+    def _across(self, shard: float) -> float:
+        """Seconds in which a group's shard is exchanged with the other groups."""
+        others = self.machine.across
+        if others is None:
+            return 0.0
+        sent = shard * (others.ranks - 1) / others.ranks
+        return others.latency + sent / others.bandwidth
+
+    def _launch(
+        self,
+        op: str,
+        unit: Layer,
+        flat: Buffer,
+        elements: int,
+        since: float = 0.0,
+        after: float = 0.0,
+    ) -> Transfer:
+        """Queue for the link, from `since` on, with so many elements of a buffer."""
+        machine, gathers = self.machine, op == "all_gather"
+        shard = elements * flat.sent[not gathers] / machine.ranks
+        nbytes = shard * (machine.ranks - 1)
+        seconds = machine.latency + nbytes / machine.bandwidth if nbytes else 0.0
+        if not gathers:
+            after += nbytes / machine.adding
+        if op == "all_reduce":  # the sums are exchanged as well
+            after += machine.latency + nbytes / machine.bandwidth
+        if not gathers:  # among copies: all-reduced, or only reduced to its owner
+            after += (1 if self.secondary else 2) * self._across(shard)
+        handed = machine.handling + nbytes / machine.copying
+        self.compute("launch", unit.name, handed if nbytes else 0.0)
+        begin = max(self.now, self._link[-1][1] if self._link else 0.0, since)
+        end = begin + seconds
+        self._link = [b for b in self._link if b[1] > self.now] + [(begin, end)]
+        done = Transfer("link", op, unit.name, begin, end, nbytes, after)
+        self.line.intervals.append(done)
+        return done
+
+    def copy(self, what: str, unit: str, nbytes: float, since: float) -> float:
+        """Queue for the bus, "up" or "down", or to "read" or "write" the disk.
+
+        The copy begins at `since` or later; returns when it ends.
+        """
+        lane, queue = ("bus", what) if what in ("up", "down") else ("disk", "disk")
+        seconds = nbytes / getattr(self.machine, lane)
+        if not seconds:
+            return since
+        begin = max(since, self._free.get(queue, 0.0))
+        self._free[queue] = end = begin + seconds
+        self.line.intervals.append(Interval(lane, what, unit, begin, end, nbytes))
+        return end
+
+    def compute(self, what: str, unit: str, seconds: float) -> None:
+        """The thread computes; more slowly while the link is busy."""
+        now, speed = self.now, 1 - self.machine.contention
+        for begin, end in self._link:
+            if end <= now:
+                continue
+            alone = min(seconds, max(0.0, begin - now))
+            seconds, now = seconds - alone, now + alone
+            shared = min(seconds, (end - now) * speed) if now >= begin else 0
+            seconds, now = seconds - shared, now + shared / speed
+        self.spend(what, unit, now + seconds)
+
+    def spend(self, what: str, unit: str, until: float) -> None:
+        """The thread does one thing, such as waiting, up to a time."""
+        if until > self.now:
+            interval = Interval("compute", what, unit, self.now, until)
+            self.line.intervals.append(interval)
+            self.now = until
+
+    def changed(self, category: str, unit: str, nbytes: int) -> None:
+        """Bytes on the device came now, or went if `nbytes` is below 0."""
+        if nbytes:
+            change = Change("device", category, nbytes, unit)
+            self.line.moments.append(Moment(0, self.now, (change,)))
 
 
 def simulate(
@@ -146,64 +411,14 @@ def simulate(
 
     `layers`: the root first, then the blocks in the order of the forward. `schedule`: a
     new `minizero.zero.Schedule` or `minizero.Overlap`, as a net would be given: only the
-    net is simulated. The second step counts: by then the order is recorded. `boundary`:
-    whether the micro-batch is the last of its step, after which there is an update.
+    net is simulated. `boundary`: whether the micro-batch is the last of its step, after
+    which there is an update. The second step counts: by then the order is recorded.
     """
-    rank = Rank(machine)
-    net = _Net(rank, plan, schedule, bucket_size)
+    simulation = Simulation(machine, plan, schedule, bucket_size)
     units: Any = layers
     schedule.attach(units, plan)
-    _step(net, layers, boundary)
-    start, rank.line = rank.now, Timeline()
-    _step(net, layers, boundary)
-    rank.line.duration = rank.now - start
-    return rank.line.shifted(start)
-
-
-def _step(net: _Net, layers: list[Layer], boundary: bool) -> None:
-    schedule: Any = net.schedule
-    rank, root, blocks = net.rank, layers[0], layers[1:]
-    sharded = net.plan.parameters.sharded
-    owned = 1 / rank.machine.ranks if net.plan.optimizer.sharded else 1.0
-    if net.secondary and rank.machine.across:
-        owned /= rank.machine.across.ranks
-    reduces = boundary or net.plan.gradients.sharded
-
-    def enter(unit: Layer) -> None:
-        net.carry_out(schedule.needed(unit) if sharded else [])
-
-    def leave(unit: Layer) -> None:
-        net.carry_out(schedule.done(unit) if sharded else [])
-
-    def compute(what: str, unit: Layer) -> None:
-        forward, line = what == "forward", rank.line
-        kept, more = unit.saved, unit.inside - unit.saved
-        line.changed(rank.now, "activations", unit.name, more + kept * forward)
-        if net.plan.gradients.sharded and not forward:
-            net.grads(unit)
-        rank.compute(what, unit.name, getattr(unit, what))
-        line.changed(rank.now, "activations", unit.name, -more - kept * (not forward))
-
-    schedule.forward_begins()
-    enter(root)
-    for unit in blocks:
-        enter(unit)
-        compute("forward", unit)
-        leave(unit)
-    compute("forward", root)
-    leave(root)
-    schedule.backward_begins()
-    enter(root)
-    compute("backward", root)
-    for unit in reversed(blocks):
-        enter(unit)
-        compute("backward", unit)
-        leave(unit)
-        net.carry_out(schedule.grads_ready(unit) if reduces else [])
-    leave(root)
-    net.carry_out(schedule.grads_ready(root) if reduces else [])
-    net.finish()
-    schedule.backward_ends()
-    for unit in net.home.update(layers, owned) if boundary else ():
-        net.carry_out(schedule.updated(unit))
-    net.finish()
+    simulation.step(layers, boundary)
+    start, simulation.line = simulation.now, Timeline()
+    simulation.step(layers, boundary)
+    simulation.line.duration = simulation.now - start
+    return simulation.line.shifted(start)

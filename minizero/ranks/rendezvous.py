@@ -21,8 +21,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from . import cross_memory
-
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
 
@@ -205,7 +203,6 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        cross_memory.meet(timeout)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from ..comm.quantized import BLOCK
 from ..memory.plan import Plan
-from ..overlap.machine import Buffer, Layer, Timeline
-from ..overlap.machine import Machine as Link
-from ..overlap.prefetch import Overlap
+from ..overlap.simulator import Buffer, Layer, Timeline
+from ..overlap.simulator import Machine as Link
+from ..overlap import Overlap
 from ..overlap.simulator import simulate
 from minizero.scale.machines import (
     BUS,
@@ -59,7 +59,7 @@ def layers_of(
 
     def layer(name: str, n: int, forward: float, backward: float) -> Layer:
         padded = -(-n // world_size) * world_size
-        flat = Buffer(padded, size, reduced=reduced, coded=coded)
+        flat = Buffer(padded, size, reduced=reduced, sent=coded)
         forward += costs.memory(decoded * n)
         backward += costs.memory((handled + coding) * n)
         return Layer(name, [flat], forward, backward, update * n)

@@ -20,7 +20,7 @@ import traitlets
 from minizero.lab.plots.style import ink
 
 FIGURES = {
-    "memory": ("memory_chart.js", "memory_published.js", "memory.js"),
+    "memory": ("memory_chart.js", "memory.js"),
     "exchanges": ("exchanges.js",),
     "shards": ("shards.js",),
     "formats": ("formats.js",),

@@ -11,8 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from minizero.lab.explorables.base import Amount, Explorable, look, module
-from minizero.lab.plots.base import STYLE, legend, line, single
-from minizero.lab.plots.style import GREY, LINES, short
+from minizero.lab.plots.style import GREY, LINES, STYLE, legend, line, short, single
 
 PALETTE = {"saves": look(LINES[1]), "steps made again": look(LINES[0])}
 

@@ -116,7 +116,7 @@ function tick(model, name, text) {
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const memories = model.get("device_memories").map((gb) => [gb, `${gb} GB`]);
-  const [runs, others] = [measuredRuns(model), publishedRuns(model)];
+  const runs = measuredRuns(model);
   const choices = [
     choice(model, "precision", "Precision", PRECISIONS),
     choice(model, "optimizer", "Optimizer", OPTIMIZERS),
@@ -133,13 +133,13 @@ function render({ model, el }) {
     make("div", { class: "wide" }, ...boxes(choices),
       make("fieldset", {},
         make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks)),
-      runs.box, others.box));
-  const all = [...first, ...choices, ...ticks, runs, others, chart];
+      runs.box));
+  const all = [...first, ...choices, ...ticks, runs, chart];
   const end = mount({ model, el }, {
     title: "Memory of the model states",
     names: NAMES,
     style: STYLE + CHART_STYLE,
-    content: [controls, chart.box, others.note],
+    content: [controls, chart.box],
     update: () => all.forEach((part) => part.update()),
     table: { head: [...HEAD, "measured"], say: (x) => x === undefined ? "–" : amount(x),
       rows: () => numbers(get).map((line, i) => [...line, measuredAt(get)?.held[i]]) },

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables import measured
 from minizero.lab.explorables.base import (
     STRIPES,
     Amount,
@@ -43,8 +44,7 @@ class MemoryExplorer(Explorable):
         that shard them.
     device_memory: gigabytes (10^9 bytes) of a GPU, one of :data:`DEVICE_MEMORIES`.
 
-    Where ranks were measured with a setting, their bytes stand beside the estimate, and
-    the peaks of published runs.
+    Where ranks were measured with a setting, their bytes stand beside the estimate.
     """
 
     kind = "memory"
@@ -60,9 +60,12 @@ class MemoryExplorer(Explorable):
     device_memory = traitlets.Enum(DEVICE_MEMORIES, 80).tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
-    published: traitlets.List[Any] = traitlets.List(measured.published()).tag(sync=True)
-    measured: traitlets.List[Any] = traitlets.List(measured.runs()).tag(sync=True)
+    measured: traitlets.List[Any] = traitlets.List().tag(sync=True)
     palette = traitlets.Dict(PALETTE).tag(sync=True)
+
+    @traitlets.default("measured")
+    def _measured(self) -> list[dict[str, Any]]:
+        return measured()
 
     @traitlets.default("coefficients")
     def _coefficients(self) -> dict[str, Any]:
@@ -113,6 +116,21 @@ class MemoryExplorer(Explorable):
 def explorer(**controls: Any) -> MemoryExplorer:
     """The memory explorer, with any of its controls set."""
     return MemoryExplorer(**controls)
+
+
+def measured() -> list[dict[str, Any]]:
+    """The recorded runs by their number of ranks: parameters, and bytes by stage.
+
+    `measured.csv` has what tests/bench/held.py found in a run of GPT-2's smallest.
+    """
+    by_ranks: dict[int, dict[str, Any]] = {}
+    with Path(__file__).with_name("measured.csv").open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            ranks, size = int(line["world_size"]), int(line["n_params"])
+            run = {"world_size": ranks, "n_params": size, "held": []}
+            held = by_ranks.setdefault(ranks, run)["held"]
+            held.append(sum(int(line[name]) for name in STATES))
+    return list(by_ranks.values())
 
 
 def coefficients() -> dict[str, dict[str, tuple[float, float]]]:

@@ -24,7 +24,6 @@ const CHART_STYLE = `
   .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
-  .published p { margin: 12px 0 4px; }
   .found { flex-basis: 100%; text-align: right; }
   [hidden] { display: none; }
   .mark { position: absolute; top: 50%; transform: translate(-50%, -50%);
@@ -42,8 +41,6 @@ const CHART_STYLE = `
     forced-color-adjust: none; }
   @media (forced-colors: active) { .track { outline: 1px solid; } }
   .track .bar { overflow: hidden; width: 100%; height: auto; }
-  .torn { clip-path: polygon(0 0, 100% 0, calc(100% - 6px) 25%, 100% 50%,
-    calc(100% - 6px) 75%, 100% 100%, 0 100%); }
   .bar div { overflow: hidden; text-align: center; font-size: 12.5px;
     line-height: 24px; white-space: nowrap; }
   .bar span { padding: 1px 4px; }
@@ -117,11 +114,10 @@ function memoryChart(model) {
     const capacity = get("device_memory") * 1e9;
     const states = STAGES.map((_, stage) => state(get, stage));
     const longest = Math.max(...states.map(({ total }) => total));
-    // A bar far beyond the capacity is torn off, or the others would vanish.
-    // One far below it is drawn large, and the capacity lies beyond the right.
+    // The axis holds the longest bar, so that bars compare; the line of the capacity
+    // moves, and lies beyond the right where every bar is far below it.
     const small = longest < capacity / 4;
-    const scale = small ? longest * 1.2
-      : Math.min(Math.max(longest, capacity * 1.2), capacity * 3);
+    const scale = small ? longest * 1.2 : Math.max(longest, capacity * 1.2);
     box.classList.toggle("small", small);
     tag.style.left = small ? "" : `${(100 * capacity) / scale}%`;
     tag.textContent = `${get("device_memory")} GB${small ? " →" : ""}`;
@@ -176,7 +172,6 @@ function stageRow(model, name, stage) {
     track.style.setProperty("--capacity", `calc(${(100 * capacity) / scale}% - 1px)`);
     track.setAttribute("aria-label",
       STATES.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));
-    bar.className = state.total > scale ? "bar torn" : "bar";
     bar.replaceChildren(...segments(state, scale, track.clientWidth, model.get("palette")));
     box.dataset.bytes = JSON.stringify([...state.parts, state.host]);
     box.dataset.least = state.least;

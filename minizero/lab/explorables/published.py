@@ -7,9 +7,9 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.bench.planner import SHEET, measured
 from minizero.lab.explorables.base import Explorable, look, module, table
 from minizero.lab.plots.style import LINES, short
+from minizero.lab.recorded import SHEET, planner_runs
 from minizero.scale.published import Row, mean_error, rows
 from minizero.scale.shapes import MODELS
 
@@ -29,19 +29,21 @@ def runs() -> dict[str, dict[str, list[Any]]]:
     """By machine and model: title, tokens a second and GPU measured, and predicted."""
     table: dict[str, dict[str, list[Any]]] = {}
     for row in sorted(rows(), key=lambda row: (MODELS[row.model].parameters, row.gpus)):
-        told = row.predict().tokens_per_second_per_gpu
+        predicted = row.predict().tokens_per_second_per_gpu
         models = table.setdefault(row.machine, {})
         models.setdefault(row.model, []).append(
-            [title(row), row.tokens, round(told, 1)]
+            [title(row), row.tokens, round(predicted, 1)]
         )
-    own = [[name, round(seen, 1), round(told, 1)] for name, seen, told in measured()]
+    own = [
+        [name, round(seen, 1), round(guess, 1)] for name, seen, guess in planner_runs()
+    ]
     return dict(sorted(table.items())) | ({OURS: {"toy GPT": own}} if own else {})
 
 
 class Published(Explorable):
     """Tokens a second and GPU of measured runs, and the prediction of each.
 
-    machine, model: as in `published.csv`, and those of `minizero.lab.bench.planner`;
+    machine, model: as in `published.csv`, and those of `minizero.lab.recorded`;
         not every model ran on every machine.
     """
 

@@ -17,9 +17,8 @@ from minizero.engine.sources import source
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import PRECISIONS, Plan
 from minizero.memory.trace import Change, Moment, Slice, Trace
-from minizero.overlap.machine import Interval, Layer, Machine, Timeline
-from minizero.overlap.prefetch import Overlap
-from minizero.overlap.simulator import simulate
+from minizero.overlap import Overlap
+from minizero.overlap.simulator import Interval, Layer, Machine, Timeline, simulate
 from minizero.scale.machines import A100, BUS, STREAM, bus
 from minizero.scale.memory import saved
 from minizero.scale.operators import Costs
@@ -130,7 +129,7 @@ def _rests(at: Setting) -> Iterator[Change]:
         flat = layer.flats[0]
         sizes = {
             "parameters": flat.itemsize,
-            "gradients": flat.gradient,
+            "gradients": flat.reduced,
             "optimizer": flat.states,
         }
         for category, itemsize in sizes.items():

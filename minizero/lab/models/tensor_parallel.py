@@ -11,21 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minizero import comm
-from minizero.comm.grid import world
 from minizero.lab.models.gpt import GPT, MLP, Attention
-from minizero.ranks.launch import rank, world_size
 
 
 class _Enter(torch.autograd.Function):
     """Identity; its backward adds the gradients of all ranks (Megatron's f)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -38,7 +35,7 @@ class _Leave(torch.autograd.Function):
     """Adds the ranks' parts; its backward is the identity (Megatron's g)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
         return _sum(x, group)
 
     @staticmethod
@@ -46,25 +43,25 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _sum(x: Tensor, group: comm.Group) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with comm.phase(unit="tensor parallel"), world(group):
-        comm.all_reduce(total)
+    with comm.phase(unit="tensor parallel"):
+        comm.all_reduce(total, group=group)
     return total
 
 
 class ParallelAttention(nn.Module):
     """`attention` with 1/N of its heads: (batch, sequence, hidden) to the same."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, group: comm.Group) -> None:
         super().__init__()
-        self.group = dist.group.WORLD
-        self.heads = _share(attention.heads, "heads")
+        self.group = group
+        self.heads = _share(attention.heads, "heads", group)
         hidden = attention.out.in_features
         qkv = attention.qkv
-        self.weight = _rows(qkv.weight.view(3, hidden, hidden), 1)
-        self.bias = _rows(qkv.bias.view(3, hidden), 1)
-        self.out = _rows(attention.out.weight, 1)
+        self.weight = _rows(qkv.weight.view(3, hidden, hidden), 1, group)
+        self.bias = _rows(qkv.bias.view(3, hidden), 1, group)
+        self.out = _rows(attention.out.weight, 1, group)
         self.out_bias = nn.Parameter(attention.out.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,13 +77,13 @@ class ParallelAttention(nn.Module):
 class ParallelMLP(nn.Module):
     """`mlp` with 1/N of its inner width: (batch, sequence, hidden) to the same."""
 
-    def __init__(self, mlp: MLP) -> None:
+    def __init__(self, mlp: MLP, group: comm.Group) -> None:
         super().__init__()
-        self.group = dist.group.WORLD
-        _share(mlp.up.out_features, "inner features")
-        self.up = _rows(mlp.up.weight, 0)
-        self.up_bias = _rows(mlp.up.bias, 0)
-        self.down = _rows(mlp.down.weight, 1)
+        self.group = group
+        _share(mlp.up.out_features, "inner features", group)
+        self.up = _rows(mlp.up.weight, 0, group)
+        self.up_bias = _rows(mlp.up.bias, 0, group)
+        self.down = _rows(mlp.down.weight, 1, group)
         self.down_bias = nn.Parameter(mlp.down.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,32 +91,31 @@ class ParallelMLP(nn.Module):
         return _Leave.apply(F.linear(up, self.down), self.group) + self.down_bias
 
 
-def tensor_parallel(model: GPT) -> GPT:
-    """Cut the blocks of `model` over all ranks, in place, and return it.
+def tensor_parallel(model: GPT, group: comm.Group | None = None) -> GPT:
+    """Cut the blocks of `model` over the ranks of a group, in place, and return it.
 
     Every rank must have the same model and give it the same batches. What is not cut
     has the same gradient on every rank, so each rank trains its own parameters with
-    an optimizer of its own, and nothing else is sent. Inside `comm.grid.world(group)`
-    the ranks are that group's, then and whenever the model runs.
+    an optimizer of its own, and nothing else is sent.
 
     Raises ValueError if the ranks do not divide the heads.
     """
+    group = group or comm.everyone()
     for block in model.blocks:
         assert isinstance(block.attention, Attention) and isinstance(block.mlp, MLP)
-        block.attention = ParallelAttention(block.attention)
-        block.mlp = ParallelMLP(block.mlp)
+        block.attention = ParallelAttention(block.attention, group)
+        block.mlp = ParallelMLP(block.mlp, group)
     return model
 
 
-def _share(count: int, what: str) -> int:
-    if count % world_size():
+def _share(count: int, what: str, group: comm.Group) -> int:
+    if count % group.size:
         raise ValueError(
-            f"{count} {what} do not divide into {world_size()} ranks; choose a "
-            "multiple."
+            f"{count} {what} do not divide into {group.size} ranks; choose a multiple."
         )
-    return count // world_size()
+    return count // group.size
 
 
-def _rows(whole: Tensor, dim: int) -> nn.Parameter:
+def _rows(full: Tensor, dim: int, group: comm.Group) -> nn.Parameter:
     """This rank's part of a weight, cut along `dim`."""
-    return nn.Parameter(whole.detach().chunk(world_size(), dim)[rank()].clone())
+    return nn.Parameter(full.detach().chunk(group.size, dim)[group.rank].clone())

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import matplotlib as mpl
 
-from minizero.lab.plots.base import DASHES, STYLE, WIDTH, use
-from minizero.lab.plots.calls import timeline
-from minizero.lab.plots.curves import loss_curves
+from minizero.lab.plots.charts import loss_curves
 from minizero.lab.plots.memory import memory_bars, memory_over_step
-from minizero.lab.plots.style import GREY, LINES
+from minizero.lab.plots.spans import timeline
+from minizero.lab.plots.style import DASHES, GREY, LINES, STYLE, WIDTH, use
 
 __all__ = [
     "DASHES",

@@ -10,9 +10,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.lab.plots.base import STYLE, legend, name_rows, single, waiting
 from minizero.lab.plots.memory import memory_over_step
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount, ink
+from minizero.lab.plots.spans import draw_bar
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    GREY,
+    LINES,
+    STYLE,
+    amount,
+    ink,
+    legend,
+    name_rows,
+    single,
+    waiting,
+)
 from minizero.memory.tracker import Sample
 
 Span = tuple[str, float, float]
@@ -70,32 +81,22 @@ def _box(axes: Axes, start: float, size: float, y: int, face: str, text: str) ->
 def protocol_figure(ranks: Sequence[Sequence[Span]]) -> Figure:
     """A save on every rank against time: prepare, decide, point, and waits between.
 
-    ranks: of each, its spans; "wait" is drawn below the others. The line at the end of
-    "decide" and of "point" says which `load` finds the checkpoint from then on.
+    ranks: the spans of each; "wait" is drawn below the others. The lines at the end of
+    "decide" and "point" name the call of `load` that finds the checkpoint from then on.
     """
     start = min(begin for spans in ranks for _, begin, _ in spans)
     figure, axes = single(1.3 + 0.42 * len(ranks))
     used, order = set(), ["wait", *SPANS]
     for r, spans in enumerate(ranks):
         for what, begin, end in sorted(spans, key=lambda span: order.index(span[0])):
-            left, width = 1e3 * (begin - start), 1e3 * (end - begin)
-            waits = what == "wait"
-            axes.barh(
-                r,
-                width,
-                0.5,
-                left,
-                color="none" if waits else SPANS[what],
-                edgecolor=GREY if waits else "none",
-                hatch="//////" if waits else "",
-                linewidth=0,
-            )
+            left, right = 1e3 * (begin - start), 1e3 * (end - start)
+            draw_bar(axes, r - 0.25, left, right, 0.5, SPANS.get(what))
             used.add(what)
             if what in ("decide", "point"):
-                axes.axvline(left + width, color=GREY, linestyle=":", linewidth=1.2)
+                axes.axvline(right, color=GREY, linestyle=":", linewidth=1.2)
                 axes.annotate(
                     "load(tag)" if what == "decide" else "load()",
-                    (left + width, 1),
+                    (right, 1),
                     xycoords=("data", "axes fraction"),
                     xytext=(-3 if what == "decide" else 3, 2),
                     textcoords="offset points",

@@ -10,20 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.lab.plots.base import (
-    STYLE,
-    end_label,
-    legend,
-    name_rows,
-    no_numbers,
-    single,
-)
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
     CATEGORY_HATCHES,
     GREY,
+    STYLE,
     amount,
+    end_label,
     ink,
+    legend,
+    name_rows,
+    no_numbers,
+    single,
 )
 from minizero.memory.labels import CATEGORIES
 from minizero.memory.plan import Bytes

@@ -1,18 +1,36 @@
-"""What offload moves, and when: formulas and figures for the chapters on it."""
+"""Offload: what crosses the bus and the disk, when, and what is lost by it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.lab.plots.base import STYLE, end_label, name_rows, no_numbers, single
-from minizero.lab.plots.lanes import stacked
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, amount
+from minizero.lab.plots.spans import stacked
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    DASHES,
+    GREY,
+    LINES,
+    STYLE,
+    WIDTH,
+    amount,
+    end_label,
+    line,
+    name_rows,
+    no_numbers,
+    single,
+)
+from minizero.memory.intensity import efficiency, intensity
 from minizero.memory.plan import PRECISIONS, Plan
-from minizero.overlap.machine import Interval
+from minizero.offload.async_io import aligned_buffer
+from minizero.offload.nvme import Activity
+from minizero.offload.swap_file import SwapFile
+from minizero.overlap.simulator import Interval
 
 
 def crossing(
@@ -20,10 +38,10 @@ def crossing(
 ) -> tuple[int, int]:
     """Bytes a sharded parameter that cross the bus in a step: (down, up).
 
-    Down is to the host. Every micro-batch sends its gradients to where they rest and
-    fetches parameters twice, before the forward and before the backward. The update
-    fetches what rests away from the optimizer's states: gradients, and where there are
-    no master weights the parameters too, which go back in either case.
+    Down is to the host. Every micro-batch sends its gradients to their storage and
+    fetches parameters twice, for forward and for backward. The update fetches what is
+    stored apart from the optimizer's states: gradients, and parameters where there are
+    no master weights. Updated parameters go back to their storage.
     """
     parameter, gradient, master = PRECISIONS[precision]
     away = {
@@ -40,7 +58,7 @@ def crossing(
     return down + inward, up + outward
 
 
-LANES = {
+BUS_LANES = {
     "in": CATEGORY_COLOURS["gradients"],
     "update": CATEGORY_COLOURS["optimizer"],
     "out": CATEGORY_COLOURS["parameters"],
@@ -59,11 +77,11 @@ def rounds(
     everything follows everything.
     """
     bars: list[Interval] = []
-    free = dict.fromkeys(LANES, 0.0)
+    free = dict.fromkeys(BUS_LANES, 0.0)
     gone = [0.0, 0.0]  # when the last but one unit, and the last, are out
     for unit, seconds in units.items():
         now = gone[0]
-        for lane, taken in zip(LANES, seconds, strict=True):
+        for lane, taken in zip(BUS_LANES, seconds, strict=True):
             start = max(now, free[lane]) if pipelined else max(now, gone[1])
             now = free[lane] = start + taken
             bars.append(Interval(lane, lane, unit, start, now))
@@ -73,7 +91,7 @@ def rounds(
 
 def rounds_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     """A row of three lanes for each run, in milliseconds; units in the bars."""
-    return stacked(runs, LANES)
+    return stacked(runs, BUS_LANES)
 
 
 @rc_context(STYLE)
@@ -101,13 +119,127 @@ def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     axes.spines["left"].set_visible(False)
     for x, text in ((-0.5, "down to the host"), (0.5, "up to the device")):
         axes.text(x * longest, -0.75, text, ha="center", va="bottom")
+    patches = [
+        Patch(facecolor=colour, label=category)
+        for category, colour in CATEGORY_COLOURS.items()
+        if category in used
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
+
+
+DISK_LANES = {
+    "read": CATEGORY_COLOURS["gradients"],
+    "step": CATEGORY_COLOURS["optimizer"],
+    "write": CATEGORY_COLOURS["parameters"],
+}
+
+
+def throughput(
+    folder: Path, nbytes: int, block_size: int, queue_depth: int
+) -> tuple[float, float]:
+    """Bytes a second of one write and of one read of a file: (write, read)."""
+    swap = SwapFile(folder, block_size, queue_depth)
+    at, buffer = swap.allocate(nbytes), aligned_buffer(nbytes)
+    buffer.random_()
+    rates = []
+    for transfer in (swap.write, swap.write, swap.read):
+        start = time.perf_counter()
+        transfer(at, buffer).wait()
+        rates.append(nbytes / (time.perf_counter() - start))
+    swap.close()
+    return rates[1], rates[2]  # the first write found its blocks empty
+
+
+@rc_context(STYLE)
+def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
+    """Throughput by the number of requests in flight.
+
+    rates: by queue depth, bytes a second written and read.
+    """
+    figure, axes = single(2.6)
+    for i, name in enumerate(("write", "read")):
+        values = [pair[i] / 1e9 for pair in rates.values()]
+        look = {"color": LINES[2 * i], "linestyle": DASHES[i], "marker": "o"}
+        axes.plot(range(len(rates)), values, label=name, **look)
+    axes.set_xticks(range(len(rates)), [str(depth) for depth in rates])
+    axes.set(xlabel="requests in flight", ylabel="GB/s")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def lanes_figure(timelines: Mapping[str, Sequence[Activity]]) -> Figure:
+    """Three lanes for each run, in milliseconds; units in the bars."""
+    runs = {
+        name: [Interval(s.lane, s.lane, s.unit, s.started, s.finished) for s in spans]
+        for name, spans in timelines.items()
+    }
+    return stacked(runs, DISK_LANES)
+
+
+@rc_context(STYLE)
+def efficiency_figure(
+    peak: float, sequence: int = 1024, batches: Sequence[int] = (1, 4, 16, 64)
+) -> Figure:
+    """Efficiency against the bandwidth a GPU has to where the state is stored.
+
+    peak: operations a second. batches: sequences a GPU, a curve each.
+    """
+    figure = Figure(figsize=(WIDTH, 2.9))
+    bandwidths = [10 ** (8 + i / 20) for i in range(101)]
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, what in zip(panels, ("parameters", "optimizer"), strict=True):
+        for i, batch in enumerate(batches):
+            ait = intensity(what, sequence, batch)
+            shares = [100 * efficiency(ait, b, peak) for b in bandwidths]
+            axes.plot([b / 1e9 for b in bandwidths], shares, label=batch, **line(i))
+        axes.set_xscale("log")
+        axes.set(ylim=(0, 100), xlim=(0.1, 1e4), xlabel="GB/s")
+        axes.set_title(what, fontsize=9.5, color=GREY)
+    panels[0].set_ylabel("efficiency, %")
     figure.legend(
-        handles=[
-            Patch(facecolor=colour, label=category)
-            for category, colour in CATEGORY_COLOURS.items()
-            if category in used
-        ],
-        loc="outside lower center",
-        ncols=len(CATEGORY_COLOURS),
+        *axes.get_legend_handles_labels(),
+        title="sequences a GPU",
+        loc="outside upper center",
+        ncols=len(batches),
     )
+    return figure
+
+
+@rc_context(STYLE)
+def point_figure(
+    peak: float,
+    bandwidth: float,
+    predicted: Mapping[int, tuple[float, float]],
+    measured: Mapping[int, float],
+) -> Figure:
+    """Measured efficiency by tokens a step, on the curve of the formula.
+
+    predicted: by tokens a step (operations a byte, efficiency). bandwidth, peak: of
+    the curve, bytes and operations a second. measured: efficiency by tokens.
+    """
+    figure, axes = single(2.9)
+    aits = [ait for ait, _ in predicted.values()]
+    low, high = min(aits) / 4, max(aits) * 4
+    curve = [low * (high / low) ** (i / 100) for i in range(101)]
+    shares = [100 * efficiency(ait, bandwidth, peak) for ait in curve]
+    axes.plot(curve, shares, color=LINES[0], label="formula")
+    found = [100 * value for value in measured.values()]
+    axes.plot(aits, found, "o", color=LINES[2], label="measured")
+    for tokens, (ait, share) in predicted.items():
+        side = 1 if measured[tokens] >= share else -1  # away from the curve
+        axes.annotate(
+            f"{tokens:,} tokens",
+            (ait, 100 * measured[tokens]),
+            xytext=(-7 * side, 5 * side),
+            textcoords="offset points",
+            ha="right" if side > 0 else "left",
+            va="bottom" if side > 0 else "top",
+            fontsize=8.5,
+            color=GREY,
+        )
+    axes.set_xscale("log")
+    axes.set(ylim=(0, 105), xlabel="operations a byte", ylabel="efficiency, %")
+    axes.legend(loc="lower right")
     return figure

@@ -1,11 +1,20 @@
-"""One palette for figures and explorables, and what they write beside it.
+"""One palette and one style for figures and explorables.
 
-The colours start from Okabe and Ito's set (2008), moved until they are also told
-apart in greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in colour
-(CIE 1976) to normal, protan, deutan and tritan eyes. `tests/test_lab.py` computes it.
+The colours start from Okabe and Ito's set (2008), moved until they also differ in
+greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in colour (CIE 1976) to
+normal, protan, deutan and tritan eyes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from minizero.memory.amounts import amount as amount
 from minizero.memory.amounts import short as short
@@ -62,3 +71,103 @@ def contrast(a: str, b: str) -> float:
 def ink(fill: str) -> str:
     """Black or white, whichever reads better on `fill`."""
     return max("#000000", "#FFFFFF", key=lambda colour: contrast(colour, fill))
+
+
+WIDTH = 6.4
+"""Inches: 614 pixels of a page, the text width of the book."""
+
+DASHES: Any = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+
+STYLE: Any = {
+    "figure.dpi": 96,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "figure.constrained_layout.use": True,
+    "font.size": 9.5,
+    "axes.labelsize": 9.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9.5,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "hatch.linewidth": 0.6,
+    # Fixed ids, for a figure that is saved as SVG.
+    "svg.hashsalt": "minizero",
+}
+
+
+def use() -> None:
+    """Set the style, and in a notebook the format; call it in the first cell."""
+    mpl.rcParams.update(STYLE)
+    try:
+        from IPython import get_ipython
+        from IPython.core.pylabtools import select_figure_formats
+    except ImportError:
+        return
+    shell = get_ipython()
+    if shell is not None:
+        # Without the version of matplotlib, the same figure gives the same bytes.
+        select_figure_formats(shell, {"retina"}, metadata={"Software": None})
+
+
+def single(height: float) -> tuple[Figure, Axes]:
+    """A figure of one panel, as wide as the page; `height` in inches."""
+    # Not pyplot's: it would show the figure again at the end of the cell.
+    figure = Figure(figsize=(WIDTH, height))
+    return figure, figure.add_subplot()
+
+
+def line(i: int) -> dict[str, Any]:
+    """Colour and dashes of the i-th line of a figure."""
+    return {"color": LINES[i % len(LINES)], "linestyle": DASHES[i % len(DASHES)]}
+
+
+def name_rows(axes: Axes, names: Iterable[str]) -> None:
+    """Rows at 0, 1, ... from the top, each with its name."""
+    names = list(names)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(left=False)
+
+
+def no_numbers(axes: Axes) -> None:
+    """Nothing below the bars: they carry their numbers themselves."""
+    axes.tick_params(bottom=False, labelbottom=False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def end_label(axes: Axes, x: float, y: float, text: str, side: int = 1) -> None:
+    """What a bar amounts to, beside its end: to the right, or at -1 to the left."""
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(5 * side, 0),
+        textcoords="offset points",
+        ha="left" if side > 0 else "right",
+        va="center",
+        fontweight="bold",
+    )
+
+
+def waiting() -> Patch:
+    """The legend's entry for time that a rank waits."""
+    return Patch(facecolor="none", edgecolor=GREY, hatch="//////", label="waiting")
+
+
+def legend(figure: Figure, handles: Sequence[Artist], columns: int = 0) -> None:
+    """The names of colours in one line above the panel."""
+    figure.legend(
+        handles=list(handles),
+        loc="outside upper left",
+        ncols=columns or len(handles),
+        handlelength=1.4,
+        handleheight=1.0,
+        columnspacing=1.4,
+        borderpad=0,
+    )

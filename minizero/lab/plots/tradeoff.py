@@ -17,18 +17,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minizero.lab.models.activations import Lines
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.base import (
+from minizero.lab.plots.memory import COLUMNS
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    GREY,
+    LINES,
     STYLE,
     WIDTH,
+    amount,
     end_label,
+    ink,
     legend,
     line,
     name_rows,
     no_numbers,
     single,
 )
-from minizero.lab.plots.memory import COLUMNS
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount, ink
 from minizero.memory.tracker import Sample, Tracker
 
 MARKERS = "o^sv"

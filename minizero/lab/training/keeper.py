@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minizero import comm
-from minizero.checkpoint.api import load, save
-from minizero.checkpoint.directory import exists, read_index
-from minizero.checkpoint.manifest import parse_index
+from minizero.checkpoint import exists, load, read_extra, save
 from minizero.ranks.launch import device, world_size
 from minizero.zero.data_parallel import DataParallel
 
@@ -87,8 +85,7 @@ def check(job: Job) -> None:
             "give another folder with --out, or delete them"
         )
     if job.resume:
-        index = parse_index(*read_index(folder, None))
-        saved = index.extra.get("job")
+        saved = read_extra(folder).get("job")
         if not isinstance(saved, dict):
             raise ValueError(
                 f"{folder} has checkpoints of another program; give another --out"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 
 from minizero.comm.ledger import Ledger
 from minizero.lab.training.job import Job
@@ -120,7 +120,9 @@ def write(job: Job, report: Report, weights: dict[str, torch.Tensor]) -> None:
 
     out = Path(job.out)
     # a file has no two names for one tensor: tied weights are written twice
-    save_file({k: v.clone() for k, v in weights.items()}, out / "weights.safetensors")
+    data = serialized({k: v.clone() for k, v in weights.items()})
+    # `save_file` would make a file that its owner alone may read
+    (out / "weights.safetensors").write_bytes(data)
     (out / "report.json").write_text(
         json.dumps({"job": asdict(job), **asdict(report)}, indent=1)
     )

@@ -31,7 +31,7 @@ from minizero.lab.training.report import (
 from minizero.memory.tracker import Tracker
 from minizero.offload.host import Offload
 from minizero.offload.nvme import NVMe
-from minizero.overlap.prefetch import Overlap
+from minizero.overlap import Overlap
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import device, rank, world_size
 from minizero.zero.data_parallel import DataParallel

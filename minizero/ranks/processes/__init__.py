@@ -15,6 +15,6 @@ from minizero.ranks.processes.child import LEAVE
 from minizero.ranks.processes.failures import RankError
 from minizero.ranks.processes.pool import Processes
 from minizero.ranks.processes.tasks import pack
-from minizero.ranks.processes.worker import apart, report
+from minizero.ranks.processes.worker import report
 
-__all__ = ["LEAVE", "Processes", "RankError", "apart", "pack", "report"]
+__all__ = ["LEAVE", "Processes", "RankError", "pack", "report"]

@@ -54,24 +54,16 @@ class Surroundings(NamedTuple):
 
 
 _write: Callable[[str, int, str, int], None] | None = None
-_apart: int | None = None
+_last = 0
 
 
-@contextlib.contextmanager
-def apart(sequence: int) -> Iterator[None]:
-    """Inside, collectives are some ranks' own: they count as progress, and no more.
-
-    `sequence`: how many all ranks have made until here.
-    """
-    global _apart
-    before, _apart = _apart, sequence if _apart is None else _apart
-    try:
-        yield
-    finally:
-        _apart = before
-
-
-def report(state: str, sequence: int, what: str, history: int = 0) -> None:
+def report(
+    state: str,
+    sequence: int,
+    what: str,
+    history: int = 0,
+    ranks: tuple[int, ...] | None = None,
+) -> None:
     """Notes on the status board what this rank is doing.
 
     Args:
@@ -83,8 +75,10 @@ def report(state: str, sequence: int, what: str, history: int = 0) -> None:
 
     In a process that no pool has started there is no board, and nothing happens.
     """
-    if _apart is not None:
-        state, sequence, history = "begun", _apart, 0
+    global _last
+    if ranks and len(ranks) < int(os.environ.get("WORLD_SIZE", "1")):
+        state, sequence, history = "begun", _last, 0
+    _last = sequence
     if _write is not None:
         _write(state, sequence, what, history)
 

@@ -1,0 +1,1 @@
+"""Benchmarks, and what is run on a GPU: `make bench`, `make gpu`."""

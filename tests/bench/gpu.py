@@ -1,0 +1,339 @@
+"""Everything that concerns a GPU, run on one: `make gpu`.
+
+Each part is a process of its own that may take `LIMIT` seconds. When it ends, its
+result is written into the file of this card in book/measured. A part that needs more
+GPUs than there are is left out, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import minizero
+from bench.runner import NAMES, interleaved, machine
+from minizero import comm
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.memory import host_empty
+from minizero.precision.float8 import use_float8
+from minizero.ranks import device, launch, rank
+
+LIMIT = 530  # seconds of a part
+ROOT = Path(__file__).parents[2]
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
+}
+OFF = {"device": "cpu"}
+Step = Callable[[], float]
+
+
+def trainer(
+    size: str, stage: int, precision: str = "bf16", rows: int = 4, zero: Any = None
+) -> Callable[[], Tensor]:
+    """A function that makes one step of a GPT on random bytes and returns the loss."""
+    torch.manual_seed(0)
+    config = GPTConfig.named(size)
+    model = GPT(config).to(device())
+    if precision == "float8":
+        use_float8(model)
+    engine, *_ = minizero.initialize(
+        model=model,
+        config=PRECISIONS.get(precision, PRECISIONS["bf16"])
+        | {
+            "train_micro_batch_size_per_gpu": rows,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "fused": True}},
+            "zero_optimization": {"stage": stage} | (zero or {}),
+        },
+    )
+    x, y = _batch(config, rows)
+
+    def step() -> Tensor:
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def plain(size: str, rows: int = 4) -> Callable[[], Tensor]:
+    """The same without minizero: bf16 by autocast, fused AdamW, clipping."""
+    torch.manual_seed(0)
+    config = GPTConfig.named(size)
+    model = GPT(config).to(device(), torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    x, y = _batch(config, rows)
+
+    def step() -> Tensor:
+        loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _batch(config: GPTConfig, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank())
+    tokens = torch.randint(256, (rows, config.sequence + 1), generator=generator)
+    return tokens[:, :-1].to(device()), tokens[:, 1:].to(device())
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds, the device's work included."""
+    _wait()
+    start = time.perf_counter()
+    step()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _size() -> str:
+    return "100m" if torch.cuda.is_available() else "0.1m"
+
+
+# The parts. Each returns what JSON can hold.
+
+
+def bus() -> dict[str, float]:
+    """GB/s between page-locked host memory and the device, and on the device."""
+    host = host_empty((1 << 26,), torch.float32, "buffers")
+    near, other = (torch.empty(1 << 26, device=device()) for _ in range(2))
+    ways = {"up": (near, host), "down": (host, near), "device": (other, near)}
+    cases: dict[str, Step] = {
+        way: lambda out=out, source=source: timed(lambda: out.copy_(source))  # type: ignore[misc]
+        for way, (out, source) in ways.items()
+    }
+    found = interleaved(cases, 10, warmup=2)
+    return {k: host.nbytes / statistics.median(v) / 1e9 for k, v in found.items()}
+
+
+def alone() -> dict[str, float]:
+    """Median seconds of a step at world size 1, beside plain PyTorch in bf16."""
+    steps = {"plain": plain(_size())}
+    steps |= {f"stage {s}": trainer(_size(), s) for s in range(4)}
+    cases = {k: lambda step=step: timed(step) for k, step in steps.items()}
+    found = interleaved(cases, 15, warmup=5)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def precisions() -> dict[str, Any]:
+    """Losses of 20 steps under ZeRO-3, seconds of one, and peak bytes."""
+    found = {}
+    for precision in (*PRECISIONS, "float8"):
+        step = trainer(_size(), 3, precision)
+        first = float(step())
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [timed(step) for _ in range(19)]
+        found[precision] = {
+            "losses": [first, float(step())],
+            "seconds": statistics.median(seconds),
+            "peak": torch.cuda.max_memory_allocated()
+            if device().index is not None
+            else 0,
+        }
+        del step
+    return found
+
+
+def waits() -> dict[str, list[str]]:
+    """What made the host wait for the device in a step, by stage and precision."""
+    found = {}
+    for precision in PRECISIONS:
+        for stage in range(4):
+            step = trainer(_size(), stage, precision)
+            step(), step()
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step()
+            torch.cuda.set_sync_debug_mode("default")
+            said = [f"{Path(w.filename).name}:{w.lineno}" for w in caught]
+            found[f"stage {stage}, {precision}"] = said
+    return found
+
+
+def trace() -> dict[str, Any]:
+    """Kernels and copies of an offloaded step, as the profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found = {}
+    for name, zero in {
+        "optimizer on the host": {"offload_optimizer": OFF},
+        "all on the host": {"offload_optimizer": OFF, "offload_param": OFF},
+    }.items():
+        step = trainer(_size(), 3, zero=zero)
+        step(), step()
+        kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=kinds) as profiled:
+            seconds = timed(step)
+        spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "copy": []}
+        for event in profiled.events() or ():
+            if str(event.device_type).endswith("CUDA"):
+                copy = event.name.startswith("Memcpy") and "Pageable" not in event.name
+                times = event.time_range.start, event.time_range.end
+                spans["copy" if copy else "kernel"].append(times)
+        busy = {kind: sum(b - a for a, b in union(s)) for kind, s in spans.items()}
+        both = sum(b - a for a, b in union(spans["kernel"] + spans["copy"]))
+        found[name] = {
+            "seconds": seconds,
+            "kernels": busy["kernel"] / 1e6,
+            "copies": busy["copy"] / 1e6,
+            "copies hidden": (busy["kernel"] + busy["copy"] - both)
+            / max(busy["copy"], 1e-9),
+            "pageable copies": sum(
+                "Pageable" in e.name for e in profiled.events() or ()
+            ),
+        }
+    return found
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times, without overlaps."""
+    merged: list[tuple[float, float]] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(b, merged[-1][1])
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _stages(backend: str, algorithm: str) -> dict[str, Any]:
+    with comm.algorithm(algorithm):
+        losses = {}
+        for stage in range(4):
+            step = trainer("1m", stage, rows=2)
+            losses[stage] = [float(step()) for _ in range(4)]
+    alike = all(losses[stage] == losses[0] for stage in losses)
+    return {"equal": alike, "losses": losses[0], "device": str(device())}
+
+
+def shared() -> list[Any]:
+    """Two ranks on one card, through gloo: are all stages equal, bit for bit?"""
+    return launch(_stages, 2, "gloo", "direct", backend="gloo")
+
+
+def cards() -> dict[str, list[Any]]:
+    """A rank a card, on NCCL: its own collectives, and those that sum in one order."""
+    ranks, ways = torch.cuda.device_count(), ("backend", "direct")
+    return {way: launch(_stages, ranks, "nccl", way, backend="nccl") for way in ways}
+
+
+PARTS: dict[str, tuple[Callable[[], Any], int]] = {
+    "bus": (bus, 1),
+    "alone": (alone, 1),
+    "precisions": (precisions, 1),
+    "waits": (waits, 1),
+    "trace": (trace, 1),
+    "shared": (shared, 1),
+    "cards": (cards, 2),
+}
+TESTS = "comm launch offload nvme activations float8 precision zero3 engine checkpoint"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and the GPUs that it needs."""
+
+    name: str
+    command: list[str]
+    gpus: int = 1
+
+
+def parts() -> Iterator[Part]:
+    """All of them."""
+    python = sys.executable
+    for name, (_, gpus) in PARTS.items():
+        yield Part(name, [python, "tests/bench", "gpu", "--part", name], gpus)
+    for name in TESTS.split():
+        yield Part(
+            f"tests {name}", [python, "-m", "pytest", "-q", f"tests/test_{name}.py"]
+        )
+    for notebook in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")):
+        command = [python, "-m", "pytest", "-q", str(notebook)]
+        yield Part(f"notebook {notebook.stem}", command)
+    for name in NAMES:
+        if name.startswith("peers"):
+            continue  # of processors, on gloo; and it takes longer than `LIMIT`
+        out = f"runs/gpu/{name}.json"
+        command = [python, "tests/bench", name, "--repeats", "3"]
+        yield Part(f"bench {name}", [*command, "--out", out])
+
+
+def run(part: Part) -> dict[str, Any]:
+    """What the part found, or the end of what it said; and whether it went well."""
+    gpus = torch.cuda.device_count()
+    if gpus < part.gpus:
+        return {"left out": f"it needs {part.gpus} GPUs, and there are {gpus}"}
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            part.command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "said": f"it took more than {LIMIT} s"}
+    found: dict[str, Any] = {"ok": done.returncode == 0}
+    found["seconds"] = round(time.perf_counter() - start, 1)
+    last = done.stdout.strip().rpartition("\n")[2]
+    if found["ok"] and part.name in PARTS:
+        found["found"] = json.loads(last)
+    else:
+        found["said"] = last if found["ok"] else (done.stdout + done.stderr)[-3000:]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the parts that are named, or all; write what they found."""
+    parser = argparse.ArgumentParser(prog="python tests/bench gpu", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts, by how they begin (all)")
+    parser.add_argument("--out", default=str(ROOT / "book" / "measured"))
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        if options.part not in ("shared", "cards"):
+            minizero.init_distributed()
+        print(json.dumps(PARTS[options.part][0]()), flush=True)
+        return
+    wanted = tuple(options.names) or ("",)
+    results: dict[str, Any] = {}
+    card = str(machine()["gpu"])
+    path = Path(options.out) / f"gpu-{re.sub('[^a-z0-9]+', '-', card.lower())}.json"
+    for part in (part for part in parts() if part.name.startswith(wanted)):
+        this = results[part.name] = run(part)
+        if "left out" in this:
+            print(f"{part.name}: left out: {this['left out']}", flush=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), "parts": results}, indent=1))
+        state = "done" if this["ok"] else "FAILED"
+        print(f"{part.name}: {state} in {this.get('seconds', LIMIT)} s", flush=True)
+    if path.exists():
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

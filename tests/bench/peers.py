@@ -1,0 +1,395 @@
+"""Side by side: a step here, under torch's DDP and FSDP2, and under DeepSpeed.
+
+All train one GPT on the same data. A turn builds each in its turn on the same ranks,
+takes one step that does not count, and times the next ones. Beside them the model is
+trained by each rank alone: what a step takes longer than that is what a library costs.
+DeepSpeed has ranks of its own, where the model alone is trained too, because at stage 3
+it replaces functions of torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import minizero
+from bench.runner import Comparison, interleaved
+from minizero import comm
+from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
+from minizero.ranks.launch import Pool, launch, rank, world_size
+
+Step = Callable[[], None]
+Measured = dict[str, float]
+
+STEPS = 2
+ROWS, LENGTH = 1, 64
+MODELS = {
+    "20M": GPTConfig(layers=6, hidden=528, heads=8, sequence=LENGTH),
+    "80M": GPTConfig(layers=11, hidden=776, heads=8, sequence=LENGTH),
+}
+LR = 1e-4
+
+# a block's parameters are there while it computes, as FSDP2 has it: by default a small
+# model is gathered once, and kept whole until its backward
+LIMITS = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+LEAST = [{}, {}, {}, {f"stage3_{name}": 0 for name in LIMITS}]
+THEIRS = {"zero_force_ds_cpu_optimizer": False}  # all have torch's own Adam
+BUCKET = 25 * 2**20 // 4  # elements: DDP's default
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every library trains."""
+
+    model: str
+    ranks: int
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.model} parameters, {self.ranks} ranks, {self.precision}"
+
+    @property
+    def elements(self) -> int:
+        return count_parameters(MODELS[self.model])
+
+    def build(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(MODELS[self.model])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """For DeepSpeed and for minizero alike, but for the stage."""
+        return {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": self.precision == "bf16"},
+        }
+
+
+def jobs(model: str) -> list[Job]:
+    """With 2 and 4 ranks, in fp32 and in bf16."""
+    kinds = ("fp32", "bf16")
+    return [Job(model, ranks, kind) for ranks in (2, 4) for kind in kinds]
+
+
+JOBS = jobs("20M")
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    """This rank's tokens and targets, [rows, length]: the same for every library."""
+    made = torch.Generator().manual_seed(rank())
+    tokens = torch.randint(256, (ROWS, LENGTH + 1), generator=made)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, LR, fused=True)
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    x, y = _batch()
+
+    def step() -> None:
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def alone(job: Job) -> Step:
+    """The model on each rank, and nothing sent; bf16 with masters in fp32."""
+    model = job.build()
+    if job.precision == "fp32":
+        return _loop(model, _adam(model.parameters()))
+    model.bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = _adam(iter(masters))
+    x, y = _batch()
+
+    def step() -> None:
+        model(x, y).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+
+    return step
+
+
+def ddp(job: Job) -> Step:
+    """In bf16: the model in fp32 under autocast, which is DDP's own way."""
+    model = nn.parallel.DistributedDataParallel(job.build())
+    step = _loop(model, _adam(model.parameters()))
+    if job.precision == "fp32":
+        return step
+
+    def autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            step()
+
+    return autocast
+
+
+def fsdp2(job: Job) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, mesh = job.build(), init_device_mesh("cpu", (world_size(),))
+    half = torch.bfloat16 if job.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return _loop(model, _adam(model.parameters()))
+
+
+def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
+    model = job.build()
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        **LEAST[stage],
+    }
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = library.initialize(
+        model=model,
+        optimizer=_adam(model.parameters()),
+        config=job.config | {"zero_optimization": zero, **THEIRS},
+    )
+    x, y = _batch()
+
+    def step() -> None:
+        engine.backward(engine(x, y))
+        engine.step()
+
+    return step
+
+
+def ours(stage: int, job: Job, offload: bool = False) -> Step:
+    return _engine(minizero, job, stage, offload)
+
+
+def deepspeed(stage: int, job: Job, offload: bool = False) -> Step:
+    import deepspeed as library
+
+    library.init_distributed(dist_backend="gloo", verbose=False)
+    return _engine(library, job, stage, offload)
+
+
+CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
+    "here": {
+        "alone": alone,
+        "DDP": ddp,
+        "FSDP2": fsdp2,
+        **{f"minizero {stage}": partial(ours, stage) for stage in range(4)},
+        "minizero 2, offloaded": partial(ours, 2, offload=True),
+    },
+    "there": {
+        "alone": alone,
+        **{f"DeepSpeed {stage}": partial(deepspeed, stage) for stage in range(4)},
+        "DeepSpeed 2, offloaded": partial(deepspeed, 2, offload=True),
+    },
+}
+
+
+def _on_the_wire() -> int:
+    """Bytes that this machine has sent to itself."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    [fields] = [line.split() for line in lines if line.split()[0] == "lo:"]
+    return int(fields[9])
+
+
+def _resident(word: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most since `_forget_peak`."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(f"{word}:")[2].split()[0]) * 1024
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def speed(cases: str, job: Job) -> dict[str, Measured]:
+    """Of every case of "here" or "there", in its turn: seconds, and bytes sent."""
+    torch.set_num_threads(1)
+    return {name: _timed(build(job)) for name, build in CASES[cases].items()}
+
+
+def _timed(step: Step) -> Measured:
+    step()
+    gc.collect()
+    seconds = []
+    for _ in range(STEPS):
+        comm.barrier()
+        start = perf_counter()
+        step()
+        seconds.append(perf_counter() - start)
+    return {"seconds": fmean(seconds), "sent": _sent(step) / world_size()}
+
+
+def _sent(step: Step) -> int:
+    """Bytes that all ranks send in a step."""
+    comm.barrier()
+    sent = _on_the_wire()
+    step()
+    comm.barrier()
+    return _on_the_wire() - sent
+
+
+def memory(cases: str, name: str, job: Job) -> Measured:
+    """Most bytes in the second step, in a process that has done nothing before.
+
+    live: of tensors, by torch's own allocator. resident: of the process, beyond what it
+    had before the model was built.
+    """
+    torch.set_num_threads(1)
+    before = _resident("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = CASES[cases][name](job)
+        step()
+        _forget_peak()
+        with torch.profiler.record_function("second"):
+            step()
+        resident = _resident("VmHWM") - before
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    start = next(e.start_ns() for e in events if e.name() == "second")
+    live = most = 0
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live) if event.start_ns() >= start else most
+    return {"live": most, "resident": resident}
+
+
+# seconds beyond the model alone, as a part of the other's: the goal at the first job
+GOALS = {
+    ("minizero 0", "DDP"): None,
+    ("minizero 1", "DDP"): 0.9,
+    ("minizero 2", "DDP"): 0.9,
+    ("minizero 3", "FSDP2"): 0.45,
+    ("minizero 0", "DeepSpeed 0"): None,
+    ("minizero 1", "DeepSpeed 1"): 0.3,
+    ("minizero 2", "DeepSpeed 2"): 0.3,
+    ("minizero 3", "DeepSpeed 3"): 0.3,
+    ("minizero 2, offloaded", "DeepSpeed 2, offloaded"): None,
+}
+# elements that a rank sends in a step, in parameters * (N-1)/N: 2, and 3 at stage 3
+GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
+
+
+def compare(repeats: int) -> list[Comparison]:
+    """Seconds beyond the model alone, memory and traffic, of each job; imports."""
+    steps = [
+        found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
+    ]
+    names = ["torch", "minizero", *(["deepspeed"] if _deepspeed() else [])]
+    seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
+    ours = seconds.pop("minizero")
+    return steps + [
+        Comparison(
+            "import",
+            "s",
+            "minizero",
+            name,
+            ours,
+            values,
+            at_most=1.3 if name == "torch" else 1.0,
+        )
+        for name, values in seconds.items()
+    ]
+
+
+def _deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _imported(name: str) -> float:
+    start = perf_counter()
+    command = [sys.executable, "-c", f"import {name}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return perf_counter() - start
+
+
+def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
+    """Of each library the worst of its ranks; the first turn tells the memory too."""
+    groups = ["here", *(["there"] if _deepspeed() else [])]
+    most = {
+        name: _worst(launch(memory, job.ranks, group, name, job))
+        for group in groups
+        for name in CASES[group]
+    }
+    with ExitStack() as stack:
+        pools = {group: stack.enter_context(Pool(job.ranks)) for group in groups}
+        for _ in range(repeats):
+            found: dict[str, Measured] = {}
+            for group, pool in pools.items():
+                ranks = pool.run(speed, group, job)
+                worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
+                least = worst.pop("alone")["seconds"]
+                for name, values in worst.items():
+                    beyond = {"beyond": values["seconds"] - least}
+                    found[name] = values | beyond | most.pop(name, {})
+            yield found
+
+
+def _worst(ranks: list[Measured]) -> Measured:
+    return {what: max(of[what] for of in ranks) for what in ranks[0]}
+
+
+def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:
+    def pair(
+        what: str, unit: str, key: str, a: str, b: str, most: float | None
+    ) -> Comparison:
+        ours, theirs = ([t[n][key] for t in turns if key in t[n]] for n in (a, b))
+        return Comparison(f"{what}: {job}", unit, a, b, ours, theirs, at_most=most)
+
+    pairs = [(a, b, goal) for (a, b), goal in GOALS.items() if b in turns[0]]
+    found = [
+        pair(
+            "beyond the model alone",
+            "s",
+            "beyond",
+            a,
+            b,
+            goal if job == JOBS[0] else None,
+        )
+        for a, b, goal in pairs
+    ]
+    for what, key in (
+        ("tensors at the peak", "live"),
+        ("resident at the peak", "resident"),
+    ):
+        found += [pair(what, "B", key, a, b, 1.0) for a, b, _ in pairs]
+    width = 2 if job.precision == "bf16" else 4
+    for name in turns[0]:
+        times = 3 if name in GATHERED_TWICE else 2
+        theory = times * width * job.elements * (job.ranks - 1) / job.ranks
+        sent = [t[name]["sent"] for t in turns]
+        bound = 1.02 if name.startswith("minizero") else None
+        what = f"sent by a rank in a step: {job}"
+        found.append(
+            Comparison(
+                what, "B", name, "theory", sent, [theory] * len(sent), at_most=bound
+            )
+        )
+    return found
