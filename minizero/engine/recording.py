@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory.trace import Slice, Trace, moments
 from ..memory.tracker import Tracker
-from ..offload.async_io import Transfer
+from ..offload.swap_file import Transfer
 from ..ranks.launch import rank, world_size
 from ..zero.autograd_hooks import hook_outputs
 from ..zero.data_parallel import DataParallel

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import comm
 from ..memory import labels
 from ..offload import nvme_storage, second_set
-from ..offload.async_io import Transfer
+from ..offload.swap_file import Transfer
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default  # what C++ asks twice for each operation

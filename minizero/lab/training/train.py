@@ -29,8 +29,8 @@ from minizero.lab.training.report import (
     write,
 )
 from minizero.memory.tracker import Tracker
-from minizero.offload.host import Offload
-from minizero.offload.nvme import NVMe
+from minizero.offload import Offload
+from minizero.offload import NVMe
 from minizero.overlap import Overlap
 from minizero.precision.mixed import MixedPrecision
 from minizero.ranks.launch import device, rank, world_size
