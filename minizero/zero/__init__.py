@@ -5,8 +5,9 @@ Read `flat` (units and buffers), `seams` (what later chapters pass in), `data_pa
 """
 
 from .data_parallel import DataParallel
-from .flat import Flat, Unit, find_units
-from .init import GatheredParameters, Init
+from .flat import Flat, Slot, Unit, find_units
+from .guards import nets_of
+from .init import GatheredParameters, Init, is_sharded, owners
 from .muon import Muon
 from .parallelize import parallelize
 from .seams import Action, Precision, Schedule, Storage
@@ -23,11 +24,15 @@ __all__ = [
     "Muon",
     "Precision",
     "Schedule",
+    "Slot",
     "Storage",
     "Unit",
     "ZeRO1",
     "ZeRO2",
     "ZeRO3",
     "find_units",
+    "is_sharded",
+    "nets_of",
+    "owners",
     "parallelize",
 ]

@@ -1,39 +1,59 @@
-"""Data parallelism on flat buffers: every rank keeps everything (chapter 3)."""
+"""Data parallelism on flat buffers: every rank keeps everything."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import swap_tensors
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
 from ..memory import labels
 from ..memory.plan import Plan
-from ..ranks.launch import device, rank, world_size
+from ..comm.point_to_point import reachable
+from ..ranks import rank, world_size
 from .elementwise import check_elementwise, groups_of, take_state
-from .flat import Flat, Policy, Slot, Unit, assign, check_apart, find_units, split
-from .seams import Storage, Action, Precision, Schedule
-
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each parameter, weakly
+from .flat import (
+    Flat,
+    Policy,
+    Slot,
+    Unit,
+    assign,
+    find_units,
+    in_order,
+    materialise,
+    split,
+)
+from .guards import (
+    OWNERS,
+    check_model,
+    check_unchanged,
+    note_writes,
+    refuse_step,
+    take_over_writes,
+)
+from .muon import Muon
+from .seams import Action, Precision, Schedule, Storage
 
 
 class DataParallel:
     """Plan 0: every rank keeps everything; gradients are averaged over ranks.
 
-    The stages of ZeRO are subclasses: each changes what `gather`, `release`, `reduce`
-    and `publish` do, and what stays allocated in between.
+    The stages of ZeRO are subclasses. They change the four operations of a
+    unit, `gather`, `release`, `reduce` and `publish`, and what stays
+    allocated between steps.
 
-    `optimizer`: an element-wise one of `torch.optim` over the model's parameters; its
-        groups are re-pointed at what this rank updates.
+    `optimizer`: an element-wise one of `torch.optim` over the model's
+        parameters (or `zero.Muon`); from now on it updates shards.
     `units`: says which modules communicate as one (default: `find_units`).
     `bucket_size`: most elements in one reduction.
+
+    `has_gradients`: whether a backward has run since the last step.
+    `handles`: of the hooks on the model.
     """
 
     plan = Plan.stage(0)
@@ -51,114 +71,133 @@ class DataParallel:
         storage: Storage | None = None,
         plan: Plan | None = None,
     ) -> None:
-        check_elementwise(optimizer)
         self.plan = plan or self.plan
-        self.model, self.optimizer, self.bucket_size = model, optimizer, bucket_size
+        check_model(model, self.plan)
+        check_elementwise(optimizer)
+        if bucket_size < 1:
+            raise ValueError(
+                f"bucket_size must be at least 1 element, not {bucket_size!r}"
+            )
+        self.model, self.optimizer = model, optimizer
+        self.bucket_size = bucket_size
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
         self.storage = storage or Storage(self.plan)
-        self.syncing, self.in_backward, self.unsynced = True, False, False
+        self.storage.attach(self.plan, self.schedule)
+        self.syncing, self.in_backward = True, False
+        self.has_gradients = self.unsynced = False
         self._reduced: set[Unit] = set()
-        check_apart(model)
         self._build(units)
         self._register_hooks()
         self._adopt_optimizer()
         self.schedule.attach(self.units, self.plan)
 
-    # ---- construction
-
     def _build(self, policy: Policy | None) -> None:
-        """Units and their buffers, with rank 0's values, placed as the plan says."""
-        group_of, modules = (
-            groups_of(self.model, self.optimizer),
-            find_units(self.model, policy),
-        )
+        """Make units and buffers, with rank 0's values, as the plan says."""
+        group_of = groups_of(self.model, self.optimizer)
+        modules = find_units(self.model, policy)
+        muon = self.optimizer if isinstance(self.optimizer, Muon) else None
         self.units: list[Unit] = []
         with comm.phase("init"):
             for name, params in assign(self.model, modules).items():
-                materialise(p for _, p in params)
+                materialise(self.model, [p for _, p in params])
                 unit = Unit(name or "root", modules[name])
                 for group, part in split(params, group_of):
-                    flat = self.flat_type(part, group)
+                    layout = muon.layout(group) if muon else in_order
+                    flat = self.flat_type(part, group, layout)
                     comm.broadcast(flat.full)
-                    master = self.precision.attach(flat, self.owned(flat.full, flat))
+                    own = self.owned(flat.full, flat)
+                    copy = self.precision.attach(flat, own)
                     self.place(flat)
-                    flat.master = self.storage.master(flat.shard, master)
+                    flat.master = flat.shard
+                    if flat.trainable:
+                        flat.master = self.storage.master(flat, copy)
                     unit.flats.append(flat)
                 self.units.append(unit)
-            materialise(self.model.buffers())
-            seen: set[Tensor] = set()
-            for module in self.model.modules():
-                for buffer in module.buffers(recurse=False):
-                    if buffer in seen:
-                        continue
-                    seen.add(buffer)
-                    comm.broadcast(buffer)
-                    self.precision.attach_buffer(
-                        labels.label(buffer, "buffers"), module
-                    )
+            materialise(self.model, list(self.model.buffers()))
+            every = {
+                buffer: module
+                for module in self.model.modules()
+                for buffer in module.buffers(recurse=False)
+            }
+            for buffer, module in every.items():
+                values = buffer.contiguous()
+                comm.broadcast(values)
+                if values is not buffer:  # expanded ones have no memory
+                    buffer.data = torch.empty_like(buffer).copy_(values)
+                labels.label(buffer, "buffers")
+                self.precision.attach_buffer(buffer, module)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
 
     def place(self, flat: Flat) -> None:
-        """Allocate what this plan keeps between steps."""
+        """Allocate what this plan keeps of a buffer between steps."""
         flat.shard = self.owned(flat.full, flat)
         if flat.trainable:
             flat.grad_buffer()
 
     def _register_hooks(self) -> None:
-        """Autograd reports each parameter's gradient to `_on_grad`."""
+        """Let autograd report each parameter's gradient to `_on_grad`."""
         self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
         # weak: a parameter must not keep its net alive
-        this = weakref.WeakMethod(self._on_grad)
+        hook = partial(_call, weakref.WeakMethod(self._on_grad))
         self.handles: list[Any] = []
         for unit in self.units:
             for flat in unit.flats:
                 for slot in flat.slots:
                     p = slot.parameter
-                    self.where[p], OWNERS[p] = (unit, flat, slot), weakref.ref(self)
+                    self.where[p] = unit, flat, slot
+                    OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
-                        hook = partial(_call, this)
-                        self.handles.append(p.register_post_accumulate_grad_hook(hook))
-        self._versions = self._now()
+                        handle = p.register_post_accumulate_grad_hook(hook)
+                        self.handles.append(handle)
+        note_writes(self)
 
     def _adopt_optimizer(self) -> None:
-        """Point the optimizer's groups, and its state, at what this rank updates."""
+        """Let the optimizer's groups hold what this rank updates.
+
+        State that it has already is cut into the same shards.
+        """
         for group in self.optimizer.param_groups:
             group["params"] = []
         for flat in self.trained:
             assert flat.group is not None
-            self.optimizer.param_groups[flat.group]["params"].append(flat.master)
+            master = flat.master
+            self.optimizer.param_groups[flat.group]["params"].append(master)
             for key, value in take_state(self.optimizer, flat).items():
                 if isinstance(value, Tensor) and value.ndim:
-                    value = self.owned(value, flat).to(flat.master, copy=True)
-                self.optimizer.state[flat.master][key] = value
-        self._guard = self.optimizer.register_step_pre_hook(self._only_from_step)
-        self._stepping = False
+                    part = self.owned(value, flat)
+                    if part.is_floating_point():
+                        wide = torch.promote_types(part.dtype, master.dtype)
+                        part = part.to(wide)
+                    value = self.storage.store(part, "optimizer", flat)
+                self.optimizer.state[master][key] = value
+            if isinstance(self.optimizer, Muon):
+                start = self.owned(flat.full, flat).storage_offset()
+                self.optimizer.take(master, flat, start)
+        self.handles.append(self.optimizer.register_step_pre_hook(refuse_step))
 
-    def _only_from_step(self, *_: Any) -> None:
-        if not self._stepping:
-            raise RuntimeError("call step() of the net: the optimizer has only shards")
-
-    # ---- the operations: what a plan does to a unit. A operation launches, `Unit.wait` waits.
+    # ---- operations of a unit: they launch collectives, `wait` waits for them
 
     def gather(self, unit: Unit) -> None:
-        """Launch what makes the unit's parameters whole."""
+        """Launch the all-gather of the unit's parameters: not needed here."""
 
     def release(self, unit: Unit) -> None:
-        """Free what `gather` allocated."""
+        """Free what `gather` has allocated."""
 
     def reduce(self, unit: Unit) -> None:
-        """Launch what averages the unit's gradients over ranks."""
+        """Launch the averaging of the unit's gradients over ranks."""
         for flat in unit.trainable:
-            grad = flat.full_grad().view(world_size(), -1)
+            shards = flat.full_grad().view(world_size(), -1)
             for part in flat.pieces(self.bucket_size):
-                work = comm.all_reduce(grad[:, part], async_op=True, average=True)
+                work = comm.all_reduce(
+                    shards[:, part], async_op=True, average=True
+                )
                 unit.works.append(work)
             work.then(partial(self.reduced, flat))
 
     def reduced(self, flat: Flat) -> None:
-        """The mean has arrived: add it to that of earlier micro-batches."""
+        """Called when the mean has arrived: add it to earlier ones."""
         mean = self.owned(flat.full_grad(), flat)
         if flat.mean is None:
             flat.mean = mean
@@ -166,14 +205,14 @@ class DataParallel:
             flat.mean.add_(mean)
 
     def publish(self, unit: Unit) -> None:
-        """Launch what sends updated shards to the ranks that keep them."""
+        """Launch what sends updated shards to other ranks: not needed here."""
 
     def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
-        """The part of a buffer that this rank updates: here, all."""
+        """The part of a buffer that this rank updates: here, all of it."""
         return buffer
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Do what the schedule answered."""
+        """Carry out what the schedule has answered."""
         for operation, unit in actions:
             if operation == "wait":
                 unit.wait()
@@ -181,6 +220,11 @@ class DataParallel:
                 with comm.phase(unit=unit.name):
                     labels.mark(operation, unit.name)
                     getattr(self, operation)(unit)
+
+    def wait(self) -> None:
+        """Wait for all collectives under way."""
+        for unit in self.units:
+            unit.wait()
 
     # ---- forward and backward
 
@@ -191,58 +235,65 @@ class DataParallel:
             return self.model(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Gradients of `loss`, averaged over ranks (not inside `no_sync`).
+        """Compute gradients of `loss`, averaged over ranks.
 
-        Gradients of several calls add up until `step`: divide the loss by the number of
-        micro-batches yourself, if you want their mean.
+        Gradients of several calls add up until `step`: divide the loss by
+        the number of micro-batches if you want their mean.
         """
         with comm.phase("backward"):
             self._begin_backward()
             try:
-                self.precision.scale_loss(loss).backward(retain_graph=retain_graph)
+                loss = self.precision.scale_loss(loss)
+                loss.backward(retain_graph=retain_graph)
                 self._end_backward()
             finally:
                 self.in_backward = False
 
     def _begin_backward(self) -> None:
-        self.wait()
-        self._check_unchanged()
-        self.in_backward = True
+        self.wait()  # for what a backward that failed has left
+        check_unchanged(self)
+        self.in_backward = self.has_gradients = True
         self.schedule.backward_begins()
         self._left = list(self.units)  # the last unit's gradients come first
         self._reduced.clear()
         for unit in self.units:
-            unit.missing = {s.parameter for f in unit.trainable for s in f.slots}
-            for flat in unit.trainable if not self.unsynced else ():
-                self._set_aside(flat)
+            slots = [slot for flat in unit.trainable for slot in flat.slots]
+            unit.missing = {slot.parameter for slot in slots}
+            for flat in unit.trainable:
+                self.set_aside(flat)
 
-    def _set_aside(self, flat: Flat) -> None:
-        """Keep the mean of earlier micro-batches: the buffer gets new gradients."""
-        if flat.mean is not None and flat.grad is not None:
+    def set_aside(self, flat: Flat) -> None:
+        """Keep the mean of earlier micro-batches out of the buffer."""
+        if flat.mean is not None and not self.unsynced:
             flat.mean = labels.label(flat.mean.clone(), "gradients")
             flat.mark_uninitialized()
 
     def _on_grad(self, p: nn.Parameter) -> None:
         """The hook: autograd has left a gradient in `p.grad`."""
+        unit, flat, slot = self.where[p]
         if not self.in_backward:
             p.grad = None
-            raise RuntimeError("call backward(loss) of the net, not loss.backward()")
-        unit, flat, slot = self.where[p]
+            raise RuntimeError(
+                f"a gradient of parameter {slot.name!r} came outside of "
+                "backward(loss) of the wrapper; call that in place of "
+                "loss.backward()"
+            )
         if unit in self._reduced:
             raise RuntimeError(
-                f"a gradient of {slot.name!r} came after its unit was reduced, as with "
-                "reentrant checkpointing of a module called twice; use "
+                f"a gradient of parameter {slot.name!r} came after its unit "
+                f"{unit.name!r} was reduced, as with reentrant checkpointing "
+                "of a module that is called twice; use "
                 "checkpoint(..., use_reentrant=False)"
             )
         flat.collect(slot)
         unit.missing.discard(p)
-        self._arrived(unit)
+        self._reduce_complete()
 
-    def _arrived(self, unit: Unit) -> None:
+    def _reduce_complete(self) -> None:
         """Reduce complete units, in one order on every rank.
 
-        Without the order, ranks that use different parameters would reduce different
-        units at the same moment.
+        Without that order, ranks that use different parameters would reduce
+        different units at the same moment.
         """
         while self.syncing and self._left and not self._left[-1].missing:
             self._reduce(self._left.pop())
@@ -252,7 +303,7 @@ class DataParallel:
         self.run(self.schedule.grads_ready(unit))
 
     def _end_backward(self) -> None:
-        """Units that never reported go last, with zeros."""
+        """Reduce the units that never became complete, with zeros."""
         self.unsynced = not self.syncing
         for unit in reversed(self.units) if self.syncing else ():
             if unit not in self._reduced:
@@ -260,16 +311,18 @@ class DataParallel:
         self.wait()
         self.schedule.backward_ends()
 
-    def wait(self) -> None:
-        """Wait for everything under way."""
-        for unit in self.units:
-            unit.wait()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside only adds up; the next one outside reduces."""
+        """Backward inside only adds up; the next one outside reduces.
+
+        RuntimeError where gradients are sharded: a sum has no place to stay.
+        """
         if self.plan.gradients.sharded:
-            raise RuntimeError("this plan shards gradients: every backward reduces")
+            raise RuntimeError(
+                f"{type(self).__name__} shards gradients, so every "
+                "micro-batch is reduced; call backward without no_sync, or "
+                "use a plan with replicated gradients (stage 0 or 1)"
+            )
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -279,117 +332,146 @@ class DataParallel:
     # ---- the step
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, the same on every rank and for every plan.
+        """The 2-norm of all gradients, the same on every rank and plan.
 
-        Shards' norms are summed in one order, whoever has them.
+        The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
-            self._finish_gradients()
-            rows = [flat.mean.view(-1, flat.size) for flat in self.trained]
             norms = [
-                torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows
+                torch.linalg.vector_norm(
+                    mean.view(-1, flat.size), dim=1,
+                    dtype=torch.promote_types(mean.dtype, torch.float32),
+                )  # fmt: skip
+                for flat, mean in zip(self.trained, self._means(), strict=True)
             ]
-            mine = torch.stack(norms, dim=1)
-            if len(mine) < world_size():
-                every = mine.new_empty(world_size(), mine.shape[1])
-                comm.all_gather(every, mine)
-                mine = every
-            return self.precision.unscale_norm(mine.square().sum().sqrt())
+            if not norms:
+                return torch.zeros(())
+            mine = reachable(torch.stack(norms, dim=1))
+            norm = self.all_rows(mine).square().sum().sqrt()
+            return self.precision.unscale_norm(norm)
+
+    def all_rows(self, mine: Tensor) -> Tensor:
+        """A row for each of the N shards, from rows for those owned here."""
+        if len(mine) == world_size():
+            return mine
+        every = mine.new_empty(world_size(), mine.shape[1])
+        comm.all_gather(every, mine)
+        return every
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a norm of at most `max_norm`; returns that before."""
+        """Scale all gradients to a norm of at most `max_norm`.
+
+        Returns the norm before; it is not finite if a gradient is not.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
         norm = self.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self.precision.clip([f.mean for f in self.trained], factor)
+        self.precision.clip(self._means(), factor)
         return norm
 
-    def _finish_gradients(self) -> None:
-        """Reduce what `no_sync` has left behind."""
-        if self.unsynced:
+    def _means(self) -> list[Tensor]:
+        """The mean gradients, when all reductions are done."""
+        if self.unsynced:  # by `no_sync`
             self.unsynced = False
             for unit in reversed(self.units):
                 self._reduce(unit)
             self.wait()
         self.storage.wait_for_copies()
+        means = []
         for flat in self.trained:
-            if flat.mean is None:  # no backward has come
+            if flat.mean is None:  # there was no backward
                 flat.mean = self.owned(flat.full_grad(), flat)
+            means.append(flat.mean)
+        return means
 
     def step(self) -> bool:
-        """Update the parameters; gradients are zero afterwards.
+        """Update the parameters, and clear all gradients.
 
-        False if the precision found gradients that are not finite, on any rank: then no
-        rank has updated anything.
+        False if the precision found gradients that are not finite, on any
+        rank: then no rank has updated anything.
         """
         with comm.phase("step"):
-            self._take_over_writes()
-            self._finish_gradients()
-            ready = self.precision.can_step([f.mean for f in self.trained])
-            for units in self.storage.staged(self.units) if ready else ():
-                self._update([flat for unit in units for flat in unit.trainable])
-                for unit in units:
-                    self.run(self.schedule.updated(unit))
-            self._versions = self._now()
+            take_over_writes(self)
+            means = self._means()
+            comm.check_sequence()
+            self.flush()
+            ready = self.precision.can_step(means)
+            update = self.storage.update(
+                self.units if ready else [], self.optimizer, self.precision
+            )
+            with closing(update):
+                for units in update:
+                    self._updated(units)
         self.zero_grad()
+        note_writes(self)
         labels.mark("step")
         return ready
 
-    def _update(self, flats: list[Flat]) -> None:
-        """Let the optimizer update buffers whose shards are where it works."""
-        for flat in flats:
-            flat.master.grad = self.precision.cast_grad(flat.staged_grad)
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
-        for flat in flats:
-            flat.master.grad = None
-            self.precision.master_to_shard(flat.master, flat.staged_shard)
-            del flat.staged_shard, flat.staged_grad  # they would keep the gradient alive
-            flat.changed()
-        labels.label_states(self.optimizer)
+    def _updated(self, units: list[Unit]) -> None:
+        """Publish units whose shards have been updated."""
+        for unit in units:
+            for flat in unit.trainable:
+                flat.changed()
+            self.run(self.schedule.updated(unit))
+        if units:
+            labels.label_states(self.optimizer)
+
+    def flush(self) -> None:
+        """Wait for an update that the storage has left running."""
+        arrived = self.storage.flush()
+        self._updated(arrived)
+        if arrived:
+            self.wait()
+            note_writes(self)
+
+    def synchronize(self) -> None:
+        """Wait for an update, reductions and publications under way."""
+        self.flush()
+        self.wait()
 
     def zero_grad(self) -> None:
-        """Forget all gradients; `step` does, an abandoned step needs it."""
+        """Clear all gradients; `step` does it, an abandoned step needs it."""
         self.wait()
+        self.storage.wait_for_copies()
         for flat in self.trained:
             self.clear_grads(flat)
-        self.unsynced = False
+        self.unsynced = self.has_gradients = False
         self.precision.grads_cleared()
 
     def clear_grads(self, flat: Flat) -> None:
-        """Forget the gradients that stay allocated between steps."""
+        """Clear the gradients that stay allocated between steps."""
         flat.mark_uninitialized()
         flat.mean = None
 
-    # ---- the parameters, whole
-
-    def _take_over_writes(self) -> None:
-        """Masters take over what a script has written to parameters between steps."""
-        if self._now() != self._versions:
-            self.refresh()
-
-    def _now(self) -> list[int]:
-        return [p._version for p in self.where]
-
-    def _check_unchanged(self) -> None:
-        """Buffers are made for parameters that train, or for those that do not."""
-        for p, (_, flat, slot) in self.where.items():
-            if p.requires_grad != flat.trainable:
-                raise RuntimeError(
-                    f"requires_grad of {slot.name!r} has changed since the model was "
-                    "wrapped; set it before"
-                )
+    # ---- the parameters, read and written from outside
 
     def refresh(self) -> None:
-        """Let masters take over what is in the shards. Call it on every rank."""
+        """Let masters take over what was written to parameters or shards.
+
+        `step` calls it when it notices writes. All ranks must call it.
+        """
+        self.flush()
         for flat in self.trained:
-            self.precision.shard_to_master(flat.master, flat.shard)
+            self.storage.refresh(flat, self.precision)
+        note_writes(self)
+
+    def shards_written(self) -> None:
+        """Publish shards that were written directly, as by loading a run.
+
+        Masters were written as well. All ranks must call it.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.changed()
+            release = Action("release", unit)
+            self.run([release, *self.schedule.updated(unit)])
+        self.zero_grad()
+        note_writes(self)
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
-        """The parameters of these units are whole inside the block."""
+        """The parameters of these units are unsharded inside the block."""
         for unit in units:
             self.run(self.schedule.needed(unit))
         try:
@@ -398,40 +480,41 @@ class DataParallel:
             for unit in units:
                 self.run(self.schedule.done(unit))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Whole weights and buffers in host memory, on rank 0; {} on others.
+    def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
+        """All weights and buffers in host memory, on rank 0; {} on others.
 
-        Gathered unit by unit: no rank holds more than one unit beside its shards.
+        Units are gathered one by one, so no rank holds more than one unit
+        beside its shards. Tied parameters appear under each of their names.
+        `frozen`: whether to include parameters that require no gradient.
         """
-        self.wait()
-        found: dict[str, Tensor] = {}
-        names = {}
-        for name, p in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(p, []).append(name)
+        self.synchronize()
+        values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):
                 for flat in unit.flats if rank() == 0 else ():
-                    for slot in flat.slots:
-                        value = slot.parameter.detach().cpu().clone()
-                        found |= dict.fromkeys(names[slot.parameter], value)
-        if rank() == 0:
-            found |= {k: b.cpu().clone() for k, b in self.model.named_buffers()}
-        return found
+                    for slot in flat.slots if frozen or flat.trainable else ():
+                        p = slot.parameter
+                        values[p] = p.detach().cpu().clone()
+        if rank() != 0:
+            return {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        weights = {name: values[p] for name, p in named if p in values}
+        others = self.module_state().items()
+        return weights | {k: v.detach().cpu().clone() for k, v in others}
+
+    def module_state(self) -> dict[str, Any]:
+        """Persistent buffers and extra state of all modules, by name."""
+        state: dict[str, Any] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            # one by one: `state_dict` refuses sharded parameters
+            module._save_to_state_dict(state, f"{name}." if name else "", False)
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {name for name, _ in named}
+        return {k: v for k, v in state.items() if k not in parameters}
 
 
-def _call(method: weakref.WeakMethod[Callable[..., None]], p: Tensor) -> None:
+def _call(method: weakref.WeakMethod[Callable[..., None]], p: Any) -> None:
     alive = method()
-    if alive is not None:
+    # a parameter that was frozen since the forward is reported without one
+    if alive is not None and p.grad is not None:
         alive(p)
-
-
-def materialise(tensors: Iterable[Tensor]) -> None:
-    """Put what is elsewhere, or on the meta device, on this rank's device."""
-    for t in list(tensors):
-        if t.is_meta:
-            new = torch.empty_like(t, device=device())
-            is_parameter = isinstance(t, nn.Parameter)
-            # in place: the optimizer and other modules hold the same object
-            swap_tensors(t, nn.Parameter(new, t.requires_grad) if is_parameter else new)
-        elif t.device.type != device().type:
-            t.data = t.data.to(device())

@@ -1,4 +1,4 @@
-"""Units, and the flat buffers that their parameters are views of (chapter 3)."""
+"""Units, and the flat buffers that their parameters are views of."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Work
+from ..comm import Work
 from ..memory.labels import label
-from ..ranks.launch import rank, world_size
+from ..ranks import device, rank, world_size
 
 Policy = Callable[[nn.Module], bool]
 Named = list[tuple[str, nn.Parameter]]
+Layout = Callable[[list[nn.Parameter]], tuple[list[int], int]]
 
 
 class Slot(NamedTuple):
@@ -32,45 +33,59 @@ class Slot(NamedTuple):
 
     def view(self, buffer: Tensor) -> Tensor:
         """The part of `buffer` that is this parameter, in its shape."""
-        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+        part = buffer[self.offset : self.offset + self.numel]
+        return part.view(self.shape)
+
+
+def in_order(params: list[nn.Parameter]) -> tuple[list[int], int]:
+    """Lay parameters one after the other: their offsets, and a shard's size."""
+    ends = list(accumulate((p.numel() for p in params), initial=0))
+    return ends[:-1], max(1, -(-ends[-1] // world_size()))
 
 
 class Flat:
-    """One contiguous buffer for parameters of one dtype, device and optimizer group.
+    """One buffer for parameters of one dtype, device and optimizer group.
 
-    It is padded to N equal shards of `size` elements; shard r is rank r's.
+    It is padded to N equal shards of `size` elements, one for each rank.
 
-    `full`: [padded], the parameters' values; they are views of it.
-    `grad`: [padded] or None, this rank's gradient, in `grad_dtype`. `uninitialized`: the
-    parameters whose part of it is void.
-    `mean`: what was averaged over ranks in this step; [size] where a plan shards it.
-    `shard`: what this rank updates. `master`: what the optimizer has of it, a copy or
-    the shard. `staged_shard`, `staged_grad`: shard and mean where the optimizer works,
-    during the update.
+    `full`: [padded], the values; the parameters are views of it.
+    `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
+    `uninitialized`: parameters whose part of `grad` has no values yet.
+    `mean`: the gradient averaged over ranks; [size] where a plan shards it.
+    `shard`: the values that this rank updates, stored between steps.
+    `master`: what the optimizer updates, a copy of the shard or itself.
+    `staged_shard`, `staged_grad`: shard and mean on the device where the
+        optimizer works, during the update.
+    `group`: index of the optimizer group; None for frozen parameters.
     """
 
+    mean: Tensor | None = None
+    grad: Tensor | None = None
     staged_shard: Tensor
     staged_grad: Tensor
 
-    def __init__(self, named: Named, group: int | None) -> None:
-        ends = list(accumulate((p.numel() for _, p in named), initial=0))
+    def __init__(
+        self, named: Named, group: int | None, layout: Layout = in_order
+    ) -> None:
+        offsets, self.size = layout([p for _, p in named])
         self.slots = [
-            Slot(name, p, p.shape, start)
-            for (name, p), start in zip(named, ends, strict=False)
+            Slot(name, p, p.shape, offset)
+            for (name, p), offset in zip(named, offsets, strict=True)
         ]
-        self.size = max(1, -(-ends[-1] // world_size()))
         self.padded = self.size * world_size()
         like = named[0][1]
         self.group, self.trainable = group, like.requires_grad
         self.grad_dtype = like.dtype
-        self.grad: Tensor | None = None
         self.uninitialized: set[nn.Parameter] = set()
-        self.mean: Tensor | None = None
-        self.shard = self.master = torch.empty(0)
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        for slot in self.slots:
-            slot.view(full).copy_(slot.parameter.detach())
+        self.shard = self.master = self.full[:0]
+        self.fill()
+
+    def fill(self) -> None:
+        """Copy the parameters into the buffer, and make them views of it."""
+        for slot, view in zip(self.slots, self.views(), strict=True):
+            view.copy_(slot.parameter.detach())
         self.point(self.views())
 
     def views(self) -> list[Tensor]:
@@ -78,42 +93,31 @@ class Flat:
         return [slot.view(self.full) for slot in self.slots]
 
     def point(self, tensors: list[Tensor]) -> None:
-        """The parameters have these tensors' memory from now on.
+        """Let the parameters use these tensors' memory from now on.
 
-        `.data`, not new parameters: modules, optimizers and hooks hold these, and the
-        version counter stays the parameter's own when the buffer is refilled.
+        By `.data`, since modules, optimizers and hooks hold the parameters.
         """
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.parameter.data = tensor
+
+    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """Hold the values in another dtype, and gradients in yet another."""
+        self.grad_dtype = grad_dtype
+        self.full = label(self.full.to(dtype), "parameters")
+        self.point(self.views())
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard of a buffer, [size]."""
         return buffer[rank() * self.size : (rank() + 1) * self.size]
 
     def pieces(self, bucket_size: int) -> Iterator[slice]:
-        """Ranges of all N shards that hold at most `bucket_size` elements."""
+        """Cut all shards alike: pieces of at most `bucket_size` elements."""
         width = max(1, bucket_size // world_size())
-        return (slice(a, min(a + width, self.size)) for a in range(0, self.size, width))
-
-    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        """Hold the values in another dtype, and gradients in yet another."""
-        self.full, self.grad_dtype = (
-            label(self.full.to(dtype), "parameters"),
-            grad_dtype,
-        )
-        self.point(self.views())
-
-    def full_grad(self) -> Tensor:
-        """The gradient buffer, zeros where nobody has brought one: [padded]."""
-        grad = self.grad_buffer()
-        for slot in self.slots if self.uninitialized else ():
-            if slot.parameter in self.uninitialized:
-                slot.view(grad).zero_()
-        self.uninitialized.clear()
-        return grad
+        for start in range(0, self.size, width):
+            yield slice(start, min(start + width, self.size))
 
     def grad_buffer(self) -> Tensor:
-        """The gradient buffer, whatever is in it."""
+        """The gradient buffer; allocates it, without values, if need be."""
         if self.grad is None:
             grad = torch.empty_like(self.full, dtype=self.grad_dtype)
             self.grad = label(grad, "gradients")
@@ -121,28 +125,49 @@ class Flat:
         return self.grad
 
     def mark_uninitialized(self) -> None:
-        """The next gradients replace what is in the buffer."""
-        last = self.slots[-1]
-        self.grad_buffer()[last.offset + last.numel :].zero_()
+        """Let the next gradients replace what is in the buffer."""
+        grad, end = self.grad_buffer(), 0
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            grad[end : slot.offset].zero_()  # padding between parameters
+            end = slot.offset + slot.numel
+        grad[end:].zero_()
         self.uninitialized = {slot.parameter for slot in self.slots}
 
     def collect(self, slot: Slot) -> None:
-        """Action the gradient that autograd has left in `.grad` to the buffer."""
+        """Move the gradient that autograd has left in `.grad` to the buffer.
+
+        The first one is copied: zeroing and adding would read it twice.
+        """
         p, view = slot.parameter, slot.view(self.grad_buffer())
-        view.copy_(p.grad) if p in self.uninitialized else view.add_(p.grad)
-        self.uninitialized.discard(p)
-        p.grad = None
+        assert p.grad is not None
+        grad, p.grad = p.grad.to_dense(), None
+        if p in self.uninitialized:
+            self.uninitialized.remove(p)
+            view.copy_(grad)
+        else:
+            view.add_(grad)
+
+    def full_grad(self) -> Tensor:
+        """The gradient buffer, with zeros for unused parameters: [padded]."""
+        grad = self.grad_buffer()
+        for slot in self.slots if self.uninitialized else ():
+            if slot.parameter in self.uninitialized:
+                slot.view(grad).zero_()
+        self.uninitialized.clear()
+        return grad
 
     def changed(self) -> None:
-        """An update has come: autograd must refuse graphs that saved the old values."""
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
+        """Call it after an update: then autograd refuses older graphs."""
+        every = [slot.parameter for slot in self.slots]
+        torch.autograd.graph.increment_version(every)
 
 
 @dataclass(eq=False)
 class Unit:
-    """What communicates together: a block's parameters, or the leftovers (the root).
+    """Parameters that communicate together: a block's, or the rest (the root).
 
-    `missing`: parameters whose gradient is still to come. `works`: what is under way.
+    `missing`: parameters whose gradient is still to come in this backward.
+    `works`: handles of its collectives under way.
     """
 
     name: str
@@ -162,66 +187,94 @@ class Unit:
             work.wait()
 
 
-def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
-    """The outermost modules that `policy` accepts; the root under "".
+def find_units(
+    model: nn.Module, policy: Policy | None = None
+) -> dict[str, nn.Module]:
+    """The outermost modules that `policy` accepts; the root is "".
 
-    By default the children of `nn.ModuleList` and `nn.Sequential`, which is where
-    models keep their blocks.
+    By default these are the children of `nn.ModuleList` and `nn.Sequential`,
+    which is where models keep their blocks.
     """
-    lists = (nn.ModuleList, nn.Sequential)
     found = {"": model}
-    for name, module in model.named_modules():
-        parent, _, _ = name.rpartition(".")
-        listed = isinstance(model.get_submodule(parent), lists)
-        inside = any(name.startswith(f"{unit}.") for unit in found if unit)
-        chosen = policy(module) if policy else listed and not isinstance(module, lists)
-        if name and chosen and not inside and any(True for _ in module.parameters()):
-            found[name] = module
+
+    def search(name: str, module: nn.Module) -> None:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for key, child in module.named_children():
+            full = f"{name}.{key}" if name else key
+            chosen = policy(child) if policy else listed
+            one = chosen and not isinstance(child, nn.ModuleList)
+            if one and any(True for _ in child.parameters()):
+                found[full] = child
+            else:
+                search(full, child)
+
+    search("", model)
     return found
 
 
-def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
-    """The parameters of each unit, each once; those of two units are the root's."""
+def assign(
+    model: nn.Module, units: dict[str, nn.Module]
+) -> dict[str, Named]:
+    """The parameters of each unit; one that units share is the root's."""
     owner: dict[nn.Parameter, str] = {}
-    for full, p in model.named_parameters(remove_duplicate=False):
-        unit = max(
-            (u for u in units if u and full.startswith(f"{u}.")), key=len, default=""
-        )
-        owner[p] = "" if owner.get(p, unit) != unit else unit
-    parts: dict[str, Named] = {unit: [] for unit in units}
+    inside = {
+        module: name
+        for name, unit in units.items()
+        for module in (unit.modules() if name else ())
+    }
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            unit = inside.get(module, "")
+            owner[p] = unit if owner.get(p, unit) == unit else ""
+    parts: dict[str, Named] = {name: [] for name in units}
     for name, p in model.named_parameters():
         parts[owner[p]].append((name, p))
     return parts
 
 
+def materialise(model: nn.Module, tensors: list[Tensor]) -> None:
+    """Bring tensors of the model to this rank's device.
+
+    A module that has some on the meta device, without values, initializes
+    them by `reset_parameters`; ValueError if it has no such method.
+    """
+    for t in tensors:
+        if not t.is_meta and t.device.type != device().type:
+            t.data = t.data.to(device())
+    meta = {t for t in tensors if t.is_meta}
+    for name, module in model.named_modules() if meta else ():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        own = [t for t in own if t is not None and t in meta and t.is_meta]
+        if own and not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"{name or 'the model'}, a {type(module).__name__}, has "
+                "tensors on the meta device and no reset_parameters() that "
+                "would give them values; write one, or build the model "
+                "inside minizero.zero.Init instead"
+            )
+        for t in own:
+            new = torch.empty_like(t, device=device())
+            if isinstance(t, nn.Parameter):
+                new = nn.Parameter(new, t.requires_grad)
+            # in place: the optimizer and other modules hold the same object
+            torch.utils.swap_tensors(t, new)
+        if own:
+            module.reset_parameters()  # type: ignore[operator]
+
+
 def split(
     named: Named, group_of: dict[nn.Parameter, int]
 ) -> list[tuple[int | None, Named]]:
-    """Cut a unit's parameters into what can share one flat buffer."""
+    """Cut a unit's parameters into lists that can share one flat buffer."""
     parts: dict[object, Named] = {}
     for name, p in named:
         group = group_of.get(p)
         if p.requires_grad and group is None:
-            raise ValueError(f"parameter {name!r} is in no group of the optimizer")
+            raise ValueError(
+                f"parameter {name!r} requires a gradient but is in no group "
+                "of the optimizer; add it there, or freeze it by "
+                "requires_grad_(False)"
+            )
         key = p.dtype, p.device, p.requires_grad, group
         parts.setdefault(key, []).append((name, p))
-    return [(key[3], part) for key, part in parts.items()]
-
-
-def check_apart(model: nn.Module) -> None:
-    """Refuse two parameters that share memory: one would take the other's values.
-
-    Tied ones are one parameter under two names, and welcome.
-    """
-    spans = []
-    for name, p in model.named_parameters():
-        if p.numel() and not p.is_meta:
-            last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.itemsize, name))
-    end, before = 0, ""
-    for start, stop, name in sorted(spans):
-        if start < end:
-            raise ValueError(
-                f"parameters {before!r} and {name!r} overlap in memory; tie them"
-            )
-        end, before = stop, name
+    return [(group_of.get(part[0][1]), part) for part in parts.values()]

@@ -1,73 +1,232 @@
-"""Sharded parameters by hand: look at them, set them, build models of them."""
+"""Sharded parameters by hand: look at them, set them, build a model of them.
+
+These are the two names that DeepSpeed keeps under `deepspeed.zero`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .. import comm
-from ..ranks.launch import rank
-from .data_parallel import OWNERS
+from ..memory.plan import Plan
+from ..ranks import device, world_size
+from .guards import nets_of
+from .seams import Storage
+from .stage3 import ShardedFlat, refuse_sharded_state
+
+if TYPE_CHECKING:
+    from ..config import Source
+
+
+def is_sharded(p: nn.Parameter) -> bool:
+    """Whether a parameter lives in a sharded buffer."""
+    return hasattr(p, "sharded_in")
+
+
+def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
+    """The sharded buffers that hold these parameters, each once."""
+    found = (getattr(p, "sharded_in", None) for p in params)
+    return list(dict.fromkeys(flat for flat in found if flat is not None))
 
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
 ) -> Iterator[None]:
-    """Sharded parameters are whole inside the block, for every rank to read.
+    """Sharded parameters are unsharded inside the block, for every rank.
 
-    With `modifier_rank`, what that rank has written is kept, on every rank; without it,
-    what is written is lost. All ranks must enter, with the same parameters.
+    With `modifier_rank`, what that rank has written is kept, on every rank;
+    without it, what is written is lost. Parameters that are not sharded have
+    their values anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
-    nets = {net for p in params if p in OWNERS and (net := OWNERS[p]())}
-    flats = {p.sharded_in: None for p in params if hasattr(p, "sharded_in")}
+    if modifier_rank is not None and not 0 <= modifier_rank < world_size():
+        raise ValueError(
+            f"modifier_rank must be below {world_size()}, "
+            f"not {modifier_rank!r}"
+        )
+    flats, nets = owners(params), nets_of(params)
     for net in nets:
-        net.wait()  # an update that arrived later would undo the change
+        net.synchronize()  # an update that arrived later would undo a write
     for flat in flats:
-        flat.users += 2
-        work = flat.gather()
-        if work:
-            work.wait()
+        flat.unshard()
+        flat.make_exact()
+        flat.holders += 1
     try:
         yield
         if modifier_rank is not None:
-            for p in params:
-                if not hasattr(p, "sharded_in"):
-                    comm.broadcast(p.data, modifier_rank)
+            for p in (p for p in params if not is_sharded(p)):
+                comm.broadcast(p.data, modifier_rank)
             for flat in flats:
-                comm.broadcast(flat.full, modifier_rank)
-                flat.storage.write_shard(flat.shard, flat.own(flat.full))
+                flat.take_over(modifier_rank)
             for net in nets:
                 net.refresh()
     finally:
         for flat in flats:
-            flat.users -= 2
-            flat.free()
+            flat.holders -= 1
+            flat.free(seen=True)
 
 
-class Init:
-    """Build a model that is never whole on any device.
+class Init(TorchFunctionMode):
+    """Build a model that is never unsharded on any rank.
 
-    Rank 0 builds it in host memory, the others without values; wrapping it then takes
-    it to the devices unit by unit, with rank 0's values, and shards each before the
-    next.
+    A module is sharded when it becomes part of another, or when the block
+    ends: a rank holds its shards and one module, on its device. Code inside
+    the block that touches sharded parameters sees their values: the module's
+    buffer is gathered, and stays until code touches another one. Every rank
+    runs the same code; rank 0's values are taken. A model on the meta device
+    is sharded as it is loaded, as by `from_pretrained` of transformers.
+
+    `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON
+    text; below stage 3 the block does nothing, nor without `enabled`.
+    `storage`: stores the shards (default: on the device, or in host memory
+    if `config` has `offload_param`).
     """
 
-    def __init__(self, config: Any = None, *, enabled: bool = True) -> None:
-        self._device = (
-            torch.device("cpu" if rank() == 0 else "meta") if enabled else None
-        )
+    def __init__(
+        self,
+        config: Source | None = None,
+        storage: Storage | None = None,
+        *,
+        config_dict_or_path: Source | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__()
+        plan = _plan_of(config_dict_or_path if config is None else config)
+        self.enabled = enabled and plan.parameters.sharded
+        self.storage = storage or Storage(plan)
+        self._gathered: list[ShardedFlat] = []
 
     def __enter__(self) -> Init:
-        if self._device is not None:
-            self._device.__enter__()
+        if not self.enabled:
+            return self
+        # where it will train; NCCL, for one, moves nothing else
+        gpu = device().type != "cpu"
+        self._place: Any = device() if gpu else nullcontext()
+        self._place.__enter__()
+        super().__enter__()
+        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._hooks = [
+            register_module_module_registration_hook(self._added),
+            register_module_parameter_registration_hook(self._loaded),
+        ]
+        # transformers' threads would read the files far ahead of this
+        self._before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._device is not None:
-            self._device.__exit__(*exc)
+        if not self.enabled:
+            return
+        os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
+        if self._before is not None:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = self._before
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*exc)
+        if exc[0] is None:
+            self._gather([])
+            gc.collect()  # or ranks might differ in what is left of others
+            for module in [*self._modules]:
+                shard_module(module, self.storage)
+        self._place.__exit__(*exc)
+
+    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
+        """Shard a module that becomes part of another."""
+        if child is not None:
+            self._gather([])
+            shard_module(child, self.storage)
+
+    def _loaded(self, module: nn.Module, name: str, p: Any) -> None:
+        """Shard a parameter that takes the place of one on the meta device.
+
+        Each rank keeps its shard of what it has read itself; nothing is
+        sent, so ranks may load in any order.
+        """
+        self._modules[module] = None
+        before = module._parameters.get(name)
+        if before is None or not before.is_meta or p is None or p.is_meta:
+            return
+        if not is_sharded(p):
+            p.data = p.data.to(device())
+            refuse_sharded_state(module)
+            flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
+            _keep_shard(flat, self.storage)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        every = tree_leaves((args, kwargs))
+        sharded = [x for x in every if isinstance(x, Tensor) and is_sharded(x)]
+        # `requires_grad` and others need no values; `.data` shows them
+        is_data = func is Tensor.data.__get__
+        if sharded and (is_data or func.__name__ not in ("__get__", "__set__")):
+            self._gather(owners(sharded))
+        return func(*args, **kwargs)
+
+    def _gather(self, flats: list[ShardedFlat]) -> None:
+        """Unshard these, and shard those again that code touched before."""
+        if not self.enabled or self._gathered == flats:
+            return
+        self.enabled = False  # what is below looks at parameters, too
+        for flat in self._gathered:
+            flat.take_over(0)
+            flat.holders -= 1
+            flat.free(seen=True)
+        for flat in flats:
+            flat.unshard()
+            flat.holders += 1
+        self._gathered, self.enabled = flats, True
+
+
+def shard_module(module: nn.Module, storage: Storage) -> None:
+    """Shard what is not sharded of a module, with rank 0's values."""
+    kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+    for part in module.modules():
+        for key, p in part.named_parameters(recurse=False):
+            if not p.is_meta and not is_sharded(p):
+                refuse_sharded_state(part)
+                kind = (p.dtype, p.device, p.requires_grad)
+                name = f"{type(module).__name__}.{key}"
+                kinds.setdefault(kind, []).append((name, p))
+    with comm.phase("init"):
+        for named in kinds.values():
+            flat = ShardedFlat(named, None)
+            comm.broadcast(flat.full)
+            _keep_shard(flat, storage)
+
+
+def _keep_shard(flat: ShardedFlat, storage: Storage) -> None:
+    flat.storage = storage
+    flat.shard = storage.store(flat.own(flat.full), "parameters", flat)
+    flat.free()
+
+
+def _plan_of(source: Source | None) -> Plan:
+    """The plan of a config, as far as shards of parameters go."""
+    if source is None:
+        return Plan.stage(3)
+    from ..config import load  # others need no pydantic
+
+    zero = load(source)[0].get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise TypeError(f"zero_optimization must be an object, not {zero!r}")
+    stage = zero.get("stage", 0)
+    on = (zero.get("offload_param") or {}).get("device") or "none"
+    off = "cpu" if stage == 3 and on != "none" else None
+    return Plan.stage(stage, offload_param=off)

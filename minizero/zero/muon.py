@@ -10,21 +10,15 @@ collective than any optimizer's. The price is padding: a shard is as long as the
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .flat import Flat
-
-Cut = tuple[int, torch.Size]
-"""A matrix in a shard: its first element there, and its shape."""
-
-# by the shard that an optimizer updates; outlives copies of the optimizer
-_cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from ..ranks import world_size
+from .flat import Flat, Layout, in_order
 
 
 class Owners:
@@ -68,6 +62,10 @@ class Muon(torch.optim.Optimizer):
     Raises ValueError for a Muon group with a parameter that is no matrix.
     """
 
+    # of each master: where its matrices begin, and their shapes; of the class, since a
+    # copy of an optimizer has only its groups and state
+    matrices: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
         groups = [dict(group) for group in params]
         for group in groups:
@@ -81,10 +79,21 @@ class Muon(torch.optim.Optimizer):
                     "group without, which AdamW updates"
                 )
         super().__init__([_complete(group) for group in groups], {})
+        self._owners: Owners | None = None
 
-    def owns_whole(self, group: int) -> bool:
-        """Whether the parameters of a group must lie whole in a shard."""
-        return bool(self.param_groups[group]["use_muon"])
+    def layout(self, group: int | None) -> Layout:
+        """How a flat buffer of this group's parameters is laid out."""
+        if group is None or not self.param_groups[group]["use_muon"]:
+            return in_order
+        if self._owners is None:
+            self._owners = Owners(world_size())
+        return self._owners
+
+    def take(self, master: Tensor, flat: Flat, start: int) -> None:
+        """Update the matrices of a flat that lie in `master`, from element `start`."""
+        end = start + master.numel()
+        slots = [slot for slot in flat.slots if start <= slot.offset < end]
+        self.matrices[master] = [(s.offset - start, s.shape) for s in slots]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -109,12 +118,12 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        # one of no net: a plain matrix, or what states are tried on
+        # without a net it is a plain matrix
         whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
         muon = torch.optim.Muon([torch.empty(0, 0)])
         options = {key: group[key] for key in _OPTIONS[True]}
         matrices = muon.param_groups[0] = {**options, "params": []}
-        for start, shape in _cuts.get(p, [(0, whole)]):
+        for start, shape in self.matrices.get(p, [(0, whole)]):
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
                 for t in (p, grad, state["momentum_buffer"])
@@ -148,27 +157,41 @@ def _complete(group: dict[str, Any]) -> dict[str, Any]:
     return {**probe, "params": group["params"], "use_muon": group["use_muon"]}
 
 
-def cuts(layout: Flat, shard: int) -> list[Cut]:
-    """The matrices that lie in one rank's shard."""
-    low, high = shard * layout.size, (shard + 1) * layout.size
-    return [(s.offset - low, s.shape) for s in layout.slots if low <= s.offset < high]
+def muon_groups(
+    model: nn.Module,
+    params: Iterable[Tensor] | Iterable[dict[str, Any]],
+    muon: Mapping[str, Any],
+    adamw: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Groups for `Muon`: the matrices inside the model, and what AdamW updates.
 
+    `params`: the model's, or groups of them, whose own options win over `muon` and
+    `adamw`. As in DeepSpeed, embeddings and the output layer are AdamW's: an
+    `nn.Embedding`, a module named "head", and names with "embed" or "lm_head", under any
+    name that a tied parameter has. A parameter's attribute `use_muon` overrules this.
 
-def adopt(given: Tensor, matrices: Sequence[Cut]) -> None:
-    """Let Muon take what it is given, all of a shard or a part, as these matrices."""
-    _cuts[given] = matrices
-
-
-def packed(places: Iterable[tuple[int, int]], size: int) -> bool:
-    """Whether parameters, as (first element, elements), lie as `Owners` lays them.
-
-    In each shard one after the other from its first element on, and the fullest is full:
-    then none crosses a border.
+    ValueError if none is Muon's.
     """
-    filled: Counter[int] = Counter()
-    for first, numel in sorted(places):
-        shard, start = divmod(first, max(size, 1))
-        if start != filled[shard]:
-            return False
-        filled[shard] += numel
-    return max(filled.values(), default=0) == size
+    every: list[Any] = list(params)
+    given = every if every and isinstance(every[0], dict) else [{"params": every}]
+    outside = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        named = "embed" in name.lower() or "lm_head" in name.lower()
+        if p.ndim != 2 or named or name.split(".")[-2:-1] == ["head"]:
+            outside.add(p)
+    found = []
+    for group in given:
+        trained = [p for p in group["params"] if p.requires_grad]
+        for use_muon, options, other in ((True, muon, adamw), (False, adamw, muon)):
+            own = {k: v for k, v in group.items() if k in options or k not in other}
+            part = [
+                p for p in trained if getattr(p, "use_muon", p not in outside) is use_muon
+            ]
+            if part:
+                found.append({**options, **own, "params": part, "use_muon": use_muon})
+    if not any(group["use_muon"] for group in found):
+        raise ValueError(
+            "Muon updates the matrices inside a model, and this one trains none; use "
+            "AdamW, or set use_muon = True on a parameter that Muon should have"
+        )
+    return found

@@ -1,15 +1,14 @@
-"""ZeRO-1: optimizer state is sharded (chapter 5)."""
+"""ZeRO-1: optimizer state is sharded."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from .. import comm
 from ..memory.plan import Plan
-from ..ranks.launch import world_size
+from ..ranks import world_size
 from .data_parallel import DataParallel
 from .flat import Flat, Unit
 
@@ -17,15 +16,20 @@ from .flat import Flat, Unit
 class ZeRO1(DataParallel):
     """Plan 1: optimizer state is sharded.
 
-    `reduce` gives each rank only the mean of its own shard; the optimizer updates that,
-    and `publish`, an all-gather of the updated *parameters*, gives every rank the
-    others'. Optimizer state is never sent (Rajbhandari et al. 2020, sec. 5.1).
+    `reduce` gives each rank the mean gradient of its own shard only. The
+    optimizer updates that shard, and `publish`, an all-gather of the updated
+    *parameters*, gives every rank the others'. Optimizer state is never sent
+    (Rajbhandari et al. 2020, sec. 5.1).
     """
 
     plan = Plan.stage(1)
 
+    def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
+        """The own shard of a buffer, [size]."""
+        return flat.own(buffer)
+
     def reduce(self, unit: Unit) -> None:
-        """Launch what averages the own shard of the unit's gradients."""
+        """Launch the averaging of the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.full_grad()
             own, shards = flat.own(grad), grad.view(world_size(), -1)
@@ -36,12 +40,9 @@ class ZeRO1(DataParallel):
                 unit.works.append(work)
             work.then(partial(self.reduced, flat))
 
-    def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
-        """The own shard of a buffer, [size]."""
-        return flat.own(buffer)
-
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
         for flat in unit.trainable:
             own = flat.own(flat.full)
-            unit.works.append(comm.all_gather(flat.full, own, async_op=True))
+            work = comm.all_gather(flat.full, own, async_op=True)
+            unit.works.append(work)
