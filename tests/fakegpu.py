@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import minizero.comm.transport
-import minizero.memory.bytes
+import minizero.memory.labels
 import minizero.offload.async_io
 import minizero.offload.nvme_storage
 import minizero.offload.second_set
@@ -519,7 +519,7 @@ def install(rank: int, ranks: int) -> None:
     transport._post = _post
     dist.all_reduce, dist.broadcast = _all_reduce, _broadcast
     dist.new_group = lambda *args, **options: object()
-    minizero.memory.bytes.page_locked = _page_locked
+    minizero.memory.labels.page_locked = _page_locked
     minizero.offload.second_set.ThreadPoolExecutor = Inline
     minizero.offload.nvme_storage.SwapFile = Swap
     resize_ = torch.UntypedStorage.resize_

@@ -33,11 +33,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recovery import Job, build, history, train
 
 from minizero.checkpoint import commit
 from minizero.checkpoint.directory import checkpoints, exists, read_index
 from minizero.checkpoint.manifest import Index, parse_index
-from recovery import Job, build, history, train
 
 STEPS, KEEP = 40, 2
 ENDING = 30.0  # seconds that survivors may take to notice and to end

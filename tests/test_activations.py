@@ -26,7 +26,7 @@ from minizero.lab.models.activations import Activations, step_flops
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.lab.toygpu import ToyGPU
-from minizero.memory.labels import on_host
+from minizero.memory.labels import label, on_host
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, RankError, rank, world_size
@@ -102,7 +102,7 @@ def test_saved_is_the_formula(dtype: torch.dtype, mode: str, attention: str) -> 
     model, x = build(mode).to(dtype), tokens()
     formula = Activations(CONFIG, BATCH, dtype, mode, attention).model()
     with Tracker(model) as tracker, backend(attention):
-        tracker.adopt(x)
+        label(x, "activations")
         before = tracker.live["activations"]
         with SavedTensors(model) as saved:
             loss = model(x, x)
@@ -232,7 +232,7 @@ def test_without_gradients_nothing_is_kept(name: str) -> None:
     model, x = build(HOW[name]()).eval(), tokens()
     plain = build("none").eval()
     with torch.no_grad(), Tracker(model) as tracker:
-        tracker.adopt(x)
+        label(x, "activations")
         logits = model(x)
         assert tracker.live["activations"] == x.nbytes + logits.nbytes
         assert tracker.host_peak == 0
@@ -268,7 +268,7 @@ def test_after_a_forward_that_failed(name: str) -> None:
     model.fail_at = model.calls + 1
     gc.collect()
     with Tracker(model) as tracker:
-        tracker.adopt(x)
+        label(x, "activations")
         with pytest.raises(KeyError):
             model(x)
         gc.collect()
@@ -396,7 +396,7 @@ def test_the_peak_of_full_recomputation() -> None:
         one = sum(Activations(config, 8).block().values())
         an_input = sum(Activations(config, 8, mode="full").block().values())
         with Tracker(model) as tracker:
-            tracker.adopt(x)
+            label(x, "activations")
             before = tracker.live["activations"]
             model.blocks[-1].mlp.down.register_forward_pre_hook(
                 lambda *_, t=tracker: t.mark("recomputed")
@@ -615,7 +615,7 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
         store = Offloaded()
         model = build(Recompute(mode, store))
         with Tracker(model) as tracker:
-            tracker.adopt(x)
+            label(x, "activations")
             before = tracker.live["activations"]
             loss = model(x, x)
             whole = sum(Activations(CONFIG, BATCH, mode=mode).model().values())

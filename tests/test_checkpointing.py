@@ -15,6 +15,7 @@ import minizero
 from minizero import parallelize
 from minizero.activations import functions
 from minizero.deepspeed import checkpointing
+from minizero.memory.labels import label
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, rank
@@ -127,7 +128,7 @@ def kept(call: Callable[..., Any] | None, chunk: int) -> tuple[int, int]:
     gc.collect()
     model, x = build(call, chunk), data(50)
     with Tracker(model) as tracker:
-        tracker.adopt(x)
+        label(x, "activations")
         before, host = tracker.live["activations"], tracker.host["activations"]
         loss = model(x)
         left = tracker.live["activations"] - before - loss.nbytes

@@ -10,8 +10,16 @@ import pytest
 
 from minizero.lab import hardware
 from minizero.lab.explorables.figures import BlockTime, StepCost
-from minizero.lab.hardware import A100, H100, NODES, V100, break_even, sent
-from minizero.memory.intensity import efficiency, intensity
+from minizero.lab.hardware import (
+    A100,
+    H100,
+    NODES,
+    V100,
+    break_even,
+    efficiency,
+    intensity,
+    sent,
+)
 
 ROOT = Path(__file__).parents[1]
 

@@ -24,6 +24,7 @@ import torch
 from nasty import Run, same
 
 from minizero import Tracker, estimate, parallelize, zero
+from minizero.lab.hardware import efficiency, intensity
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
 from minizero.lab.plots.offload import (
     LANES,
@@ -34,8 +35,7 @@ from minizero.lab.plots.offload import (
     throughput,
 )
 from minizero.lab.toygpu import ToyGPU
-from minizero.memory.bytes import aligned
-from minizero.memory.intensity import efficiency, intensity
+from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS, Placement, Plan
 from minizero.offload.async_io import ALIGN, DiskFault, aligned_buffer
 from minizero.offload.nvme import Activity, NVMe, StagedSlice

@@ -20,7 +20,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.plots.offload import crossing, rounds, rounds_figure
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
-from minizero.memory.bytes import aligned, host_empty
+from minizero.memory.labels import aligned, host_empty
 from minizero.memory.plan import PRECISIONS as BYTES
 from minizero.offload import DoubleBuffer
 from minizero.overlap import Overlap

@@ -16,10 +16,10 @@ from minizero.comm.all_to_all import all_to_all
 from minizero.comm.grid import Grid, world
 from minizero.comm.ledger import Ledger
 from minizero.lab.models.gpt import GPT, Attention, GPTConfig
-from minizero.lab.models.tensor_parallel import tensor_parallel
-from minizero.ranks.launch import Pool, rank, world_size
 from minizero.lab.models.pipeline import Pipeline
+from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.lab.models.ulysses import UlyssesAttention
+from minizero.ranks.launch import Pool, rank, world_size
 
 RANKS = (4,)
 CONFIG = GPTConfig(4, 32, 4, sequence=16, vocabulary=50)

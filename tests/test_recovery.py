@@ -21,10 +21,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from recovery import History, Job, history, train
 
 from minizero.__main__ import main
-
-from recovery import History, Job, history, train
 from minizero.ranks.launch import Pool, launch
 
 REPEATS = int(os.environ.get("MINIZERO_FAULT_REPEATS", "1"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..memory.bytes import host_empty
+from ..memory.labels import host_empty
 
 
 @cache

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # the same as zlib's, several times as fast
 
-from ..memory.bytes import host_empty, view
+from ..memory.labels import host_empty, view
 
 CHUNK = 1 << 24  # bytes of a tensor that are in host memory at once
 BLOCK = (

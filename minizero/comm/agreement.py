@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..memory.bytes import view
+from ..memory.labels import view
 from ..ranks.launch import device, rank, world_size
 from . import collectives
 from .choice import current_algorithm

@@ -53,6 +53,46 @@ def sent(times: float, ranks: int, itemsize: int = 2) -> float:
     return times * itemsize * (ranks - 1) / ranks
 
 
+def intensity(
+    what: str,
+    sequence: int,
+    micro_batch: int,
+    hidden: int = 0,
+    interval: int = 1,
+) -> float:
+    """Operations for each byte that a state moves: FLOP/byte, a GPU.
+
+    `what`: "parameters" (with their gradients), "optimizer" or
+    "activations" (checkpoints, one every `interval` blocks of size
+    `hidden`). With 16-bit parameters and gradients, fp32 optimizer states
+    and full recomputation (Rajbhandari et al. 2021, sec. 4.1): forward,
+    recomputation and twice backward are 8 operations a token and parameter.
+    """
+    tokens = sequence * micro_batch
+    known = {
+        # read for forward, recomputation and backward, written as gradients
+        "parameters": 8 * tokens / (2 * 4),
+        # 16 bytes read and 16 written in a step
+        "optimizer": 8 * tokens / (16 * 2),
+        # 2 bytes written and read, against 8 x 12 h^2 a token and block
+        "activations": 24.0 * hidden * interval,
+    }
+    if what not in known:
+        raise ValueError(
+            f"what must be one of {', '.join(known)}, not {what!r}"
+        )
+    return known[what]
+
+def efficiency(ait: float, bandwidth: float, peak: float) -> float:
+    """The share of time spent computing, if nothing overlaps: 0 to 1.
+
+    `ait`: operations a byte moved. `bandwidth`: bytes a second. `peak`:
+    operations a second while computing (Rajbhandari et al. 2021, sec. 4):
+    ait * bandwidth / (ait * bandwidth + peak).
+    """
+    return ait * bandwidth / (ait * bandwidth + peak)
+
+
 ROWS = {
     "GPUs of a node": ("", lambda n: n.gpus),
     "16-bit arithmetic, peak": ("TFLOP/s", lambda n: n.peak / 1e12),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.memory.amounts import amount
+from minizero.memory.labels import amount
 from minizero.memory.tracker import Tracker
 
 

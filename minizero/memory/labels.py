@@ -1,79 +1,68 @@
-"""What each storage is for, and where it is: labels that every room may put on.
+"""Labels: what each storage is for, and whether it is on the device or the host.
 
-Training labels what it allocates and marks moments; who is watching (a `Tracker`) is
-told of both. Nothing here looks at a tensor's elements.
+Training labels what it allocates and marks moments; a running `Tracker` sees both. Nothing
+here looks at a tensor's elements. Helpers for host memory and bytes follow at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-
-class Watcher(Protocol):
-    """What wants to be told of labels and moments."""
-
-    def see(
-        self, storage: torch.UntypedStorage, category: str | None = None
-    ) -> None: ...
-
-    def mark(self, event: str, unit: str = "") -> None: ...
-
-
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# What each storage is for, and which of them are off the device. Weak keys:
-# a label must not keep memory alive.
+# Weak keys: a label must not keep memory alive.
 _categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whether it is host memory
 _on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # labelled, and not on the CPU
-_watchers: list[Watcher] = []
+_trackers: list[Any] = []  # those that are running
 _allocates_on_host = False
 
 
 def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     """Name the category of a tensor's storage, for trackers now and later.
 
-    `on`: "cpu" if it is host memory that stands outside the device's budget,
-    "device" if it is inside; None leaves that as it is.
+    `on`: "cpu" if it is host memory, which is outside the device's budget; "device" if
+    it is not; None leaves that as it is.
     """
-    _check("category", category, CATEGORIES)
+    if category not in CATEGORIES or on not in (None, "device", "cpu"):
+        raise ValueError(
+            f"category must be one of {', '.join(CATEGORIES)}, and on device or cpu, "
+            f"not {category!r} and {on!r}"
+        )
     storage = tensor.untyped_storage()
     _categories[storage] = category
     if tensor.device.type != "cpu":
         _on_gpu[storage] = True
     if on is not None:
-        _check("on", on, ("device", "cpu"))
         _hosted[storage] = on == "cpu"
-    for watcher in _watchers:
-        watcher.see(storage, category)
+    for tracker in _trackers:
+        tracker.see(storage, category)
     return tensor
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
-
-
 def category_of(storage: torch.UntypedStorage) -> str:
-    """The category that a storage was given; "activations" if nobody gave one."""
+    """The category that a storage was given; "activations" without a label."""
     return str(_categories.get(storage, "activations"))
 
 
 def is_hosted(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is host memory.
+    """Whether a storage is host memory: as labelled.
 
-    What was said of it counts. Else the CPU's memory stands for a device's, unless
-    something that is labelled lives on a real one.
+    Without a label, the CPU's memory counts as the device's in a run on CPUs. It is host
+    memory once something labelled is on a real device.
     """
-    said = _hosted.get(storage)
-    return bool(_on_gpu) and storage.device.type == "cpu" if said is None else said
+    on_cpu = bool(_on_gpu) and storage.device.type == "cpu"
+    return bool(_hosted.get(storage, on_cpu))
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -83,7 +72,7 @@ def on_host(tensor: Tensor) -> bool:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What was labelled before is unknown inside, and what is labelled there after."""
+    """Run with an empty table of labels; the old one is restored afterwards."""
     global _categories, _hosted, _on_gpu
     before = _categories, _hosted, _on_gpu
     _categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)
@@ -104,20 +93,18 @@ def host_memory() -> Iterator[None]:
         _allocates_on_host = before
 
 
-def allocates_on_host(*arguments: Any) -> bool:
-    """Whether what an operation makes of these is host memory.
+def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
+    """Note which outputs of an operation are host memory.
 
-    It is inside `host_memory`, and if all tensors among the arguments are.
+    All are inside `host_memory`, and if all tensors among the arguments are.
     """
-    if _allocates_on_host or not (_hosted or _on_gpu):
-        return _allocates_on_host
-    tensors = [x for x in tree_iter(arguments) if isinstance(x, Tensor)]
-    return bool(tensors) and all(on_host(x) for x in tensors)
-
-
-def note_host(storage: torch.UntypedStorage) -> None:
-    """A storage is host memory, unless someone said already where it is."""
-    _hosted.setdefault(storage, True)
+    hosted = _allocates_on_host
+    if not hosted and (_hosted or _on_gpu):
+        tensors = [x for x in tree_iter(arguments) if isinstance(x, Tensor)]
+        hosted = bool(tensors) and all(on_host(x) for x in tensors)
+    for x in outputs if hosted else ():
+        if x.device.type == "cpu":
+            _hosted.setdefault(x.untyped_storage(), True)
 
 
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -128,7 +115,7 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for p, state in list(optimizer.state.items()):
         on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
         for leaf in tree_iter(state):
-            # what is labelled stands for a state that rests elsewhere
+            # one that is labelled stands for a state that is stored elsewhere
             if isinstance(leaf, Tensor) and leaf.untyped_storage() not in _categories:
                 label(leaf, "optimizer", on)
 
@@ -138,7 +125,6 @@ def labelled_bytes(on: str = "device") -> dict[str, int]:
 
     `on`: "device", or "cpu" for what was labelled as host memory.
     """
-    _check("on", on, ("device", "cpu"))
     live = dict.fromkeys(CATEGORIES, 0)
     for storage, category in list(_categories.items()):
         if is_hosted(storage) == (on == "cpu"):
@@ -148,22 +134,86 @@ def labelled_bytes(on: str = "device") -> dict[str, int]:
 
 def mark(event: str, unit: str = "") -> None:
     """Mark a moment in every tracker that is running."""
-    for watcher in _watchers:
-        watcher.mark(event, unit)
+    for tracker in _trackers:
+        tracker.mark(event, unit)
 
 
-@contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` of labels and moments; first of the labels that there are."""
-    _watchers.append(watcher)
-    try:
-        _show_all(watcher)
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def _show_all(watcher: Watcher) -> None:
-    # not in `watching`, whose frame would keep the last storage alive
+def start(tracker: Any) -> None:
+    """Show a tracker the labels that there are, and those to come."""
+    _trackers.append(tracker)
     for storage, category in list(_categories.items()):
-        watcher.see(storage, category)
+        tracker.see(storage, category)
+
+
+def stop(tracker: Any) -> None:
+    """Show it no more."""
+    _trackers.remove(tracker)
+
+
+# ---- host memory, bytes
+
+
+def host_empty(
+    shape: Sequence[int], dtype: torch.dtype, category: str, passing: bool = False
+) -> Tensor:
+    """Uninitialized host memory, page-locked where there is a GPU.
+
+    `passing`: it is freed soon. It comes from torch's allocator then, which keeps what
+    is freed and rounds up to powers of two; other memory takes the bytes that it has.
+    """
+    count = torch.Size(shape).numel()
+    pin = torch.cuda.is_available() and count > 0
+    with host_memory():
+        if pin and not passing:
+            host = page_locked(count, dtype).view(*shape)
+        else:
+            size = tuple(shape)
+            host = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin)
+    return label(host, category, on="cpu")
+
+
+def page_locked(count: int, dtype: torch.dtype) -> Tensor:
+    """[count]: pages of its own, registered with CUDA until the tensor is gone."""
+    nbytes = count * dtype.itemsize
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    host = torch.frombuffer(pages, dtype=dtype, count=count)
+    error = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)
+    if int(error):
+        raise RuntimeError(
+            f"{nbytes:,} bytes of host memory could not be page-locked ({error}); see "
+            "how much may be (ulimit -l), or offload less"
+        )
+
+    def unlock(address: int, pages: mmap.mmap) -> None:  # which live until then
+        torch.cuda.synchronize()  # a copy may be under way
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    end = weakref.finalize(host.untyped_storage(), unlock, host.data_ptr(), pages)
+    end.atexit = False
+    return host
+
+
+def aligned(nbytes: int, to: int = 64) -> int:
+    """The next multiple of `to`; 64 bytes are a cache line."""
+    return -(-nbytes // to) * to
+
+
+def view(buffer: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor; keeps no memory alive."""
+    array = ctypes.c_ubyte * buffer.nbytes
+    return memoryview(array.from_address(buffer.data_ptr())).cast("B")
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in decimal units and at most four digits: "38.5 GB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= size:
+            return f"{short(nbytes / size)} {unit}"
+    return f"{short(nbytes)} B"
+
+
+def short(number: float) -> str:
+    """At most four digits and no trailing zero: "112", "26.25", "0.4"."""
+    decimals = max(0, 4 - len(str(int(abs(number)))))
+    text = f"{number:,.{min(decimals, 2)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

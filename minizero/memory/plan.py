@@ -11,14 +11,21 @@ from dataclasses import dataclass, field
 PLACES = ("device", "cpu", "nvme")
 
 
+def check(name: str, value: str, known: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of the known ones."""
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}, not {value!r}"
+        )
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where one category of state rests between steps.
+    """Where one category of state is stored between steps.
 
     `sharded`: each rank keeps 1/N of it (else every rank keeps all of it).
     `on`: "device", "cpu" (host memory) or "nvme" (files).
-    `group`: it is sharded over so many neighbours, and each such group has
-    all of it; None: over all ranks.
+    `group`: how many neighbours share one copy; None: all ranks.
     """
 
     sharded: bool = False
@@ -26,38 +33,34 @@ class Placement:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        if self.on not in PLACES:
-            raise ValueError(
-                f"a placement is on one of {', '.join(PLACES)}, "
-                f"not on {self.on!r}"
-            )
+        check("on", self.on, PLACES)
         if self.on != "device" and not self.sharded:
             raise ValueError(
-                f"state on {self.on!r} must be sharded: replicated state "
-                "would be written there once a rank; choose a stage that "
-                "shards it"
+                f"state on {self.on!r} must be sharded, or every rank would "
+                "write a copy; choose a stage that shards it"
             )
         if self.group is not None and not (self.sharded and self.group >= 2):
             raise ValueError(
                 f"group={self.group!r} is the number of ranks, 2 or more, "
-                "that shard one copy of the state; leave it out to replicate "
-                "the state, or to shard it over all ranks"
+                "that share one copy of sharded state; leave it out if there "
+                "is no such group"
             )
 
     def ranks(self, world_size: int) -> int:
-        """How many ranks share one copy, each with as much of it."""
+        """How many ranks share one copy, in equal parts."""
         if not self.sharded:
             return 1
         group = self.group or world_size
         if world_size % group:
             raise ValueError(
-                f"groups of {group} ranks cannot be made of {world_size}; "
-                "choose a group that divides the number of ranks"
+                f"{world_size} ranks cannot form groups of {group}; choose a "
+                "group that divides the number of ranks"
             )
         return group
 
 # %% auto #0
-__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate', 'estimate_activations']
+__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'check', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate',
+           'estimate_activations']
 
 # %% ../../notebooks/01_memory.ipynb #plan-3
 @dataclass(frozen=True)
@@ -70,10 +73,9 @@ class Plan:
 
     @property
     def group(self) -> int | None:
-        """How many ranks share a copy of what is sharded; None: all.
+        """How many ranks share one copy; None: all.
 
-        The parameters' group, if gradients and optimizer state, which are
-        updated together, are sharded over all ranks nevertheless.
+        It is the parameters' group where only these have one (hpZ).
         """
         return self.parameters.group or self.optimizer.group
 
@@ -87,9 +89,9 @@ class Plan:
     ) -> Plan:
         """The plan of a ZeRO stage (Rajbhandari et al. 2020, fig. 1).
 
-        Gradients follow the optimizer state to the host, where they are used
-        (Ren et al. 2021, sec. 4.1); they never go to disk. `group`: what is
-        sharded is sharded in groups of so many ranks, each with a copy.
+        Gradients follow the optimizer state to the host, where the update is
+        computed (Ren et al. 2021, sec. 4.1); they are never stored on disk.
+        `group`: ranks that share one copy of what is sharded.
         """
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
@@ -137,12 +139,6 @@ class Breakdown(Bytes):
     disk: Bytes = field(default_factory=Bytes)
 
 # %% ../../notebooks/01_memory.ipynb #plan-10
-def _one_of(what: str, value: str, table: Iterable[str]) -> None:
-    if value not in table:
-        known = ", ".join(table)
-        raise ValueError(f"{what} must be one of {known}, not {value!r}")
-
-
 def estimate(
     n_params: float,
     world_size: int,
@@ -153,25 +149,22 @@ def estimate(
     offload_param: str | None = None,
     group: int | None = None,
 ) -> Breakdown:
-    """Bytes of model state per rank; activations and buffers are not in it.
+    """Bytes of model state per rank, without activations and buffers.
 
-    Mixed-precision Adam costs 2 + 2 + 12 = 16 bytes a parameter; a sharded
-    category costs 1/N of its share (Rajbhandari et al. 2020, sec. 3.1, 5),
-    or 1/group.
+    Mixed-precision Adam uses 2 + 2 + 12 = 16 bytes a parameter; of a sharded
+    category a rank stores 1/N (Rajbhandari et al. 2020, sec. 3.1, 5), or
+    1/group.
     """
-    _one_of("precision", precision, PRECISIONS)
-    _one_of("optimizer", optimizer, OPTIMIZERS)
-    if not n_params > 0:
-        raise ValueError(f"n_params must be above 0, not {n_params!r}")
-    if isinstance(world_size, bool) or world_size < 1 or world_size % 1:
+    check("precision", precision, PRECISIONS)
+    check("optimizer", optimizer, OPTIMIZERS)
+    if not (n_params > 0 and world_size >= 1 and world_size % 1 == 0):
         raise ValueError(
-            f"world_size must be a whole number >= 1, not {world_size!r}"
+            "n_params must be above 0 and world_size a whole number >= 1, "
+            f"not {n_params!r} and {world_size!r}"
         )
-    plan = (
-        stage
-        if isinstance(stage, Plan)
-        else Plan.stage(stage, offload_optimizer, offload_param, group)
-    )
+    plan = stage
+    if not isinstance(plan, Plan):
+        plan = Plan.stage(plan, offload_optimizer, offload_param, group)
     parameter, gradient, master = PRECISIONS[precision]
     cost = Bytes(parameter, gradient, master + OPTIMIZERS[optimizer])
     result = Breakdown()
@@ -200,16 +193,8 @@ def estimate_activations(
     and saves 34·s·b·h; "full" saves each layer's input, 2·s·b·h. The 34
     counts bytes.
     """
-    sizes = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "sequence": sequence,
-        "micro_batch": micro_batch,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value!r}")
+    if min(layers, hidden, heads, sequence, micro_batch) < 1:
+        raise ValueError("all sizes must be at least 1")
     sbh = sequence * micro_batch * hidden
     scores = 5 * heads * sequence * sequence * micro_batch
     per_layer = {
@@ -217,5 +202,5 @@ def estimate_activations(
         "selective": 34 * sbh,
         "full": 2 * sbh,
     }
-    _one_of("checkpointing", checkpointing, per_layer)
+    check("checkpointing", checkpointing, per_layer)
     return layers * per_layer[checkpointing]

@@ -1,13 +1,13 @@
 """What a step did, where, when and for which unit: one format for all that draws it.
 
 The simulator of chapter 8 gives a `Trace`, and so does a recorded run, `minizero.trace`.
-`chrome` is the format that Perfetto opens: slices, counters, and arrows from sends to
-receives (Trace Event Format, Google 2016). The book's timeline draws it too.
+`chrome` is the format that Perfetto opens: slices and counters (Trace Event Format,
+Google 2016). The book's timeline draws it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,17 +15,15 @@ from .labels import CATEGORIES
 from .tracker import Sample
 
 LANES = ("compute", "gather", "reduce", "to host", "to disk")
-ARRIVED = 1e-9
-"""Seconds before its end at which an arrow meets a slice: at its end it is outside."""
 
 
 class Slice(NamedTuple):
     """What a rank did on one of `LANES`, in seconds since the recording began.
 
-    `nbytes`: that it sent or copied. `call`: which collective among all ranks, the same
-    number on each; -1 for what is none. `peers`: the ranks that take part in it, if
-    those are not all. `source`: the line that does it, as `path#name#line`. A slice
-    without duration marks a moment.
+    `nbytes`: how many it sent or copied. `call`: the number of the collective, the same
+    on each rank; -1 for what is none. `peers`: the ranks that take part in it, if those
+    are not all. `source`: the line that does it, as `path#name#line`. A slice without
+    duration marks a moment.
     """
 
     rank: int
@@ -60,11 +58,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Trace:
-    """The slices and the live bytes of one rank or of several, each in order of time.
-
-    Arrows are not kept: in a collective each rank's slice sends when it begins, and has
-    received from its other ranks when it ends. (A broadcast has none.)
-    """
+    """The slices and the live bytes of one rank or of several, each in order of time."""
 
     ranks: int
     slices: list[Slice] = field(default_factory=list)
@@ -91,49 +85,54 @@ class Trace:
     def chrome(self) -> dict[str, Any]:
         """The Trace Event Format: a process a rank, a thread a lane; microseconds."""
         seen = {s.rank for s in self.slices} | {m.rank for m in self.moments}
-        events = [event for rank in sorted(seen) for event in self._of(rank)]
+        events = [event for rank in sorted(seen) for event in self._events(rank)]
         about = {"made by": "minizero", "ranks": self.ranks}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
-    def _of(self, rank: int) -> Iterator[dict[str, Any]]:
-        here = {"pid": rank}
-        yield _named("process", f"rank {rank}", here)
-        tracks = _tracks(s for s in self.slices if s.rank == rank)
-        # Perfetto takes thread 0 for none, and the process's number for its main thread.
+    def _events(self, rank: int) -> Iterator[dict[str, Any]]:
+        at: dict[str, Any] = {"pid": rank}
+        yield at | _meta("process_name", name=f"rank {rank}")
+        tracks = _tracks([s for s in self.slices if s.rank == rank])
+        # Perfetto takes thread 0 for none, and the process's number for its main thread
         for thread, (lane, slices) in enumerate(tracks, 1000 * rank + 1):
-            here = {"pid": rank, "tid": thread}
-            yield _named("thread", lane, here)
-            sort = {"name": "thread_sort_index", "args": {"sort_index": thread}}
-            yield here | {"ph": "M"} | sort
+            at = {"pid": rank, "tid": thread}
+            yield at | _meta("thread_name", name=lane)
+            yield at | _meta("thread_sort_index", sort_index=thread)
             for s in slices:
-                yield from self._events(s, here)
+                args = {"verb": s.verb, "unit": s.unit, "phase": s.phase}
+                args |= {"bytes": s.nbytes, "call": s.call, "source": s.source}
+                args |= {"peers": list(s.peers)} if s.peers else {}
+                event = at | {"name": f"{s.verb} {s.unit}".strip(), "cat": s.lane}
+                event |= {"ts": s.begin * 1e6, "args": args}
+                has_length = s.end > s.begin
+                lasts = {"ph": "X", "dur": (s.end - s.begin) * 1e6}
+                yield event | (lasts if has_length else {"ph": "i", "s": "t"})
         for time, live in self.live(rank):
             for place in dict.fromkeys(place for place, _ in live):
-                args = {
-                    category: live.get((place, category), 0) for category in CATEGORIES
-                }
-                name = f"live bytes, {place}"
-                at = {"ph": "C", "pid": rank, "ts": time * 1e6}
-                yield at | {"name": name, "args": args}
+                args = {name: live.get((place, name), 0) for name in CATEGORIES}
+                event = {"ph": "C", "pid": rank, "ts": time * 1e6}
+                yield event | {"name": f"live bytes, {place}", "args": args}
 
-    def _events(self, s: Slice, here: dict[str, int]) -> Iterator[dict[str, Any]]:
-        name = f"{s.verb} {s.unit}".strip()
-        told = {"verb": s.verb, "unit": s.unit, "phase": s.phase, "bytes": s.nbytes}
-        args = told | {"call": s.call, "source": s.source}
-        args |= {"peers": list(s.peers)} if s.peers else {}
-        at = here | {"name": name, "cat": s.lane, "ts": s.begin * 1e6}
-        if s.end == s.begin:
-            yield at | {"ph": "i", "s": "t", "args": args}
-            return
-        yield at | {"ph": "X", "dur": (s.end - s.begin) * 1e6, "args": args}
-        flow = here | {"name": "sent", "cat": "sent"}
-        others = set(s.peers or range(self.ranks)) - {s.rank}
-        for other in others if s.call >= 0 and s.verb != "broadcast" else ():
-            ways = (s.rank, other), (other, s.rank)
-            sent, got = ((s.call * self.ranks + a) * self.ranks + b for a, b in ways)
-            begins, ends = s.begin * 1e6, max(s.begin, s.end - ARRIVED) * 1e6
-            yield flow | {"ph": "s", "id": sent, "ts": begins}
-            yield flow | {"ph": "f", "bp": "e", "id": got, "ts": ends}
+
+def _meta(name: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "args": args}
+
+
+def _tracks(slices: list[Slice]) -> Iterator[tuple[str, list[Slice]]]:
+    """By lane; what is under way beside another slice has a track of its own."""
+    for lane in LANES:
+        tracks: list[list[Slice]] = [[]]
+        ends = [0.0]
+        for s in sorted(slices, key=lambda s: s.begin):
+            if s.lane == lane:
+                free = [i for i, end in enumerate(ends) if end <= s.begin]
+                track = 0 if s.begin == s.end else free[0] if free else len(tracks)
+                if track == len(tracks):
+                    tracks.append([])
+                    ends.append(0.0)
+                ends[track] = max(ends[track], s.end)
+                tracks[track].append(s)
+        yield from ((lane, track) for track in tracks)
 
 
 def joined(traces: Iterable[Trace]) -> Trace:
@@ -149,33 +148,8 @@ def moments(samples: Iterable[Sample], rank: int, shift: float) -> Iterator[Mome
     for sample in samples:
         now = {("device", c): n for c, n in sample.live.items()}
         now |= {("host", c): n for c, n in sample.host.items()}
-        changes = tuple(
-            Change(*key, n - before.get(key, 0))
-            for key, n in now.items()
-            if n != before.get(key, 0)
-        )
+        gone = {key: n - before.get(key, 0) for key, n in now.items()}
+        changes = tuple(Change(*key, n) for key, n in gone.items() if n)
         if changes:
             yield Moment(rank, sample.time + shift, changes)
         before = now
-
-
-def _named(what: str, name: str, here: dict[str, int]) -> dict[str, Any]:
-    return here | {"ph": "M", "name": f"{what}_name", "args": {"name": name}}
-
-
-def _tracks(slices: Iterable[Slice]) -> Iterator[tuple[str, Sequence[Slice]]]:
-    """By lane; on a track of its own what is under way beside another slice."""
-    lanes: dict[str, list[list[Slice]]] = {lane: [[]] for lane in LANES}
-    ends: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
-    for s in sorted(slices, key=lambda s: s.begin):
-        moment, until = s.begin == s.end, ends[s.lane]
-        free = (i for i, end in enumerate(until) if moment or end <= s.begin)
-        track = next(free, len(until))
-        if track == len(until):
-            until.append(0.0)
-            lanes[s.lane].append([])
-        until[track] = max(until[track], s.end)
-        lanes[s.lane][track].append(s)
-    for lane, tracks in lanes.items():
-        for found in tracks:
-            yield lane, found

@@ -1,26 +1,27 @@
-"""Live bytes over time: what was there before, marked moments, peaks, host memory."""
+"""Live bytes by category over time: counted by storage, exact to the byte."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from typing import Self
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from .labels import CATEGORIES, label, label_states, labelled_bytes, watching
-from .live_bytes import LiveBytes, Seen
+from . import labels
+from .labels import CATEGORIES, label, label_states, labelled_bytes
 
 
 @dataclass
 class Sample:
     """Live bytes by category at one moment; `event` names it, or is empty.
 
-    `live` is on the device, `host` what was labelled as host memory.
+    `live`: on the device. `host`: in host memory.
     """
 
     time: float
@@ -30,19 +31,27 @@ class Sample:
     host: dict[str, int] = field(default_factory=dict)
 
 
-class Tracker(LiveBytes):
+@dataclass(frozen=True)
+class Seen:
+    """A storage when it was last seen; `alive` calls back when it is freed."""
+
+    nbytes: int
+    category: str
+    host: bool
+    alive: weakref.ref[Any] = field(compare=False)
+
+
+class Tracker(TorchDispatchMode):
     """Counts live bytes by category while entered, exact to the byte.
 
     It sees every tensor that an operation returns, and counts storages, not tensors:
-    ten views of one storage are counted once, and a storage counts until the last of
-    its owners (autograd's saved tensors too) lets it go. What nobody labelled is
-    "activations". A plain `model` and `optimizer` have their parameters, gradients and
-    states labelled by hooks; give them here. Storages that were labelled before count
-    from the start.
+    ten views of one storage are counted once, and a storage counts until its last owner
+    (which may be autograd) is gone. Storages that were labelled before count from the
+    start; what has no label is "activations". To label the parameters, gradients and
+    states of a plain model and optimizer, pass them here.
 
-    `live`, `peak` and `peaks` are of the device, in all and by category. What was
-    labelled as host memory is counted apart, in `host` and `host_peak`, and so is what
-    an operation makes of nothing but that. `samples` has the counts after each change.
+    `live`, `peak` and `peaks` are of the device, `host` and `host_peak` of host memory.
+    `samples` has the counts after each change.
     """
 
     def __init__(
@@ -51,22 +60,19 @@ class Tracker(LiveBytes):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self.peaks = dict(self.live)
+        self.live = dict.fromkeys(CATEGORIES, 0)
+        self.host, self.peaks = dict(self.live), dict(self.live)
         self.peak = self.host_peak = 0
         self.samples: list[Sample] = []
+        self.seen: dict[int, Seen] = {}
         self._model, self._optimizer = model, optimizer
-        self._states = 0
-        self._stack = ExitStack()
+        self._states = 0  # parameters that have optimizer state
+        self._stack = ExitStack()  # undoes what entering did
 
     @property
     def total(self) -> int:
         """Live bytes of all categories, on the device."""
         return sum(self.live.values())
-
-    def adopt(self, *tensors: Tensor, category: str = "activations") -> None:
-        """Count storages that existed before the tracker was entered."""
-        for tensor in tensors:
-            label(tensor, category)
 
     def mark(self, event: str, unit: str = "") -> None:
         """Add a named sample."""
@@ -74,53 +80,56 @@ class Tracker(LiveBytes):
         sample = Sample(now, event, unit, dict(self.live), dict(self.host))
         self.samples.append(sample)
 
-    def allocated(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Called after a storage grew by `nbytes`; a budget may refuse it."""
-
-    def __enter__(self) -> Self:
-        self.live = dict.fromkeys(CATEGORIES, 0)
-        self.host = dict(self.live)
-        self._stack.callback(self.seen.clear)
-        self._stack.enter_context(watching(self))
-        self._stack.enter_context(_resizes_seen(self.see))
-        if self._model is not None:
-            self._stack.enter_context(_labelled(self._model))
-        if self._optimizer is not None:
-            label_states(self._optimizer)
-            hook = self._optimizer.register_step_post_hook(label_states)
-            self._stack.callback(hook.remove)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._stack.close()
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        labels.note_outputs(tensors, args, kwargs)
+        for x in tensors:
+            if x.device.type != "meta":
+                self.see(x.untyped_storage())
         # the first step makes states, one parameter after the other
         if self._optimizer is not None and len(self._optimizer.state) > self._states:
             self._states = len(self._optimizer.state)
             label_states(self._optimizer)
         return out
 
-    def changed(self, storage: UntypedStorage, before: Seen, after: Seen) -> None:
-        """Record the moment, and ask whether what is new on the device fits."""
-        self._record()
-        grown = after.nbytes - (0 if before.host else before.nbytes)
-        if grown > 0 and not after.host:
-            try:
-                self.allocated(storage, grown)
-            except BaseException:
-                self.forget(storage._cdata)
-                raise
+    def see(self, storage: UntypedStorage, category: str | None = None) -> None:
+        """Bring the count of one storage up to date."""
+        key, host = storage._cdata, labels.is_hosted(storage)
+        before = self.seen.get(key)
+        if before is None:
+            category = category or labels.category_of(storage)
+            alive = weakref.ref(storage, lambda _: self.forget(key))
+            before = Seen(0, category, host, alive)
+        category = category or before.category
+        after = Seen(storage.nbytes(), category, host, before.alive)
+        self.seen[key] = after
+        if after != before:
+            self._add(before, -before.nbytes)
+            self._add(after, after.nbytes)
+            self._record()
+            grown = after.nbytes - (0 if before.host else before.nbytes)
+            if grown > 0 and not host:
+                try:
+                    self.allocated(storage, grown)
+                except BaseException:
+                    self.forget(key)
+                    raise
+
+    def allocated(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Called after a storage grew by `nbytes`; a subclass may refuse that."""
 
     def forget(self, key: int) -> None:
+        """A storage was freed."""
         if key in self.seen:
-            super().forget(key)
+            seen = self.seen.pop(key)
+            self._add(seen, -seen.nbytes)
             self._record()
+
+    def _add(self, seen: Seen, nbytes: int) -> None:
+        (self.host if seen.host else self.live)[seen.category] += nbytes
 
     def _record(self) -> None:
         self.peak = max(self.peak, self.total)
@@ -129,63 +138,64 @@ class Tracker(LiveBytes):
             self.peaks[category] = max(self.peaks[category], nbytes)
         self.mark("")
 
+    def __enter__(self) -> Self:
+        self.live = dict.fromkeys(CATEGORIES, 0)
+        self.host = dict(self.live)
+        undo = self._stack.callback
+        undo(self.seen.clear)
+        undo(labels.stop, self)
+        labels.start(self)
+        original = torch.UntypedStorage.resize_
 
-@contextmanager
-def _resizes_seen(see: Callable[[UntypedStorage], None]) -> Iterator[None]:
-    """`storage.resize_` is no operator, and no dispatch mode can see it."""
-    original = torch.UntypedStorage.resize_
+        def resize_(storage: UntypedStorage, nbytes: int) -> Any:
+            out = original(storage, nbytes)
+            self.see(storage)
+            return out
 
-    def resize_(storage: UntypedStorage, nbytes: int) -> Any:
-        out = original(storage, nbytes)
-        see(storage)
-        return out
+        # the dispatch mode cannot see it
+        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010
+        undo(setattr, torch.UntypedStorage, "resize_", original)
+        if self._model is not None:
+            self._label_model(self._model)
+        if self._optimizer is not None:
+            label_states(self._optimizer)
+            undo(self._optimizer.register_step_post_hook(label_states).remove)
+        super().__enter__()
+        return self
 
-    setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(torch.UntypedStorage, "resize_", original)  # noqa: B010
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.close()
 
+    def _label_model(self, model: nn.Module) -> None:
+        """Label a plain model, and its gradients when backward forms them."""
 
-@contextmanager
-def _labelled(model: nn.Module) -> Iterator[None]:
-    """Label what a plain model has, and its gradients as they come."""
+        def grad_ready(p: Tensor) -> None:
+            if p.grad is not None:
+                label(p.grad, "gradients")
 
-    def grad_ready(p: Tensor) -> None:
-        if p.grad is not None:
-            label(p.grad, "gradients")
-
-    hooks = []
-    for p in model.parameters():
-        label(p, "parameters")
-        grad_ready(p)
-        if p.requires_grad:
-            hooks.append(p.register_post_accumulate_grad_hook(grad_ready))
-    for b in model.buffers():
-        label(b, "buffers")
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        for p in model.parameters():
+            label(p, "parameters")
+            grad_ready(p)
+            if p.requires_grad:
+                hook = p.register_post_accumulate_grad_hook(grad_ready)
+                self._stack.callback(hook.remove)
+        for b in model.buffers():
+            label(b, "buffers")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print the live bytes of each labelled category, and the device's count.
 
-    Like DeepSpeed's function of this name it prints only when `force` is true, and on
-    rank 0 only.
+    Like DeepSpeed's function of this name it prints only if `force` is true, on rank 0.
     """
-    distributed = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if not force or (distributed and torch.distributed.get_rank() != 0):
-        return
-    live, host = labelled_bytes(), labelled_bytes("cpu")
-    parts = [f"{k} {v / 1e6:.2f} MB" for k, v in live.items() if v]
-    parts += [f"{k} on the host {v / 1e6:.2f} MB" for k, v in host.items() if v]
-    if torch.cuda.is_available():
-        now = torch.cuda.memory_allocated() / 1e6
-        peak = torch.cuda.max_memory_allocated() / 1e6
-        parts += [f"device allocated {now:.2f} MB", f"peak {peak:.2f} MB"]
-    print(f"{message}: {', '.join(parts) or 'nothing labelled'}", flush=True)
+    dist = torch.distributed
+    is_first = not (dist.is_available() and dist.is_initialized()) or not dist.get_rank()
+    if force and is_first:
+        live, host = labelled_bytes(), labelled_bytes("cpu")
+        megabytes = live | {f"{k} on the host": n for k, n in host.items()}
+        if torch.cuda.is_available():
+            megabytes["device allocated"] = torch.cuda.memory_allocated()
+            megabytes["peak"] = torch.cuda.max_memory_allocated()
+        parts = [f"{k} {n / 1e6:.2f} MB" for k, n in megabytes.items() if n]
+        print(f"{message}: {', '.join(parts) or 'nothing labelled'}", flush=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ..memory.bytes import host_empty
+from ..memory.labels import host_empty
 from ..memory.plan import Plan
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision

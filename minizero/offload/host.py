@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
-from ..memory.bytes import aligned, host_empty
+from ..memory.labels import aligned, host_empty
 from ..memory.plan import Plan
 from ..ranks.launch import device
 from ..zero.flat import Flat, Unit

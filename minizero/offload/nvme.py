@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..memory.bytes import host_empty
+from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
 from ..zero.flat import Flat, Unit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..memory import labels
-from ..memory.bytes import aligned
+from ..memory.labels import aligned
 from ..zero.flat import Flat, Unit
 from .host import CopyEvent
 from .swap_file import ALIGN, SwappedTensor, Transfer, aligned_buffer

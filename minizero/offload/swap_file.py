@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..memory.bytes import aligned, host_empty, view
+from ..memory.labels import aligned, host_empty, view
 
 # O_DIRECT needs addresses, offsets and lengths that are multiples of the device's
 # sector, which is 512 or 4096 bytes

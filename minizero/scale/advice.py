@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..config.read import read
 from ..config.source import Source
-from ..memory.amounts import amount
+from ..memory.labels import amount
 from .candidates import KEPT, Candidate, Job
 from .planner import Choice, Result
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from .. import comm
 from ..comm.ledger import Ledger
 from ..engine import Engine, initialize
-from ..memory.live_bytes import Seen
+from ..memory.tracker import Seen
 from ..memory.tracker import Tracker
 from .fixes import BuildModel, Run, changes, everything
 from .rehearsal import DEVICE, rehearsal

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from ..memory.amounts import amount
+from ..memory.labels import amount
 from .candidates import Candidate, Job, candidates
 from .memory import Memory, needed
 from .predict import ITEMSIZES, Prediction, predict

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from ..memory.plan import Plan
-from ..comm.point_to_point import reachable
 from ..ranks import rank, world_size
 from .elementwise import check_elementwise, groups_of, take_state
 from .flat import (
@@ -346,7 +345,7 @@ class DataParallel:
             ]
             if not norms:
                 return torch.zeros(())
-            mine = reachable(torch.stack(norms, dim=1))
+            mine = comm.reachable(torch.stack(norms, dim=1))
             norm = self.all_rows(mine).square().sum().sqrt()
             return self.precision.unscale_norm(norm)
 

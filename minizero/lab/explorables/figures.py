@@ -7,10 +7,9 @@ from typing import Any
 import traitlets
 
 from minizero.lab.explorables.base import Amount, Explorable, look, module, table
-from minizero.lab.hardware import H100
+from minizero.lab.hardware import H100, efficiency, intensity
 from minizero.lab.plots.spans import PHASE_COLOURS
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount
-from minizero.memory.intensity import efficiency, intensity
 from minizero.memory.plan import estimate_activations
 
 

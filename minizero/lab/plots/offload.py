@@ -12,6 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from minizero.lab.hardware import efficiency, intensity
 from minizero.lab.plots.spans import stacked
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
@@ -27,7 +28,6 @@ from minizero.lab.plots.style import (
     no_numbers,
     single,
 )
-from minizero.memory.intensity import efficiency, intensity
 from minizero.memory.plan import PRECISIONS, Plan
 from minizero.offload.swap_file import SwapFile, Transfer, aligned_buffer
 from minizero.overlap.simulator import Interval

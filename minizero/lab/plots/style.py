@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minizero.memory.amounts import amount as amount
-from minizero.memory.amounts import short as short
+from minizero.memory.labels import amount as amount
+from minizero.memory.labels import short as short
 
 CATEGORY_COLOURS = {
     "parameters": "#0460A9",

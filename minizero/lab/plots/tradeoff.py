@@ -33,6 +33,7 @@ from minizero.lab.plots.style import (
     no_numbers,
     single,
 )
+from minizero.memory.labels import label
 from minizero.memory.tracker import Sample, Tracker
 
 MARKERS = "o^sv"
@@ -92,7 +93,7 @@ def activations_of_step(
     the peaks on the device and the host, above what was there before."""
     gc.collect()
     with Tracker(model) as tracker:
-        tracker.adopt(x)
+        label(x, "activations")
         before = tracker.live["activations"]
         loss = model(x, x)
         tracker.mark("backward")
