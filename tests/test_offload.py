@@ -75,7 +75,9 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "bf16": MixedPrecision,
     "bf16, fp32 gradients": lambda: MixedPrecision(reduce=torch.float32),
     # the first steps overflow and are skipped
-    "fp16": lambda: MixedPrecision(torch.float16, loss_scale=DynamicLossScale(24)),
+    "fp16": lambda: MixedPrecision(
+        torch.float16, loss_scale=DynamicLossScale(17, hysteresis=1)
+    ),
 }
 
 
@@ -101,7 +103,9 @@ def train(
 
 def equal_to(pool: Pool, stage: int, every: list[Plan], **options: Any) -> None:
     reference = pool.run(train, Plan.stage(stage), **options)
-    assert reference[0].norms.max() > 0.5  # clipping took part
+    norms = reference[0].norms
+    assert norms.max() > 0.5  # clipping took part
+    assert (norms.min() < 0) == (options.get("precision") == "fp16")  # skipped steps
     for plan in every:
         got = pool.run(train, plan, Offload, **options)
         assert same(got, reference), (name(plan), options)
@@ -117,7 +121,7 @@ def test_every_plan_is_equal(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("stage", "every", "options"),
     [
-        *((0, THREE, {"optimizer": key}) for key in OPTIMIZERS),
+        *((1, THREE, {"optimizer": key}) for key in OPTIMIZERS),
         *((1, PLANS[::3], {"precision": key, "steps": 6}) for key in ("bf16", "fp16")),
         (1, PLANS[::3], {"precision": "bf16, fp32 gradients", "micro_batches": 2}),
         (1, [Plan.stage(1, "cpu")], {"micro_batches": 3, "postpone": True}),
@@ -230,7 +234,7 @@ def big(plan: Plan, budget: float) -> dict[str, Any]:
     storage = Offload(plan) if "cpu" in (p.on for p in vars(plan).values()) else None
     with ToyGPU(budget) as gpu:
         torch.manual_seed(0)
-        with zero.Init():
+        with zero.Init(storage=storage):
             model = GPT(deep)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         net = parallelize(model, optimizer, plan, storage=storage)

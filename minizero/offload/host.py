@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -86,9 +86,12 @@ def placeholder(like: Tensor, on: str) -> Tensor:
     It stands for a tensor that is stored elsewhere; during an update its
     `.data` is a copy of that tensor where the optimizer works.
     """
-    nan = empty((), like.dtype, on)
-    nan.fill_(torch.nan if like.is_floating_point() else 0)
-    return nan.expand(like.shape)
+    value = torch.nan if like.is_floating_point() else 0
+    where = device() if on == "device" else torch.device("cpu")
+    with labels.host_memory() if on == "cpu" else nullcontext():
+        nan = torch.full((), value, dtype=like.dtype, device=where)
+    # `.data`: the view's base would stay alive when its `.data` is exchanged
+    return labels.label(nan, "buffers", on).expand(like.shape).data
 
 
 class DoubleBuffer:
