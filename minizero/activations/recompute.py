@@ -21,7 +21,7 @@ from minizero.activations.selective import (
     selective_contexts,
 )
 from .stores import Store
-from ..zero.units import Policy, find_units
+from ..zero.flat import Policy, find_units
 
 # %% auto #0
 __all__ = ['MODES', 'again', 'Recompute', 'recompute_units']

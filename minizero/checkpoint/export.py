@@ -7,7 +7,6 @@ the index that Hugging Face's `from_pretrained` expects.
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,13 +16,9 @@ import torch
 from torch import Tensor
 
 from .files import CheckpointError, LazyTensor, write_tensors
-from .folder import Folder, find, replace_file, sync_folder
+from .folder import Folder, find, replace_file
 from .layout import SavedFlat
 from .load import SavedRun
-
-_WEIGHTS = re.compile(
-    r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-)
 
 
 def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
@@ -36,10 +31,7 @@ def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
 
 def read_extra(folder: Folder, tag: str | None = None) -> dict[str, Any]:
     """The `extra` that was given to `save`."""
-    _, path = find(Path(folder), tag)
-    run = SavedRun(path.parent, path.read_bytes())
-    run.verify(step=len(run.index.files))  # rank 0's file alone
-    extra: dict[str, Any] = run.values("extra")
+    extra: dict[str, Any] = open_run(folder, tag).values("extra")
     return extra
 
 
@@ -49,8 +41,7 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
     dtype: of all that is floating-point; None leaves each as it was saved.
     """
 
-    def chosen(saved: str) -> torch.dtype:
-        kind: torch.dtype = getattr(torch, saved)
+    def chosen(kind: torch.dtype) -> torch.dtype:
         return dtype if dtype is not None and kind.is_floating_point else kind
 
     def part(flat: SavedFlat, start: int, kind: torch.dtype, a: int, b: int) -> Tensor:
@@ -61,14 +52,16 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
 
     found = []
     for flat in run.index.flats:
-        kind = chosen(flat.dtypes["parameters"])
+        kind = chosen(getattr(torch, flat.dtypes["parameters"]))
         for slot in flat.slots:
             read = partial(part, flat, slot.offset, kind)
             shape = tuple(slot.shape)
             found += [LazyTensor(name, kind, shape, read) for name in slot.names]
-    for name, (saved, _) in run.index.buffers.items():
-        buffer = run.buffer(name).to(chosen(saved))
-        found.append(LazyTensor.of(name, buffer))
+    for name in run.file(0).keys():
+        if name.startswith("buffers/"):
+            buffer = run.tensor(name)
+            buffer = buffer.to(chosen(buffer.dtype))
+            found.append(LazyTensor.of(name.removeprefix("buffers/"), buffer))
     return found
 
 
@@ -85,9 +78,7 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
         state[lazy.name] = lazy.read(0, prod(lazy.shape)).view(lazy.shape)
     for slot in (slot for flat in run.index.flats for slot in flat.slots):
         state |= dict.fromkeys(slot.names, state[slot.names[0]])
-    for name, extra in run.values("modules").items():
-        state[f"{name}._extra_state" if name else "_extra_state"] = extra
-    return state
+    return state | run.values("modules")
 
 
 def export(
@@ -112,16 +103,14 @@ def export(
         raise CheckpointError(
             f"max_shard_size is a number of bytes, at least 1, not {max_shard_size!r}"
         )
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(
-            f"weights are exported in a floating-point dtype, not {dtype}"
-        )
     where = Path(out)
     where.mkdir(parents=True, exist_ok=True)
-    names = sorted(p.name for p in where.iterdir() if _WEIGHTS.fullmatch(p.name))
-    if names:
+    there = sorted(
+        p.name for p in where.iterdir() if p.suffix in (".safetensors", ".bin")
+    )
+    if there:
         raise CheckpointError(
-            f"{where}: it has weights already ({', '.join(names[:3])}), and a reader "
+            f"{where}: it has weights already ({', '.join(there[:3])}), and a reader "
             "would mix them up; export to a folder without"
         )
     tensors = _weights(open_run(folder, tag), dtype)
@@ -132,25 +121,17 @@ def export(
             parts.append([])
         parts[-1].append(tensor)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}" for i in range(len(parts))]
-    paths = [where / f"{name}.safetensors" for name in names]
     if len(parts) == 1:
-        paths = [where / "model.safetensors"]
-    files = dict(zip(paths, parts, strict=True))
-    written: list[Path] = []
-    try:
-        for path, part in files.items():
-            written.append(path)
-            write_tensors(path, part, {"format": "pt"})
-        if len(parts) > 1:
-            written.append(where / "model.safetensors.index.json")
-            index = {
-                "metadata": {"total_size": sum(t.nbytes for t in tensors)},
-                "weight_map": {t.name: p.name for p, ts in files.items() for t in ts},
-            }
-            replace_file(written[-1], json.dumps(index, indent=2).encode())
-        sync_folder(where)
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
-    return written
+        names = ["model"]
+    files = {where / f"{n}.safetensors": p for n, p in zip(names, parts, strict=True)}
+    for path, part in files.items():
+        write_tensors(path, part, {"format": "pt"})
+    if len(parts) == 1:
+        return [*files]
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors)},
+        "weight_map": {t.name: path.name for path, ts in files.items() for t in ts},
+    }
+    last = where / "model.safetensors.index.json"
+    replace_file(last, json.dumps(index, indent=2).encode())
+    return [*files, last]

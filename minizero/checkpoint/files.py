@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # the same as zlib's, several times as fast
 
-from ..memory.labels import host_empty, view
+from ..memory.labels import view
 
 CHUNK = 1 << 24  # bytes of a tensor that are in host memory at once
-BLOCK = (
-    1 << 18
-)  # bytes that stay in the processor's cache from the checksum to the write
+BLOCK = 1 << 18  # bytes that stay in the cache from the checksum to the write
 
 _NAMES = (
     "float64 F64 float32 F32 float16 F16 bfloat16 BF16 float8_e4m3fn F8_E4M3 "
@@ -77,7 +75,7 @@ class LazyTensor:
 
     def copied(self) -> LazyTensor:
         """The same, read now: later changes do not reach it."""
-        values = host_empty((prod(self.shape),), self.dtype, "buffers")
+        values = torch.empty(prod(self.shape), dtype=self.dtype)
         for a, b in self.pieces():
             values[a:b].copy_(self.read(a, b))
         return replace(self, read=lambda a, b: values[a:b])
@@ -115,13 +113,21 @@ def write_tensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+
+    def data() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for a, b in tensor.pieces():
+                piece = tensor.read(a, b).contiguous()  # `view` keeps no memory alive
+                yield view(piece)
+
     length = checksum = 0
     try:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            for data in _stream(len(text).to_bytes(8, "little") + text, tensors):
-                for a in range(0, len(data), BLOCK):
-                    block = data[a : a + BLOCK]
+            for chunk in data():
+                for a in range(0, len(chunk), BLOCK):
+                    block = chunk[a : a + BLOCK]
                     write_all(fd, block)
                     length, checksum = length + len(block), crc32(block, checksum)
             os.fsync(fd)
@@ -130,14 +136,6 @@ def write_tensors(
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     return length, checksum
-
-
-def _stream(head: bytes, tensors: Sequence[LazyTensor]) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for tensor in tensors:
-        for a, b in tensor.pieces():
-            piece = tensor.read(a, b).contiguous()  # `view` keeps no memory alive
-            yield view(piece)
 
 
 def measure(path: Path) -> tuple[int, int]:

@@ -31,14 +31,6 @@ def aside(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def is_tag(tag: object) -> bool:
-    """Whether a tag can name a folder of its own, beside `latest`."""
-    if not isinstance(tag, str) or Path(tag).name != tag or tag == "..":
-        return False
-    ours = tag.casefold() == LATEST or _ASIDE.fullmatch(tag)
-    return tag.isprintable() and tag.strip() == tag and len(tag) <= 100 and not ours
-
-
 # ---- a save becomes a checkpoint
 
 
@@ -66,40 +58,42 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     """Make a folder for the files of a new checkpoint; it, and the save's number."""
-    path = folder / tag
-    sweep(folder)
-    taken = path.exists() and not (path / INDEX).exists()
-    if taken and (not path.is_dir() or any(path.iterdir())):
+    bad = Path(tag).name != tag or tag.strip() != tag or tag in ("..", LATEST)
+    if bad or not tag.isprintable() or _ASIDE.fullmatch(tag):
         raise CheckpointError(
-            f"{path}: something else has that name; delete it, or take another tag"
+            f"the tag {tag!r} cannot name a folder beside `latest`; take one such as "
+            "'step-100', without slashes"
         )
-    written = aside(path, "tmp")
+    sweep(folder)
+    written = aside(folder / tag, "tmp")
     written.mkdir(parents=True)
     return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
 
 
-def decide(written: Path, path: Path, index: Index) -> None:
+def commit(
+    written: Path, path: Path, index: Index, keep: int | None, latest: bool
+) -> None:
     """Turn a folder with the files of all ranks into the checkpoint `path`.
 
     One rename decides. A checkpoint that has the name already makes room first; until
-    the new one is there it is found under its other name.
+    the new one is there it is found under its other name. Then `latest` is replaced, so
+    that a `load` without a tag takes the new one. Old ones go last.
     """
-    for file in index.files:
-        if not (written / file.name).exists():
-            raise CheckpointError(
-                f"{written / file.name}: it was deleted while it was being saved; give "
-                "every job a folder of its own. The checkpoint before this one is intact"
-            )
+    if not all((written / file.name).exists() for file in index.files):
+        raise CheckpointError(
+            f"{written}: a file was deleted during the save; give every job a folder of "
+            "its own. The checkpoint before this one is intact"
+        )
     replace_file(written / INDEX, index.dumps())
     if (path / INDEX).exists():
         os.rename(path, aside(path, "old"))
     os.rename(written, path)
     sync_folder(path.parent)
-
-
-def point(folder: Path, tag: str) -> None:
-    """Let a `load` without a tag take this checkpoint."""
-    replace_file(folder / LATEST, f"{tag}\n".encode())
+    if latest:
+        replace_file(path.parent / LATEST, f"{path.name}\n".encode())
+    if keep is not None:
+        retire(path.parent, keep)
+    sweep(path.parent)
 
 
 # ---- it is found
@@ -140,25 +134,25 @@ def find(folder: Path, tag: str | None = None) -> tuple[str, Path]:
     Without a tag: the one that `latest` names or, where there is no such file, the
     newest that is complete. Raises CheckpointError.
     """
+    latest, paths = folder / LATEST, indexes(folder)
     tags = [tag for tag, _ in checkpoints(folder)]
-    what = f"{folder}: there is no checkpoint {tag!r}"
-    if tag is None and (folder / LATEST).exists():
-        tag = (folder / LATEST).read_bytes().decode(errors="replace").strip()
-        what = f"{folder / LATEST}: it names {tag!r}, and there is no such checkpoint"
+    where = f"{folder}"
+    if tag is None and latest.exists():
+        tag, where = latest.read_text(errors="replace").strip(), f"named in {latest}"
+    elif tag is None and any(folder.glob("*/mp_rank_*_model_states.pt")):
+        raise CheckpointError(
+            f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
+            "zero_to_fp32.py in it, and load the weights into the model"
+        )
     elif tag is None and tags:
         tag = tags[-1]
-    elif tag is None:
-        what = f"{folder}: there is no checkpoint in this folder; give that of the save"
-        if any(folder.glob("*/mp_rank_*_model_states.pt")):
-            what = (
-                f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
-                "zero_to_fp32.py in it, and load the weights into the model"
-            )
-    path = indexes(folder).get(tag or "")
-    if tag is None or path is None:
+    if tag not in paths:
+        what = (
+            "no checkpoint in this folder" if tag is None else f"no checkpoint {tag!r}"
+        )
         have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
-        raise CheckpointError(what + have)
-    return tag, path
+        raise CheckpointError(f"{where}: there is {what}{have}")
+    return tag, paths[tag]
 
 
 # ---- it goes

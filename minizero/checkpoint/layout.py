@@ -16,7 +16,6 @@ from ..zero import Flat
 from .files import CheckpointError
 
 INDEX = "index.json"
-VERSION = 3
 
 
 @dataclass
@@ -36,14 +35,12 @@ class SavedFlat:
     """A saved flat buffer, cut into shards of `size` elements, one in each file.
 
     key: begins the names of its tensors in the files.
-    group: the optimizer's group of its parameters; None if they were frozen.
     ranks: how many ranks together kept all of it; 1 if each rank kept all.
     dtypes: of what is in each file: "parameters" (fp32 masters, if there were any), and
         the optimizer's states, such as "optimizer/exp_avg".
     """
 
     key: str
-    group: int | None
     size: int
     ranks: int
     dtypes: dict[str, str]
@@ -68,19 +65,16 @@ class SavedFile:
 class Index:
     """What must be known of a checkpoint before its files are opened.
 
-    optimizer, groups: its class, and how many groups it has.
-    buffers: dtype and shape of each of the modules' buffers, which are in every file.
+    facts: what a net must have in common with the saved one, in words, such as
+        {"parameter 'head.weight'": "float, (50, 32)", "optimizer": "AdamW"}.
     files: of the ranks, in their order. number: counts the saves in a folder.
     """
 
     tag: str
-    optimizer: str
-    groups: int
+    facts: dict[str, str]
     flats: list[SavedFlat]
-    buffers: dict[str, tuple[str, list[int]]]
     files: list[SavedFile] = field(default_factory=list)
     number: int = 0
-    version: int = VERSION
 
     def dumps(self) -> bytes:
         """The index file: JSON with the crc32 of its own text."""
@@ -93,14 +87,9 @@ class Index:
         if raw != _sealed(text):
             raise CheckpointError(
                 f"{path}: its checksum does not fit; the file was truncated, damaged or "
-                "changed since it was saved, or another program wrote it"
+                "changed since it was saved, or another version of minizero wrote it"
             )
         facts = json.loads(text)
-        if facts["version"] != VERSION:
-            raise CheckpointError(
-                f"{path}: it has version {facts['version']}, and this minizero reads "
-                f"version {VERSION}; load it with the minizero that saved it"
-            )
         for flat in facts["flats"]:
             flat["slots"] = [SavedSlot(**slot) for slot in flat["slots"]]
         facts["flats"] = [SavedFlat(**flat) for flat in facts["flats"]]
@@ -109,7 +98,7 @@ class Index:
 
 
 def _sealed(text: bytes) -> bytes:
-    return b'{"crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
+    return b'{"version": 3, "crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
 
 
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:

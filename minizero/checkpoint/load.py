@@ -6,7 +6,7 @@ loaded = load(net, "checkpoints")          # loaded.extra["step"] == 100
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,23 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .. import comm
+from ..comm import agreeing
 from ..memory.labels import label_states
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Flat
-from .files import CHUNK, CheckpointError, dtype_name, measure, unpack
+from .files import CHUNK, CheckpointError, measure, unpack
 from .folder import Folder, find
 from .layout import INDEX, Index, Place, SavedFlat, pieces, places
-from .save import (
-    agreed,
-    buffers_of,
-    exchange,
-    finish,
-    flats_of,
-    generators,
-    names_of,
-)
+from .save import FROZEN, facts_of, finish, names_of, set_random_states
 
 
 @dataclass
 class Loaded:
-    """What `load` returns; `own` is None on another number of ranks than saved."""
+    """What `load` returns. `path`: the checkpoint's folder."""
 
     path: Path
     tag: str
     extra: dict[str, Any]
-    own: dict[str, Any] | None
 
 
 def load(
@@ -72,31 +64,28 @@ def load(
     with comm.phase("checkpoint"):
         net.synchronize()
         mine = None
-        with agreed():
+        with agreeing(CheckpointError):
             if rank() == 0:
                 tag, path = find(Path(folder), tag)
                 mine = tag, path.parent.name, path.read_bytes()
-        tag, name, raw = exchange(mine)[0]
-        with agreed():
+        tag, name, raw = comm.gather_objects(mine)[0]
+        with agreeing(CheckpointError):
             run = SavedRun(Path(folder, name), raw)
             run.verify(rank(), world_size())
-        with agreed():
-            found = match(net, run, strict, optimizer)
+        with agreeing(CheckpointError):
+            found = match(net, run.index, strict, optimizer)
             as_many = len(run.index.files) == world_size()
-            own = run.values("own", rank()) if as_many else None
-            loaded = Loaded(run.path, tag, run.values("extra"), own)
+            loaded = Loaded(run.path, tag, run.values("extra"))
             if check is not None:
                 check(loaded)
-        with agreed():
-            fill(net, run, found)
+        with agreeing(CheckpointError):
+            fill(net, run, found, optimizer)
             fill_modules(net, run, rank() if as_many else 0)
             if optimizer:
-                fill_optimizer(net, run, found)
+                fill_options(net, run)
         net.shards_written()
         if optimizer and as_many:
-            states = run.values("random", rank())
-            for kind in states.keys() & generators().keys():
-                generators()[kind][1](states[kind])
+            set_random_states(run.values("random", rank()))
         return loaded
 
 
@@ -113,15 +102,11 @@ class SavedRun:
         for saved in self.index.files[first::step]:
             path = self.path / saved.name
             length, crc32 = measure(path)
-            if length != saved.bytes:
+            if (length, crc32) != (saved.bytes, saved.crc32):
                 raise CheckpointError(
-                    f"{path}: it has {length:,} bytes, and {saved.bytes:,} were saved; "
-                    "it was truncated or replaced"
-                )
-            if crc32 != saved.crc32:
-                raise CheckpointError(
-                    f"{path}: its checksum is {crc32:08x}, and was {saved.crc32:08x} "
-                    "when it was saved; the disk or a program has changed it"
+                    f"{path}: it has {length:,} bytes and the checksum {crc32:08x}; "
+                    f"saved were {saved.bytes:,} and {saved.crc32:08x}. It was truncated, "
+                    "damaged or replaced"
                 )
 
     def file(self, number: int) -> Any:
@@ -145,211 +130,138 @@ class SavedRun:
                 yield done, values
                 done += len(values)
 
-    def buffer(self, name: str, number: int = 0) -> Tensor:
-        """A buffer of a module, from the file of a rank."""
-        buffer: Tensor = self.file(number).get_tensor(f"buffers/{name}")
-        return buffer
+    def tensor(self, name: str, number: int = 0) -> Tensor:
+        """A tensor that is not cut, such as "buffers/mean", from the file of a rank."""
+        tensor: Tensor = self.file(number).get_tensor(name)
+        return tensor
 
     def values(self, name: str, number: int = 0) -> Any:
-        """A value that was packed under a name, from the file of a rank."""
-        return unpack(self.file(number).get_tensor(f"values/{name}"))
+        """A Python value that was packed under a name, from the file of a rank."""
+        return unpack(self.tensor(f"values/{name}", number))
 
 
 # ---- compare
 
 
 def match(
-    net: DataParallel, run: SavedRun, strict: bool, optimizer: bool
+    net: DataParallel, index: Index, strict: bool, optimizer: bool
 ) -> dict[str, Place]:
     """Where each parameter of a net was saved, by its slot's name.
 
-    Raises CheckpointError, with everything that does not fit.
+    Raises CheckpointError, with all that does not fit.
     """
-    saved = {n: (f, s) for f in run.index.flats for s in f.slots for n in s.names}
-    names, buffers = names_of(net.model), buffers_of(net.model)
-    all_names = [name for aliases in names.values() for name in aliases]
-    problems = []
-    if strict:
-        problems += _differ("parameter", {*all_names}, {*saved})
-        problems += _differ("buffer", {*buffers}, {*run.index.buffers})
-    found = {}
-    for _, flat in flats_of(net):
-        for slot in flat.slots:
-            aliases = [n for n in names[slot.parameter] if n in saved]
-            if len({id(saved[n][1]) for n in aliases}) > 1:
-                problems.append(
-                    f"{' and '.join(map(repr, aliases))} are one parameter here, and not "
-                    "in the checkpoint"
-                )
-            for name in aliases[:1]:
-                found[slot.name] = was, place = saved[name]
-                facts = was.dtypes["parameters"], place.shape
-                problems += _compare(f"parameter {name!r}", slot.parameter, *facts)
-    for name in buffers.keys() & run.index.buffers.keys():
-        facts = run.index.buffers[name]
-        problems += _compare(f"buffer {name!r}", buffers[name], *facts)
-    if optimizer:
-        problems += _match_optimizer(net, run, found)
+    here, there, problems = facts_of(net), index.facts, list[str]()
+    if not optimizer:
+        here = {what: fact for what, fact in here.items() if what[:9] != "optimizer"}
+    for what in here.keys() & there.keys():
+        # what was trained may be frozen here, but not the other way round
+        if here[what] != there[what] and here[what] != FROZEN:
+            problems.append(f"{what} is {here[what]} here and was {there[what]}")
+    for names, where in (
+        (here.keys() - there.keys(), "checkpoint"),
+        (there.keys() - here.keys(), "model"),
+    ):
+        missing = sorted(n for n in names if strict and n[:9] != "optimizer")
+        more = f" and {len(missing) - 5} more" if missing[5:] else ""
+        if missing:
+            problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
+    aliases = names_of(net.model)
+    saved = {n: (f, s) for f in index.flats for s in f.slots for n in s.names}
+    found: dict[str, Place] = {}
+    for slot in (slot for flat in net.flats for slot in flat.slots):
+        names = [name for name in aliases[slot.parameter] if name in saved]
+        for name in names:
+            if found.setdefault(slot.name, saved[name])[1] is not saved[name][1]:
+                problems.append(f"{names} are one parameter here and were several")
     if problems:
         raise CheckpointError(
-            f"{run.path}: this checkpoint does not fit: {'; '.join(problems)}"
+            f"the checkpoint {index.tag!r} does not fit: {'; '.join(sorted(problems))}"
         )
     return found
-
-
-def _differ(kind: str, here: set[str], there: set[str]) -> Iterator[str]:
-    for names, where in (
-        (sorted(here - there), "is not in the checkpoint"),
-        (sorted(there - here), "of the checkpoint is not in the model"),
-    ):
-        yield from (f"{kind} {name!r} {where}" for name in names[:5])
-        if names[5:]:
-            yield f"the same of {len(names) - 5} more"
-
-
-def _compare(what: str, here: Tensor, name: str, shape: Iterable[int]) -> Iterator[str]:
-    if tuple(here.shape) != tuple(shape):
-        there = tuple(shape)
-        yield f"{what} has shape {tuple(here.shape)} here and {there} in the checkpoint"
-    # dtypes may differ in precision, not in kind
-    mine, its = here.dtype, getattr(torch, name)
-    floats = mine.is_floating_point, its.is_floating_point
-    if floats[0] != floats[1] or mine.is_complex != its.is_complex:
-        yield f"{what} is {dtype_name(mine)} here and {name} in the checkpoint"
-
-
-def _match_optimizer(
-    net: DataParallel, run: SavedRun, found: dict[str, Place]
-) -> Iterator[str]:
-    groups, scalars = net.optimizer.param_groups, run.values("scalars")
-    mine, its = type(net.optimizer).__name__, run.index.optimizer
-    if mine != its:
-        yield f"the optimizer is {mine} here and was {its}"
-    if len(groups) != run.index.groups:
-        yield f"the optimizer has {len(groups)} groups here and had {run.index.groups}"
-    for flat in (flat for unit in net.units for flat in unit.trainable):
-        states = set()
-        for slot in (s for s in flat.slots if s.name in found and s.numel):
-            saved = found[slot.name][0]
-            states.add((*saved.dtypes, str(scalars[saved.key])))
-            if saved.group is None:
-                yield (
-                    f"parameter {slot.name!r} is trained here and was frozen, so it has "
-                    "no optimizer state; load with optimizer=False (of an engine: "
-                    "load_optimizer_states=False)"
-                )
-            elif saved.group != flat.group:
-                yield (
-                    f"parameter {slot.name!r} is in group {flat.group} of the optimizer "
-                    f"here and was in group {saved.group}"
-                )
-        if len(states) > 1:
-            yield (
-                f"the parameters {', '.join(repr(s.name) for s in flat.slots[:3])}... "
-                "share a buffer here, and have made different steps; keep the `units` "
-                "of the saved run"
-            )
 
 
 # ---- read
 
 
-def fill(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read this rank's part of the parameters into masters and shards."""
-    for _, flat in flats_of(net):
-        if flat.trainable:
-            # the same tensor, if the precision has no fp32 masters
-            tensors = [*{id(t): t for t in (flat.master, flat.shard)}.values()]
-        elif net.plan.parameters.sharded:
-            tensors = [flat.shard]
-        else:
-            # frozen parameters are never sent: each rank reads all of them
-            tensors = [flat.full]
-        _read_into(tensors, "parameters", net, run, flat, found)
-
-
-def _read_into(
-    tensors: list[Tensor],
-    what: str,
-    net: DataParallel,
-    run: SavedRun,
-    flat: Flat,
-    found: dict[str, Place],
+def fill(
+    net: DataParallel, run: SavedRun, found: dict[str, Place], optimizer: bool
 ) -> None:
-    """Read the elements of a flat buffer that this rank stores, in each one's dtype."""
-    count = tensors[0].numel()
-    start = rank() % (flat.padded // count) * count
-    for saved, first, a, b in places(flat, start, start + count, found):
-        for done, values in run.read(saved, what, first, first + b - a):
-            for tensor in tensors:
-                net.storage.write_shard(tensor, values.to(tensor.dtype), a + done)
+    """Read this rank's part of the parameters, and of the optimizer's states."""
+
+    def read(flat: Flat, what: str, *tensors: Tensor) -> None:
+        """The elements that this rank stores, in the dtype of each tensor."""
+        count = tensors[0].numel()
+        start = rank() % (flat.padded // count) * count
+        for saved, first, a, b in places(flat, start, start + count, found):
+            for done, values in run.read(saved, what, first, first + b - a):
+                for tensor in tensors:
+                    net.storage.write_shard(tensor, values.to(tensor.dtype), a + done)
+
+    scalars = run.values("scalars")
+    for flat in net.flats:
+        if not flat.trainable and not net.plan.parameters.sharded:
+            read(flat, "parameters", flat.full)  # nobody sends it: each rank reads all
+        elif not flat.trainable or flat.master is flat.shard:
+            read(flat, "parameters", flat.shard)
+        else:
+            read(flat, "parameters", flat.master, flat.shard)
+        saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
+        if saved and flat.trainable and optimizer:
+            old, state = net.optimizer.state[flat.master], dict(scalars[saved.key])
+            for what in saved.dtypes.keys() - {"parameters"}:
+                key = what.removeprefix("optimizer/")
+                state[key] = _place_for(net, flat, old.get(key), what, saved)
+                read(flat, what, state[key])
+            net.optimizer.state[flat.master] = state
+
+
+def _place_for(
+    net: DataParallel, flat: Flat, old: Any, what: str, saved: SavedFlat
+) -> Tensor:
+    """Where an optimizer's state is stored: as before, or in a new tensor of zeros."""
+    master, name = flat.master, saved.dtypes[what]
+    # a state in the parameters' dtype follows them
+    follows = name == saved.dtypes["parameters"]
+    dtype = master.dtype if follows else getattr(torch, name)
+    if isinstance(old, Tensor) and old.dtype == dtype:
+        return old
+    where = flat.full.device if net.plan.optimizer.on == "device" else "cpu"
+    zeros = torch.zeros(master.shape, dtype=dtype, device=where)
+    return net.storage.store(zeros, "optimizer", flat)
 
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
     """Read buffers, and the extra state of modules, from the file of a rank."""
-    buffers, modules = buffers_of(net.model), dict(net.model.named_modules())
     extra = run.values("modules", number)
-    for name in buffers.keys() & run.index.buffers.keys():
-        buffers[name].copy_(run.buffer(name, number))
-    for name in modules.keys() & extra.keys():
-        modules[name].set_extra_state(extra[name])
+    for name, value in net.module_state().items():
+        if f"buffer {name!r}" in run.index.facts:
+            value.copy_(run.tensor(f"buffers/{name}", number))
+        elif name in extra:
+            module = net.model.get_submodule(name.rpartition(".")[0])
+            module.set_extra_state(extra[name])
 
 
-def fill_optimizer(net: DataParallel, run: SavedRun, found: dict[str, Place]) -> None:
-    """Read this rank's part of the states, the options, and the precision's state."""
-    groups, scalars = net.optimizer.param_groups, run.values("scalars")
+def fill_options(net: DataParallel, run: SavedRun) -> None:
+    """Read the options of the optimizer's groups, and the precision's state."""
+    groups = net.optimizer.param_groups
     for group, options in zip(groups, run.values("groups"), strict=True):
         for key, value in options.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(float(value))  # a graph may hold the tensor
             else:
                 group[key] = value
-    for flat in (flat for unit in net.units for flat in unit.trainable):
-        saved = [found[s.name][0] for s in flat.slots if s.name in found and s.numel]
-        if not saved:
-            continue
-        state, group, dtypes = {}, groups[flat.group or 0], saved[0].dtypes
-        old = net.optimizer.state.get(flat.master, {})
-        for key, value in scalars[saved[0].key].items():
-            beside = group.get("fused") or group.get("capturable")
-            moves = beside and isinstance(value, Tensor)
-            state[key] = value.to(flat.master.device) if moves else value
-        for what in dtypes.keys() - {"parameters"}:
-            key = what.removeprefix("optimizer/")
-            state[key] = _room_for(net, flat, old.get(key), dtypes[what], dtypes)
-            _read_into([state[key]], what, net, run, flat, found)
-        net.optimizer.state[flat.master] = state
+        for p in group["params"] if {*group} & {"fused", "capturable"} else ():
+            state = net.optimizer.state[p]
+            if (group.get("fused") or group.get("capturable")) and "step" in state:
+                state["step"] = state["step"].to(p.device)
     label_states(net.optimizer)
-    net.precision.load_state_dict(_precision(net, run))
-
-
-def _room_for(
-    net: DataParallel, flat: Flat, old: Any, name: str, dtypes: dict[str, str]
-) -> Tensor:
-    """Where a state of a flat buffer is stored: as it is, or new, with zeros."""
-    # a state in the parameters' dtype follows them
-    same = name == dtypes["parameters"]
-    dtype = flat.master.dtype if same else getattr(torch, name)
-    shape = flat.master.shape
-    if isinstance(old, Tensor) and old.shape == shape and old.dtype == dtype:
-        return old
-    on_device = net.plan.optimizer.on == "device"
-    where = flat.full.device if on_device else torch.device("cpu")
-    zeros = torch.zeros(shape, dtype=dtype, device=where)
-    return net.storage.store(zeros, "optimizer", flat)
-
-
-def _precision(net: DataParallel, run: SavedRun) -> dict[str, Any]:
-    """The saved state, as far as this precision can take it over."""
-    mine, saved = net.precision.state_dict(), run.values("precision")
-    here, there = mine.get("loss_scale"), saved.get("loss_scale")
-    taken = mine.keys() & saved.keys()
-    if there and (not here or here.keys() != there.keys()):
-        taken -= {"loss_scale"}
-        if rank() == 0:
+    mine, its = net.precision.state_dict(), run.values("precision")
+    taken = {key: its[key] for key in mine.keys() & its.keys()}
+    there = its.get("loss_scale") or {}
+    if there.keys() != (mine.get("loss_scale") or {}).keys():
+        taken.pop("loss_scale", None)
+        if there and rank() == 0:
             warnings.warn(
-                f"{run.path}: the loss scale that was saved is dropped; the precision "
-                f"here has {'one of another kind' if here else 'none'}",
-                stacklevel=4,
+                "the saved loss scale is of another kind: dropped", stacklevel=3
             )
-    return mine | {key: saved[key] for key in taken}
+    net.precision.load_state_dict(mine | taken)

@@ -9,7 +9,7 @@ a collective of torch.
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
 from ..ranks.launch import world_size as get_world_size
-from .agreement import agree, agreeing, broadcast_bytes, check_sequence
+from .agreement import agreeing, broadcast_bytes, check_sequence, gather_objects
 from .algorithms import ordered_sum
 from .choice import ALGORITHMS, algorithm, current_algorithm
 from .collectives import (
@@ -34,7 +34,6 @@ __all__ = [
     "Ledger",
     "Quantized",
     "Work",
-    "agree",
     "agreeing",
     "algorithm",
     "all_gather",
@@ -48,6 +47,7 @@ __all__ = [
     "enter",
     "everyone",
     "exchange",
+    "gather_objects",
     "get_rank",
     "get_world_size",
     "ledger",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..memory.labels import view
-from ..ranks.launch import device, rank, world_size
+from ..ranks.launch import device, world_size
 from . import collectives
 from .choice import current_algorithm
 from .groups import Group
@@ -49,41 +50,44 @@ def check_sequence() -> None:
             )
 
 
-def broadcast_bytes(data: bytes, src: int = 0) -> bytes:
-    """Every rank gets `src`'s bytes, at least one; the others' are not used."""
-    length = torch.tensor([len(data)], device=device())
-    collectives.broadcast(length, src)
-    room = torch.empty(int(length), dtype=torch.uint8, device=device())
-    if rank() == src:
-        room.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    collectives.broadcast(room, src)
-    return bytes(view(room.cpu()))
+_own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
 
 
-def agree(error: Exception | None, raised: type[Exception]) -> None:
-    """Raise `raised` on all ranks, with the same message, if any has an error.
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank gets the values of all ranks, in rank order; they are pickled.
 
-    The message is that of the first such rank. A collective: every rank calls it.
+    Over a gloo group that nothing else uses: a thread may call this while the main
+    thread calls other collectives. It is not in the ledger.
     """
-    text = "" if error is None else str(error) or repr(error)
-    lengths = torch.zeros(world_size(), dtype=torch.int64, device=device())
-    lengths[rank()] = len(text.encode())
-    collectives.all_reduce(lengths)
-    if not lengths.any():
-        return
-    first = int(lengths.nonzero()[0])
-    message = broadcast_bytes(text.encode(), first).decode()
-    if isinstance(error, raised) and str(error) == message:
-        raise error
-    raise raised(message) from error
+    global _own_group
+    if world_size() == 1:
+        return [value]
+    if _own_group[0] is not dist.group.WORLD:
+        _own_group = dist.group.WORLD, dist.new_group(backend="gloo")
+    values = [None] * world_size()
+    dist.all_gather_object(values, value, _own_group[1])
+    return values
+
+
+def broadcast_bytes(data: bytes, src: int = 0) -> bytes:
+    """Every rank gets `src`'s bytes; the others' are not used."""
+    found: bytes = gather_objects(data)[src]
+    return found
 
 
 @contextmanager
 def agreeing(raised: type[Exception]) -> Iterator[None]:
-    """An error inside the block, on any rank, is raised on all, as `raised`."""
+    """An error inside the block, on any rank, is raised on all, as `raised`.
+
+    The message is that of the first such rank.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as found:
         error = found
-    agree(error, raised)
+    for message in gather_objects(error and (str(error) or repr(error))):
+        if message and isinstance(error, raised) and str(error) == message:
+            raise error
+        if message:
+            raise raised(message) from error

@@ -13,9 +13,8 @@ from statistics import median
 
 from minizero.lab.models.gpt import GPTConfig
 from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale.candidates import Job, candidates
 from minizero.scale.machines import BUS, NETWORK, NVLINK
-from minizero.scale.planner import Result
+from minizero.scale.planner import Job, Result, candidates
 
 MEASURED = Path(__file__).parents[2] / "book/measured"
 

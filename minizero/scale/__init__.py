@@ -1,20 +1,19 @@
-"""Which stage, at what scale: a step predicted, rehearsed and chosen.
+"""Which stage, at what scale: a step predicted, rehearsed, and chosen.
 
-Read `machines` and `shapes` (what there is to run, and on what), `operators` (seconds of
-a block), `memory`, `predict` (a step in simulated time), `published` (the predictions
-against runs that others published), `dryrun` (the real engine, as one rank of many, on
-nothing, as `rehearsal` has it), `fixes` (what would make it fit), `candidates`,
-`planner` and `command`. Imports `engine` and what is below it.
+Read `machines` and `shapes` (the hardware and the models), `cost` (seconds of a block,
+bytes of a rank), `predict` (a step in simulated time), `published` (predictions against
+runs that others published), `planner`, and `dryrun` (the real engine, as one rank of
+many, on tensors without memory). Imports `engine` and what is below it.
 """
 
-from .candidates import Job
+from .cost import Candidate, Memory
 from .machines import MACHINES, Machine
-from .memory import Memory
-from .planner import Choice, choose
+from .planner import Choice, Job, choose
 from .predict import Prediction, predict
 from .shapes import MODELS, Shape
 
 __all__ = [
+    "Candidate",
     "Choice",
     "Job",
     "MACHINES",

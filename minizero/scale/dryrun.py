@@ -1,60 +1,74 @@
-"""The real engine's step as one rank of many, on tensors without memory."""
+"""The real engine's step as one rank of many, on tensors without memory.
+
+One process takes the part of a rank: torch's fake process group lets collectives return
+at once, and fake tensors have shapes and no contents. Everything else is the engine that
+trains: its units, its schedule, its calls.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, UntypedStorage
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .. import comm
 from ..comm.ledger import Ledger
 from ..engine import Engine, initialize
-from ..memory.tracker import Seen
-from ..memory.tracker import Tracker
-from .fixes import BuildModel, Run, changes, everything
-from .rehearsal import DEVICE, rehearsal
+from ..memory import labels
+from ..memory.tracker import Sample, Tracker
+from ..offload import nvme_storage, second_set
+from ..offload.async_io import Transfer
+from .shapes import Shape
 
-_ENGINE = [p for p in Path(__file__).parents[1].iterdir() if p.name != "lab"]
-_LIBRARIES = tuple(map(str, (Path(os.__file__).parent, *_ENGINE)))
-_SITE = os.sep + "site-packages" + os.sep
-# a model all the same
-_MODELS = str(Path(__file__).with_name("decoder.py"))
+aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default  # what C++ asks twice for each operation
 
 
-def _line() -> str:
-    """The innermost line of the model that is under way; "" in backward, or a step."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code is not _walk.__code__:
-        name = frame.f_code.co_filename
-        theirs = name.startswith(("<", *_LIBRARIES)) or _SITE in name
-        if name == _MODELS or not theirs:
-            cell = "ipykernel" in name
-            return "a cell" if cell else f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+class Values(TorchDispatchMode):
+    """Answers what depends on values: tensors are equal, and a number is NaN.
 
-
-class Witness(Tracker):
-    """A tracker of storages without memory that remembers who made them.
-
-    `lines`: bytes live at the peak, by category and the line of the model that
-    made them; in backward, the operation of autograd.
+    NaN is above nothing, so no overflow is found, and an update goes on with it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._events: list[tuple[str, str, int]] = []
-        self._made: dict[int, str] = {}
-        self._top = self._peak_at = 0
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (aten.allclose.default, aten.equal.default):
+            return True
+        if func is aten._local_scalar_dense.default:
+            return float("nan") if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+class Mode(FakeTensorMode):
+    """Fake tensors whose storages are not kept in the keys of torch's cache."""
+
+    def _cached_dispatch_impl(
+        self, func: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if any(isinstance(x, UntypedStorage) for x in args):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
+
+
+class FakeTracker(Tracker):
+    """A tracker of storages without memory; `progress` is called at each mark."""
+
+    progress: Callable[[str], None] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -64,47 +78,125 @@ class Witness(Tracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
-        if storage.device.type == "meta":  # another tensor is no part of it
+        if storage.device.type == "meta":  # a real tensor is not part of the run
             super().see(storage, category)
 
-    def changed(self, storage: UntypedStorage, before: Seen, after: Seen) -> None:
-        key = storage._cdata
-        if key not in self._made:
-            node = torch._C._current_autograd_node()
-            name = "" if node is None else f"backward of {node.name()}"
-            self._made[key] = _line() or name or "the engine"
-        for seen, sign in ((before, -1), (after, 1)):
-            if not seen.host:
-                event = seen.category, self._made[key], sign * seen.nbytes
-                self._events.append(event)
-        if self.total > self._top:
-            self._top, self._peak_at = self.total, len(self._events)
-        super().changed(storage, before, after)
+    def mark(self, event: str, unit: str = "") -> None:
+        if self.progress is not None:
+            self.progress(f"{event} {unit}")
+        super().mark(event, unit)
 
-    def forget(self, key: int) -> None:
-        seen = self.seen.get(key)
-        if seen is not None and not seen.host:
-            event = seen.category, self._made.pop(key, ""), -seen.nbytes
-            self._events.append(event)
-        super().forget(key)
+    def at_peak(self) -> tuple[str, dict[str, int]]:
+        """The last mark before the peak, and the live bytes of each category then."""
+        mark = ""
+        highest: Sample | None = None
+        for sample in self.samples:
+            if sample.event:
+                mark = f"{sample.event} {sample.unit}".strip()
+            if sum(sample.live.values()) == self.peak:
+                highest = sample
+                break
+        return mark, {k: n for k, n in highest.live.items() if n} if highest else {}
 
-    @property
-    def lines(self) -> Counter[tuple[str, str]]:
-        found: Counter[tuple[str, str]] = Counter()
-        for category, line, nbytes in self._events[: self._peak_at]:
-            found[category, line] += nbytes
-        return +found
+
+class NoFile:
+    """In place of a swap file: reads and writes are over at once, and move nothing."""
+
+    direct = True
+
+    def __init__(self, path: Path, *limits: int) -> None:
+        self.path, self.size = path, 0
+
+    def allocate(self, nbytes: int) -> int:
+        self.size += nbytes
+        return self.size - nbytes
+
+    def free(self, at: int, nbytes: int) -> None:
+        pass
+
+    def read(self, offset: int, buffer: Tensor) -> Transfer:
+        return Transfer(self.path, time.perf_counter(), [])
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
+def _in_turn(mode: FakeTensorMode) -> type[ThreadPoolExecutor]:
+    """A thread in the modes of this one. It is waited for, because two threads cannot
+    use a fake tensor mode at a time."""
+
+    class InTurn(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            def inside() -> Any:
+                with mode, Values():
+                    return fn(*args, **kwargs)
+
+            done = super().submit(inside)
+            wait([done])
+            return done
+
+    return InTurn
+
+
+def _address(tensor: Tensor) -> int:
+    """An address for a tensor without memory: equal for what is at one place."""
+    storage = tensor.untyped_storage()
+    return (storage._cdata << 44) + tensor.storage_offset() * tensor.itemsize
+
+
+def _apply(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """`nn.Module._apply`; torch's own swaps tensors, which fake tensors do not allow."""
+    for part in module.modules() if recurse else [module]:
+        for p in part.parameters(recurse=False):
+            p.data = fn(p.data)
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = fn(buffer)
+    return module
+
+
+@contextmanager
+def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMode]:
+    """Inside, this process is `rank` of `world_size`, and tensors have no memory."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process is a rank already, and a dry run makes it one of others; "
+            "call dryrun in a process of its own"
+        )
+    with ExitStack() as stack:
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=world_size
+        )
+        stack.callback(dist.destroy_process_group)
+        mode = Mode(allow_non_fake_inputs=True)
+        for owner, name, value in (
+            (FakeTensor, "data_ptr", _address),
+            (nn.Module, "_apply", _apply),
+            # a GPU that is there would be given pinned memory and streams
+            (torch.cuda, "is_available", lambda: False),
+            (nvme_storage, "SwapFile", NoFile),
+            (second_set, "ThreadPoolExecutor", _in_turn(mode)),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(labels.apart())
+        own = "backend" if device == "cuda" else "direct"
+        stack.enter_context(comm.algorithm(own))
+        stack.enter_context(mode)
+        stack.enter_context(Values())
+        yield mode
 
 
 @dataclass
 class DryRun:
     """What one rank would do. Bytes; on the device unless said otherwise.
 
-    peak, peaks: at most live in a step, in all and by category. when: the last
-    mark before the peak. lines: what was live then, and who made it. host: at
-    most in host memory. building: at most while the engine was made. rests:
-    between steps. calls: the ledger. fixes: keys of the config, each of which
-    would make it fit, and the peak with it; all at once if no one does.
+    peak: most live bytes in a step, at the moment `when`, which is the last mark before
+    it; at_peak: the bytes of each category then. peaks: most of each category, at
+    moments of their own. host: most in host memory. building: most while the engine
+    was made. between: between steps. calls: the ledger.
     """
 
     world_size: int
@@ -112,65 +204,48 @@ class DryRun:
     budget: float | None
     parameters: int
     peak: int
-    peaks: dict[str, int]
     when: str
-    lines: list[tuple[str, str, int]]
+    at_peak: dict[str, int]
+    peaks: dict[str, int]
     host: int
     building: int
-    rests: dict[str, int]
+    between: dict[str, int]
     calls: Ledger = field(repr=False)
-    fixes: dict[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
         """Whether the peak is within the budget."""
         return self.budget is None or self.peak <= self.budget
 
-
-def _walk(run: Run, world_size: int, device: str, steps: int, rank: int) -> DryRun:
-    """Build, initialize, and train so many steps."""
-    with rehearsal(world_size, rank, device) as mode:
-
-        def fake(tensor: Tensor) -> Tensor:
-            return mode.from_tensor(tensor, static_shapes=True)
-
-        with Witness() as making:
-            model = run.build_model()
-            engine, *_ = initialize(model=model, config=run.config)
-        args = tree_map_only(Tensor, fake, run.batch)
-        with Witness() as seen, comm.ledger() as calls:
-            for _ in range(steps * engine.gradient_accumulation_steps()):
-                _step(engine, args)
-        lines = [(*key, n) for key, n in seen.lines.most_common(5)]
-        flats = [flat for unit in engine.net.units for flat in unit.flats]
-        count = sum(flat.numel for flat in flats)
-        return DryRun(
-            world_size, rank, None, count, seen.peak, seen.peaks, _when(seen),
-            lines, seen.host_peak, making.peak, dict(seen.live), calls,
-        )  # fmt: skip
-
-
-def _step(engine: Engine, args: Any) -> None:
-    out = engine(**args) if isinstance(args, dict) else engine(*args)
-    if not isinstance(out, Tensor):
-        out = out[0] if isinstance(out, tuple) else out.loss
-    engine.backward(out)
-    engine.step()
-
-
-def _when(seen: Witness) -> str:
-    """The last mark before the peak."""
-    mark = ""
-    for sample in seen.samples:
-        if sample.event:
-            mark = f"{sample.event} {sample.unit}".strip()
-        if sum(sample.live.values()) == seen.peak:
-            break
-    return mark
+    def __str__(self) -> str:
+        lines = [
+            f"rank {self.rank} of {self.world_size}, {self.parameters / 1e9:.2f}B "
+            f"parameters; GB = 10^9 bytes",
+            f"{'':14}{'at the peak':>12}{'own peak':>12}{'between steps':>15}",
+        ]
+        for name, most in self.peaks.items():
+            now, rests = self.at_peak.get(name, 0), self.between.get(name, 0)
+            if most:
+                row = f"{now / 1e9:12.2f}{most / 1e9:12.2f}{rests / 1e9:15.2f}"
+                lines.append(f"{name:14}{row}")
+        total = sum(self.between.values()) / 1e9
+        lines += [
+            f"{'together':14}{self.peak / 1e9:12.2f}{'':12}{total:15.2f}",
+            f"The peak is at {self.when!r}. The categories have their own peaks at "
+            "other moments,",
+            "so those do not add up to it. Host memory: "
+            f"{self.host / 1e9:.2f} GB; while building: {self.building / 1e9:.2f} GB.",
+            "",
+            self.calls.table(),
+        ]
+        if self.budget is not None:
+            word = "fits" if self.fits else "does not fit"
+            lines += ["", f"{word} in {self.budget / 1e9:.1f} GB"]
+        return "\n".join(lines)
 
 
 def dryrun(
-    build_model: BuildModel,
+    build_model: Callable[[], nn.Module],
     config: dict[str, Any],
     *,
     world_size: int,
@@ -179,49 +254,111 @@ def dryrun(
     budget: float | None = None,
     steps: int = 2,
     rank: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> DryRun:
-    """Train with the real engine, as one rank of many, with no hardware.
+    """Train with the real engine, as one rank of many, without their hardware.
 
-    build_model: makes the model, on the CPU; its tensors will have shapes and
-        no memory. It must return a loss when it is given the batch.
+    build_model: makes the model, on the CPU; its tensors will have shapes and no
+        memory. It must return a loss when it is given the batch.
     config: of `minizero.initialize`, as a dict; files of "nvme" are not made.
     batch: one rank's micro-batch: a tuple of tensors, or a dict of them.
-    device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's, between
-        machines. (On one, rows above 1 MiB need no buffer to land in.)
-    budget: bytes of the device. If the peak is above, changes are tried, one at a
-        time, and the smallest of each kind that fits is in `fixes`.
+    device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's.
+    budget: bytes of the device, for `DryRun.fits`.
+    progress: called with a line of text as the run goes on.
 
     RuntimeError in a process that is a rank already; ValueError for another device.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, not {device!r}")
+    say = progress or (lambda line: None)
+    with rehearsal(world_size, rank, device) as mode:
+        say("building the model")
+        with FakeTracker() as making:
+            engine, *_ = initialize(model=build_model(), config=config)
+        args = tree_map_only(
+            Tensor, lambda t: mode.from_tensor(t, static_shapes=True), batch
+        )
+        many = engine.gradient_accumulation_steps()
+        with FakeTracker() as seen, comm.ledger() as calls:
+            for i in range(steps * many):
+                where = f"step {i // many + 1} of {steps}, micro-batch {i % many + 1} "
+                seen.progress = lambda what, w=where: say(f"{w}of {many}: {what}")  # type: ignore[misc]
+                _micro_step(engine, args)
+        flats = [flat for unit in engine.net.units for flat in unit.flats]
+        when, at_peak = seen.at_peak()
+        return DryRun(
+            world_size, rank, budget, sum(flat.numel for flat in flats), seen.peak,
+            when, at_peak, seen.peaks, seen.host_peak, making.peak, dict(seen.live),
+            calls,
+        )  # fmt: skip
 
-    def walk(run: Run) -> DryRun:
-        return _walk(run, world_size, device, steps, rank)
 
-    run = Run(build_model, config, batch)
-    found = walk(run)
-    found.budget = budget
-    if budget is None or found.fits:
-        return found
-    for tries in changes(run):
-        found.fixes |= _first(tries, walk, budget)
-    if not found.fixes:
-        found.fixes |= _first([everything(run)], walk, budget)
-    return found
+def _micro_step(engine: Engine, args: Any) -> None:
+    out = engine(**args) if isinstance(args, dict) else engine(*args)
+    if not isinstance(out, Tensor):
+        out = out[0] if isinstance(out, tuple) else out.loss
+    engine.backward(out)
+    engine.step()
 
 
-def _first(
-    tries: list[Run], walk: Callable[[Run], DryRun], budget: float
-) -> dict[str, int]:
-    """The first of these runs that fits, and its peak."""
-    for run in tries:
-        try:
-            with warnings.catch_warnings():  # of configs that nobody has written
-                warnings.simplefilter("ignore")
-                peak = walk(run).peak
-        except ValueError:  # this config, or this model, cannot be
-            continue
-        if peak <= budget:
-            return {run.words: peak}
-    return {}
+class Block(nn.Module):
+    """Attention and a feed-forward layer of a `Shape`, [batch, sequence, hidden].
+
+    Both norms are layer norms: in a gated shape they stand for RMS norms, whose fused
+    kernels save as much.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, bias = shape, not shape.gated
+        self.norm1 = nn.LayerNorm(shape.hidden, bias=bias)
+        self.norm2 = nn.LayerNorm(shape.hidden, bias=bias)
+        self.qkv, self.out, self.up, self.down = (
+            _linear(i, o, bias) for i, o in shape.products
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, (batch, sequence, hidden) = self.shape, x.shape
+        split = self.qkv(self.norm1(x)).split([hidden, shape.kv, shape.kv], -1)
+        heads = batch, sequence, -1, hidden // shape.heads
+        q, k, v = (part.view(heads).transpose(1, 2) for part in split)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=shape.groups < shape.heads
+        )
+        x = x + self.out(y.transpose(1, 2).reshape(batch, sequence, hidden))
+        y = self.up(self.norm2(x))
+        if shape.gated:
+            gate, y = y.chunk(2, -1)
+            return x + self.down(F.silu(gate) * y)
+        return x + self.down(F.gelu(y))
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    """A layer whose values are not drawn, which would take time."""
+    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    for name, p in list(linear.named_parameters()):
+        setattr(linear, name, nn.Parameter(torch.empty(p.shape)))
+    return linear
+
+
+class Decoder(nn.Module):
+    """A decoder of any shape, to rehearse with: tokens and targets [batch, sequence] to
+    their mean cross-entropy."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(
+            torch.empty(shape.vocab, shape.hidden), freeze=False
+        )
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden, bias=not shape.gated)
+        self.head = _linear(shape.hidden, shape.vocab, False)
+        if shape.is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())

@@ -1,4 +1,4 @@
-"""The machines that the book counts with: what their data sheets say, and what runs reach.
+"""The machines that the book computes with: their data sheets, and what runs reach.
 
 Every bandwidth is bytes a second in one direction, decimal, and the vendor's peak.
 """
@@ -19,9 +19,6 @@ BUS = 0.8  # of `pcie` and of `dram`
 # NCCL's own model of a ring (src/graph/tuning.cc): seconds to start, and of each hop
 # within a node and between two.
 START, HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
-
-
-MAY_BE_ZERO = "drives", "drive", "contention", "reserved"
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,11 @@ class Machine:
     reserved: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        may_be_zero = {"name", "sources", "drives", "drive", "contention", "reserved"}
+        for name in vars(self).keys() - may_be_zero:
+            value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name not in ("name", "sources", *MAY_BE_ZERO) and not (
-                number and value > 0
-            ):
+            if not (number and value > 0):
                 raise ValueError(
                     f"{name} of the machine {self.name!r} must be a number above 0, not "
                     f"{value!r}"
@@ -175,27 +172,27 @@ MACHINES = {
 }
 
 
-def find(machine: str | Machine) -> Machine:
-    """The machine of that name; ValueError with those there are."""
-    if isinstance(machine, Machine):
-        return machine
+def find(machine: str) -> Machine:
+    """The machine of that name; ValueError with the names there are."""
     if machine not in MACHINES:
-        raise ValueError(
-            f"machine must be one of {', '.join(MACHINES)}, or a scale.Machine, not "
-            f"{machine!r}"
-        )
+        names = ", ".join(MACHINES)
+        raise ValueError(f"machine must be one of {names}, not {machine!r}")
     return MACHINES[machine]
 
 
-def bus(machine: Machine, ranks: int, gpus_per_node: int) -> tuple[float, float]:
+def bus(
+    machine: Machine, ranks: int, per_node: int | None = None
+) -> tuple[float, float]:
     """Seconds that a ring of `ranks` takes to start, and bytes a second of each rank.
 
     A ring enters each node once and leaves it once, so all ports of a node serve it
     together: the slower of NVLink and the node's whole network is its speed.
+    per_node: ranks of a node (default: all its GPUs).
     """
-    nodes = -(-ranks // gpus_per_node)
+    per_node = per_node or machine.gpus
+    nodes = -(-ranks // per_node)
     hops = (ranks - nodes) * HOP + (nodes - 1) * FAR_HOP
     speed = NVLINK * machine.link
     if nodes > 1:
-        speed = min(speed, NETWORK * machine.network * gpus_per_node)
+        speed = min(speed, NETWORK * machine.network * per_node)
     return (START + hops if ranks > 1 else 0.0), speed

@@ -1,26 +1,99 @@
-"""The fastest plan among those that fit, and the config that does it."""
+"""The fastest plan among those that fit, its reasons, and the config for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
 
 from ..memory.labels import amount
-from .candidates import Candidate, Job, candidates
-from .memory import Memory, needed
-from .predict import ITEMSIZES, Prediction, predict
+from .cost import ITEMSIZES, Candidate, Costs, Memory
+from .machines import MACHINES, Machine
+from .predict import Prediction, predict
+from .shapes import Shape, check_choices, check_counts
 
-UNSURE = 0.25
-"""By which share `needed` may be off: within it, a `Job.peak` is asked."""
+LARGEST = 256
+"""Most sequences of a micro-batch."""
 SAME = 0.04
-"""The mean error of a prediction: steps that differ by less are equal."""
+"""The mean error of a prediction: steps that differ by less count as equal."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and where; `sequences`: of a step, on all ranks.
+
+    quantize: whether a plan may round what is sent (ZeRO++), which changes losses.
+    """
+
+    shape: Shape
+    machine: Machine
+    gpus: int
+    sequences: int
+    sequence: int
+    precision: str = "bf16"
+    quantize: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(gpus=self.gpus, sequence=self.sequence)
+        check_choices(precision=(self.precision, ("bf16", "fp16", "fp32")))
+        if self.sequences < self.gpus:
+            raise ValueError(
+                f"a step of {self.sequences} sequences leaves some of {self.gpus} GPUs "
+                f"without any; give at least {self.gpus * self.sequence:,} tokens to a "
+                "step, or use fewer GPUs"
+            )
+        if self.sequences % self.gpus:
+            raise ValueError(
+                f"{self.sequences} sequences cannot be shared equally by {self.gpus} "
+                f"GPUs; use {self.each * self.gpus} or {(self.each + 1) * self.gpus}"
+            )
+
+    @property
+    def each(self) -> int:
+        """Sequences of a rank in a step."""
+        return self.sequences // self.gpus
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan may use."""
+        return (1 - self.machine.reserved) * self.machine.memory
+
+    @property
+    def host(self) -> float:
+        """A rank's share of the host's memory."""
+        shared = min(self.machine.gpus, self.gpus)
+        return (1 - self.machine.reserved) * self.machine.host / shared
+
+
+def candidates(job: Job) -> Iterator[Candidate]:
+    """All stages, offloads, checkpointings and micro-batches that make the batch.
+
+    Where there are several nodes, also in groups of a node's GPUs, and with copies of
+    the parameters in each node.
+    """
+    places: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
+    places += [{"stage": s, "offload_optimizer": "cpu"} for s in (1, 2, 3)]
+    places += [{"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}]
+    node = job.machine.gpus
+    if node > 1 and job.gpus > node and job.gpus % node == 0:
+        copy = {"stage": 3, "secondary": node}
+        places += [{"stage": stage, "group": node} for stage in (1, 2, 3)]
+        places += [copy, copy | {"weight_bits": 8, "gradient_bits": 4}]
+    for place in places:
+        for how in ("none", "selective", "full"):
+            for size in range(1, min(job.each, LARGEST) + 1):
+                if job.each % size == 0:
+                    yield Candidate(
+                        checkpointing=how, micro_batch=size,
+                        accumulation=job.each // size, **place,
+                    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Result:
-    """A candidate, what it needs, and what is predicted of it, when that is asked."""
+    """A candidate for a job: what it needs, and what is predicted of it."""
 
     job: Job
     candidate: Candidate
@@ -29,11 +102,11 @@ class Result:
     def memory(self) -> Memory:
         """Bytes of a rank."""
         c, job = self.candidate, self.job
-        size = ITEMSIZES[job.precision]
-        return needed(
-            job.shape, c.micro_batch * job.sequence, job.sequence, job.gpus, c.plan,
-            job.precision, c.checkpointing, size,
-        )  # fmt: skip
+        tokens = c.micro_batch * job.sequence
+        costs = Costs(
+            job.shape, job.machine, tokens, job.sequence, precision=job.precision
+        )
+        return Memory.of(costs, c, job.gpus, ITEMSIZES[job.precision])
 
     @property
     def allowed(self) -> bool:
@@ -41,71 +114,63 @@ class Result:
         return self.job.quantize or not self.candidate.weight_bits
 
     @property
-    def unsure(self) -> bool:
-        """Whether what it takes on the device is asked, not computed."""
-        near = abs(self.memory.total / self.job.room - 1) <= UNSURE
-        return self.job.peak is not None and near
-
-    @cached_property
-    def needs(self) -> float:
-        """Bytes of the device."""
-        if self.job.peak is None or not self.unsure:
-            return self.memory.total
-        return self.job.peak(self.candidate)
-
-    @property
-    def may_fit(self) -> bool:
-        """As far as the formula knows."""
-        here = self.unsure or self.memory.total <= self.job.room
-        return here and self.memory.host <= self.job.host
-
-    @property
     def fits(self) -> bool:
         """On the device, and with all ranks of a node in the host."""
-        return self.may_fit and self.needs <= self.job.room
+        memory, job = self.memory, self.job
+        return memory.total <= job.room and memory.host <= job.host
 
     @cached_property
     def prediction(self) -> Prediction:
         """A step of this job in this way."""
         job = self.job
         return predict(
-            **vars(job.shape),
-            **vars(self.candidate),
+            job.shape,
+            job.machine,
+            self.candidate,
             sequence=job.sequence,
             world_size=job.gpus,
-            gpus_per_node=job.machine.gpus,
-            machine=job.machine,
             precision=job.precision,
         )
 
+    @property
     def seconds(self) -> float:
         """Of a step."""
         return self.prediction.step_seconds
 
+    def fit(self) -> str:
+        """Whether it fits, in words."""
+        job, memory = self.job, self.memory
+        if self.fits:
+            return f"{amount(memory.total)} of {amount(job.room)}"
+        if memory.total > job.room:
+            return f"needs {amount(memory.total)} of {amount(job.room)}"
+        return f"needs {amount(memory.host)} of {amount(job.host)} on the host"
+
 
 @dataclass(frozen=True)
 class Choice:
-    """best: the fastest that fits. others: the fastest of each other kind that fits,
-    and the smallest of those that do not."""
+    """best: the plan. others: the fastest of each other kind that fits, then the
+    smallest of those that do not fit."""
 
     job: Job
     best: Result
     others: list[Result]
 
     def loses(self, other: Result) -> float:
-        """The share of its time that another plan costs more."""
-        return other.seconds() / self.best.seconds() - 1
+        """The share of its time that another plan takes longer."""
+        return other.seconds / self.best.seconds - 1
 
 
-def choose(job: Job) -> Choice:
-    """The fastest candidate that fits, of equals the simplest.
+def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
+    """The fastest candidate that fits; among plans as fast, the one of fewest options.
 
-    ValueError if none fits.
+    Plans within `SAME` of the fastest count as equally fast: their predictions are off
+    by as much. among: the candidates (default: all). ValueError if none fits.
     """
-    results = [Result(job, candidate) for candidate in candidates(job)]
-    by_time = sorted((r for r in results if r.may_fit), key=Result.seconds)
-    best = next((r for r in by_time if r.allowed and r.fits), None)
-    if best is None:
+    results = [Result(job, c) for c in (among or candidates(job))]
+    by_time = sorted((r for r in results if r.fits), key=lambda r: r.seconds)
+    allowed = [r for r in by_time if r.allowed]
+    if not allowed:
         least = min((r for r in results if r.allowed), key=lambda r: max(
             r.memory.total / job.room, r.memory.host / job.host
         ))  # fmt: skip
@@ -115,52 +180,96 @@ def choose(job: Job) -> Choice:
             f"{amount(least.memory.host)} of {amount(job.host)} of the host; use more "
             "GPUs, or a shorter sequence"
         )
-    near = (1 + SAME) * best.seconds()
-    equals = [r for r in by_time if r.seconds() <= near and r.allowed and r.fits]
-    best = min(equals, key=lambda r: (r.candidate.extras, r.seconds()))
+    near = (1 + SAME) * allowed[0].seconds
+    equals = [r for r in allowed if r.seconds <= near]
+    best = min(equals, key=lambda r: (r.candidate.extras, r.seconds))
     others = []
     for kind in dict.fromkeys(r.candidate.kind for r in results):
-        fitting = (r for r in by_time if r.candidate.kind == kind and r.fits)
+        fitting = (r for r in by_time if r.candidate.kind == kind)
         every = (r for r in results if r.candidate.kind == kind)
         least = min(every, key=lambda r: r.memory.total)
         others.append(next(fitting, least))
     others = [r for r in others if r.candidate.kind != best.candidate.kind]
-    others.sort(key=lambda r: r.seconds() if r.fits else inf)
+    others.sort(key=lambda r: r.seconds if r.fits else inf)
     return Choice(job, best, others)
 
 
-def ds_config(choice: Choice) -> dict[str, Any]:
-    """The config of the best, for `minizero.initialize` or DeepSpeed.
+def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
+    """The config of a candidate, for `minizero.initialize` or DeepSpeed.
 
-    A bucket holds the largest unit, which is whole once in any case, and no more.
+    A bucket holds the largest unit, which is unsharded once in any case, and no more.
+    The section "minizero_plan", which both ignore, says what else the plan assumes:
+    the GPUs, their machine, the sequence, and what the model recomputes.
     """
-    job, best = choice.job, choice.best.candidate
     unit = max(job.shape.block, job.shape.root)
     zero: dict[str, Any] = {
-        "stage": best.stage,
+        "stage": how.stage,
         "overlap_comm": True,
         "reduce_bucket_size": min(unit, 500_000_000),
     }
-    if best.stage == 3:
+    if how.stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": unit,
             "stage3_max_live_parameters": 3 * unit + 4 * job.gpus,
             "stage3_param_persistence_threshold": 0,
         }
-    if best.group:
-        zero["mics_shard_size"] = best.group
-    if best.secondary:
-        zero["zero_hpz_partition_size"] = best.secondary
-    if best.weight_bits:
+    if how.group:
+        zero["mics_shard_size"] = how.group
+    if how.secondary:
+        zero["zero_hpz_partition_size"] = how.secondary
+    if how.weight_bits:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     for name in ("offload_optimizer", "offload_param"):
-        if place := getattr(best, name):
+        if place := getattr(how, name):
             zero[name] = {"device": place, "pin_memory": True}
+    machine = next((k for k, m in MACHINES.items() if m == job.machine), None)
     return {
-        "train_micro_batch_size_per_gpu": best.micro_batch,
-        "gradient_accumulation_steps": best.accumulation,
+        "train_micro_batch_size_per_gpu": how.micro_batch,
+        "gradient_accumulation_steps": how.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
         **({} if job.precision == "fp32" else {job.precision: {"enabled": True}}),
         "zero_optimization": zero,
+        "minizero_plan": {
+            "gpus": job.gpus,
+            "sequence": job.sequence,
+            "checkpointing": how.checkpointing,
+            **({"machine": machine} if machine else {}),
+        },
     }
+
+
+def describe(choice: Choice) -> str:
+    """The plan, the reason why it was chosen, and what the others would cost."""
+    job, best = choice.job, choice.best
+    p, memory = best.prediction, best.memory
+    count = job.shape.parameters
+    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    parts = ("parameters", "gradients", "optimizer", "activations", "host")
+    faster = [r for r in choice.others if r.fits and r.allowed and choice.loses(r) < 0]
+    lines = [
+        f"{size} parameters on {job.gpus} GPUs of {job.machine.name}, "
+        f"{job.sequences} sequences of {job.sequence} tokens a step: "
+        f"{job.sequences * job.sequence:,}",
+        f"plan: {best.candidate}",
+        f"  {p.step_seconds:.3g} s a step, {p.tokens_per_second_per_gpu:,.0f} tokens/s a "
+        f"GPU, MFU {p.mfu:.1%}, {p.exposed_seconds / p.step_seconds:.1%} of it waiting",
+        f"  {best.fit()}: "
+        + ", ".join(f"{name} {amount(getattr(memory, name))}" for name in parts),
+        "  the fastest that fits"
+        if not faster
+        else f"  within {SAME:.0%} of the fastest that fits, and with fewer options",
+    ]
+    if (how := best.candidate.checkpointing) != "none":
+        lines.append(f'  in the model: recompute_units(model, "{how}")')
+    lines.append("the other kinds of plan:")
+    for other in choice.others:
+        what = other.fit()
+        if other.fits:
+            loses = choice.loses(other)
+            what = f"{abs(loses):.1%} {'slower' if loses >= 0 else 'faster'}"
+            what += f" ({other.candidate.how})"
+        lines.append(f"  {other.candidate.kind}: {what}")
+        if other.fits and not other.allowed:
+            lines.append("    (it rounds what is sent, so losses change: --quantize)")
+    return "\n".join(lines)

@@ -29,10 +29,11 @@ def check_choices(**choices: tuple[str, Iterable[str]]) -> None:
 class Shape:
     """A decoder of equal blocks.
 
-    kv_heads: heads of keys and values; as many as `heads` unless said.
-    ffn_hidden: 4 * hidden unless said. gated: two products into the hidden layer (a
-        GLU), rotary positions and no biases, as in Llama; else biases, as in GPT.
-    tied: the head is the embedding; by default where it is not gated.
+    kv_heads: heads of keys and values (default: `heads`). ffn_hidden: width of the
+        hidden layer (default: 4 * hidden).
+    gated: two products into the hidden layer (a GLU), rotary positions and no biases,
+        as in Llama; else biases, as in GPT.
+    tied: the head is the embedding (default: where it is not gated).
     """
 
     layers: int
@@ -45,8 +46,9 @@ class Shape:
     tied: bool | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: value for name, value in vars(self).items() if value is not None}
-        check_counts(**{n: v for n, v in sizes.items() if n not in ("gated", "tied")})
+        names = ("layers", "hidden", "heads", "vocab", "kv_heads", "ffn_hidden")
+        sizes = {name: getattr(self, name) for name in names}
+        check_counts(**{name: n for name, n in sizes.items() if n is not None})
         if self.hidden % self.heads or self.heads % self.groups:
             raise ValueError(
                 f"heads must divide hidden, and kv_heads must divide heads: "
@@ -55,6 +57,7 @@ class Shape:
 
     @property
     def groups(self) -> int:
+        """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
@@ -64,11 +67,17 @@ class Shape:
 
     @property
     def ffn(self) -> int:
+        """Elements of a token in the hidden layer."""
         return self.ffn_hidden or 4 * self.hidden
 
     @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding are one matrix."""
+        return not self.gated if self.tied is None else self.tied
+
+    @property
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of a block's matrix products, the last of them last."""
+        """(inputs, outputs) of a block's matrix products, in order."""
         h = self.hidden
         up = 2 * self.ffn if self.gated else self.ffn
         return [(h, h + 2 * self.kv), (h, h), (h, up), (self.ffn, h)]
@@ -92,8 +101,7 @@ class Shape:
     @property
     def root(self) -> int:
         """Parameters outside of the blocks; learned positions are not counted."""
-        tied = not self.gated if self.tied is None else self.tied
-        tables = self.vocab * self.hidden * (1 if tied else 2)
+        tables = self.vocab * self.hidden * (1 if self.is_tied else 2)
         return tables + self.hidden * (1 if self.gated else 2)
 
     @property
@@ -106,10 +114,16 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50_368) -> Shape:
 
 
 _LLAMA = Shape(32, 4096, 32, 32_000, ffn_hidden=11_008, gated=True)
+_70B = Shape(80, 8192, 64, 128_256, 8, 28_672, True)
 MODELS = {
     "gpt2": _gpt(12, 768, 12, 50_257),
     "gpt2-xl": _gpt(48, 1600, 25, 50_257),
+    "gpt-10b": _gpt(50, 4096, 32, 51_200),
+    "gpt-18b": _gpt(40, 6144, 48, 51_200),
+    "gpt-52b": _gpt(64, 8192, 32, 51_200),
+    "gpt-138b": _gpt(76, 12_288, 96, 51_200),
     "gpt-175b": _gpt(96, 12_288, 96, 51_200),
+    "gpt-530b": _gpt(105, 20_480, 128, 51_200),
     "gpt-1t": _gpt(128, 25_600, 160, 51_200),
     "mpt-125m": _gpt(12, 768, 12),
     "mpt-350m": _gpt(24, 1024, 16),
@@ -123,30 +137,17 @@ MODELS = {
     "llama-7b": _LLAMA,
     "llama-13b": replace(_LLAMA, layers=40, hidden=5120, heads=40, ffn_hidden=13_824),
     "llama-8b": replace(_LLAMA, vocab=128_256, kv_heads=8, ffn_hidden=14_336),
-    "llama-70b": Shape(80, 8192, 64, 128_256, 8, 28_672, True),
+    "llama-70b": _70B,
     "llama-405b": Shape(126, 16_384, 128, 128_256, 8, 53_248, True),
+    "llama2-34b": Shape(48, 8192, 64, 32_000, 8, 22_016, True),
+    "llama2-70b": replace(_70B, vocab=32_000),
     "mistral-7b": replace(_LLAMA, kv_heads=8, ffn_hidden=14_336),
 }
 """Published shapes: Radford et al. 2019; Narayanan et al. 2021; MosaicML's
-llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023."""
+llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023. Those of
+gpt-18b and gpt-138b are not published, and assumed."""
 
-
-def of_parameters(count: float) -> Shape:
-    """A GPT of about so many parameters, 128 elements a head, as published ones are."""
-    if not 1e6 <= count <= 1e15:
-        raise ValueError(f"params must be at least 1e6 and at most 1e15, not {count!r}")
-
-    def cut(layers: int) -> Shape:
-        heads = max(1, round((count / (12 * layers)) ** 0.5 / 128))
-        return _gpt(layers, 128 * heads, heads)
-
-    # models of all sizes are about a hundred times as wide as they are deep
-    wanted = max(4, round((count / (12 * 100**2)) ** (1 / 3)))
-    near = range(max(1, wanted // 2), 2 * wanted + 1)
-    return min((cut(n) for n in near), key=lambda s: abs(s.parameters - count))
-
-
-# what Hugging Face's configs call what `Shape` needs; the first that is there counts
+# what Hugging Face's configs call the fields of `Shape`; the first that is there counts
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -158,12 +159,24 @@ _KEYS = {
 }
 
 
-def from_config(path: str | Path) -> Shape:
-    """The shape that a Hugging Face `config.json`, or the folder of one, describes."""
-    path = Path(path)
+def find(model: str) -> Shape:
+    """A published shape by its name, or that of a Hugging Face `config.json`."""
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model)
+    if not path.exists():
+        names = ", ".join(MODELS)
+        raise ValueError(
+            f"model must be one of {names}, or the path of a config.json, not {model!r}"
+        )
     if path.is_dir():
         path /= "config.json"
-    config = _object(path)
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object, but {type(config).__name__}")
     found: dict[str, Any] = {}
     for name, keys in _KEYS.items():
         given = [config[key] for key in keys if config.get(key) is not None]
@@ -175,26 +188,3 @@ def from_config(path: str | Path) -> Shape:
         raise ValueError(f"{path} does not say {wanted}; is it a decoder's config?")
     gated = str(config.get("hidden_act", "")) in ("silu", "swiglu")
     return Shape(gated=gated, **found)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object in a file; ValueError with its name if there is none."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object, but {type(found).__name__}")
-    return found
-
-
-def find(model: str) -> Shape:
-    """A published shape by its name, or that of a `config.json`."""
-    if model in MODELS:
-        return MODELS[model]
-    if Path(model).exists():
-        return from_config(model)
-    raise ValueError(
-        f"model must be one of {', '.join(MODELS)}, or the path of a config.json, not "
-        f"{model!r}; or give its parameters"
-    )

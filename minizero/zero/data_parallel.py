@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from ..memory.plan import Plan
-from ..ranks import rank, world_size
 from .elementwise import check_elementwise, groups_of, take_state
 from .flat import (
     Flat,
@@ -50,13 +49,14 @@ class DataParallel:
         parameters (or `zero.Muon`); from now on it updates shards.
     `units`: says which modules communicate as one (default: `find_units`).
     `bucket_size`: most elements in one reduction.
+    `group`: the ranks that train the model together (default: all).
 
     `has_gradients`: whether a backward has run since the last step.
     `handles`: of the hooks on the model.
     """
 
     plan = Plan.stage(0)
-    flat_type: type[Flat] = Flat
+    flat_type: Callable[..., Flat] = Flat
 
     def __init__(
         self,
@@ -69,8 +69,9 @@ class DataParallel:
         schedule: Schedule | None = None,
         storage: Storage | None = None,
         plan: Plan | None = None,
+        group: comm.Group | None = None,
     ) -> None:
-        self.plan = plan or self.plan
+        self.plan, self.group = plan or self.plan, group or comm.everyone()
         check_model(model, self.plan)
         check_elementwise(optimizer)
         if bucket_size < 1:
@@ -103,9 +104,10 @@ class DataParallel:
                 unit = Unit(name or "root", modules[name])
                 for group, part in split(params, group_of):
                     layout = muon.layout(group) if muon else in_order
-                    flat = self.flat_type(part, group, layout)
-                    comm.broadcast(flat.full)
+                    flat = self.flat_type(part, group, layout, self.group)
+                    comm.broadcast(flat.full, group=self.group)
                     own = self.owned(flat.full, flat)
+                    flat.start = own.storage_offset()
                     copy = self.precision.attach(flat, own)
                     self.place(flat)
                     flat.master = flat.shard
@@ -121,7 +123,7 @@ class DataParallel:
             }
             for buffer, module in every.items():
                 values = buffer.contiguous()
-                comm.broadcast(values)
+                comm.broadcast(values, group=self.group)
                 if values is not buffer:  # expanded ones have no memory
                     buffer.data = torch.empty_like(buffer).copy_(values)
                 labels.label(buffer, "buffers")
@@ -172,8 +174,7 @@ class DataParallel:
                     value = self.storage.store(part, "optimizer", flat)
                 self.optimizer.state[master][key] = value
             if isinstance(self.optimizer, Muon):
-                start = self.owned(flat.full, flat).storage_offset()
-                self.optimizer.take(master, flat, start)
+                self.optimizer.take(master, flat)
         self.handles.append(self.optimizer.register_step_pre_hook(refuse_step))
 
     # ---- operations of a unit: they launch collectives, `wait` waits for them
@@ -187,11 +188,12 @@ class DataParallel:
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the unit's gradients over ranks."""
         for flat in unit.trainable:
-            shards = flat.full_grad().view(world_size(), -1)
+            shards = flat.full_grad().view(self.group.size, -1)
             for part in flat.pieces(self.bucket_size):
                 work = comm.all_reduce(
-                    shards[:, part], async_op=True, average=True
-                )
+                    shards[:, part], async_op=True, average=True,
+                    group=self.group,
+                )  # fmt: skip
                 unit.works.append(work)
             work.then(partial(self.reduced, flat))
 
@@ -351,10 +353,10 @@ class DataParallel:
 
     def all_rows(self, mine: Tensor) -> Tensor:
         """A row for each of the N shards, from rows for those owned here."""
-        if len(mine) == world_size():
+        if len(mine) == self.group.size:
             return mine
-        every = mine.new_empty(world_size(), mine.shape[1])
-        comm.all_gather(every, mine)
+        every = mine.new_empty(self.group.size, mine.shape[1])
+        comm.all_gather(every, mine, group=self.group)
         return every
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -410,7 +412,8 @@ class DataParallel:
     def _updated(self, units: list[Unit]) -> None:
         """Publish units whose shards have been updated."""
         for unit in units:
-            for flat in unit.trainable:
+            unit.changed = unit.trainable
+            for flat in unit.changed:
                 flat.changed()
             self.run(self.schedule.updated(unit))
         if units:
@@ -461,6 +464,7 @@ class DataParallel:
         Masters were written as well. All ranks must call it.
         """
         for unit in self.units:
+            unit.changed = unit.flats
             for flat in unit.flats:
                 flat.changed()
             release = Action("release", unit)
@@ -487,14 +491,15 @@ class DataParallel:
         `frozen`: whether to include parameters that require no gradient.
         """
         self.synchronize()
+        first = self.group.rank == 0
         values: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             with self.gathered([unit]):
-                for flat in unit.flats if rank() == 0 else ():
+                for flat in unit.flats if first else ():
                     for slot in flat.slots if frozen or flat.trainable else ():
                         p = slot.parameter
                         values[p] = p.detach().cpu().clone()
-        if rank() != 0:
+        if not first:
             return {}
         named = self.model.named_parameters(remove_duplicate=False)
         weights = {name: values[p] for name, p in named if p in values}

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm import Work
+from ..comm import Group, Work, everyone
 from ..memory.labels import label
-from ..ranks import device, rank, world_size
+from ..ranks import device
 
 Policy = Callable[[nn.Module], bool]
 Named = list[tuple[str, nn.Parameter]]
-Layout = Callable[[list[nn.Parameter]], tuple[list[int], int]]
+Layout = Callable[[list[nn.Parameter], int], tuple[list[int], int]]
 
 
 class Slot(NamedTuple):
@@ -37,16 +37,20 @@ class Slot(NamedTuple):
         return part.view(self.shape)
 
 
-def in_order(params: list[nn.Parameter]) -> tuple[list[int], int]:
-    """Lay parameters one after the other: their offsets, and a shard's size."""
+def in_order(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
+    """Lay parameters one after the other, in a buffer of n shards.
+
+    Returns each one's offset, and the size of a shard.
+    """
     ends = list(accumulate((p.numel() for p in params), initial=0))
-    return ends[:-1], max(1, -(-ends[-1] // world_size()))
+    return ends[:-1], max(1, -(-ends[-1] // n))
 
 
 class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
-    It is padded to N equal shards of `size` elements, one for each rank.
+    It is padded to N equal shards of `size` elements, one for each of the
+    N `ranks`; `place` is this one's among them.
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -56,6 +60,7 @@ class Flat:
     `master`: what the optimizer updates, a copy of the shard or itself.
     `staged_shard`, `staged_grad`: shard and mean on the device where the
         optimizer works, during the update.
+    `start`: the first element in `full` of what this rank updates.
     `group`: index of the optimizer group; None for frozen parameters.
     """
 
@@ -63,16 +68,23 @@ class Flat:
     grad: Tensor | None = None
     staged_shard: Tensor
     staged_grad: Tensor
+    start = 0
 
     def __init__(
-        self, named: Named, group: int | None, layout: Layout = in_order
+        self,
+        named: Named,
+        group: int | None,
+        layout: Layout = in_order,
+        ranks: Group | None = None,
     ) -> None:
-        offsets, self.size = layout([p for _, p in named])
+        self.ranks = ranks or everyone()
+        n, self.place = self.ranks.size, self.ranks.rank
+        offsets, self.size = layout([p for _, p in named], n)
         self.slots = [
             Slot(name, p, p.shape, offset)
             for (name, p), offset in zip(named, offsets, strict=True)
         ]
-        self.padded = self.size * world_size()
+        self.padded = self.size * n
         like = named[0][1]
         self.group, self.trainable = group, like.requires_grad
         self.grad_dtype = like.dtype
@@ -108,11 +120,11 @@ class Flat:
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard of a buffer, [size]."""
-        return buffer[rank() * self.size : (rank() + 1) * self.size]
+        return buffer[self.place * self.size : (self.place + 1) * self.size]
 
     def pieces(self, bucket_size: int) -> Iterator[slice]:
         """Cut all shards alike: pieces of at most `bucket_size` elements."""
-        width = max(1, bucket_size // world_size())
+        width = max(1, bucket_size // self.ranks.size)
         for start in range(0, self.size, width):
             yield slice(start, min(start + width, self.size))
 
@@ -168,6 +180,7 @@ class Unit:
 
     `missing`: parameters whose gradient is still to come in this backward.
     `works`: handles of its collectives under way.
+    `changed`: buffers whose shards have been updated, to be published.
     """
 
     name: str
@@ -175,6 +188,7 @@ class Unit:
     flats: list[Flat] = field(default_factory=list)
     missing: set[nn.Parameter] = field(default_factory=set)
     works: list[Work] = field(default_factory=list)
+    changed: list[Flat] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[Flat]:

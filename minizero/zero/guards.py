@@ -13,7 +13,6 @@ What a script may do to a wrapped model between calls of the net:
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable
 from typing import Any
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import comm
 from ..memory.plan import Plan
-from ..ranks import device, world_size
+from ..ranks import device
 from .guards import nets_of
 from .seams import Storage
 from .stage3 import ShardedFlat, refuse_sharded_state
@@ -54,9 +54,9 @@ def GatheredParameters(
     their values anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
-    if modifier_rank is not None and not 0 <= modifier_rank < world_size():
+    if modifier_rank is not None and not 0 <= modifier_rank < comm.everyone().size:
         raise ValueError(
-            f"modifier_rank must be below {world_size()}, "
+            f"modifier_rank must be below {comm.everyone().size}, "
             f"not {modifier_rank!r}"
         )
     flats, nets = owners(params), nets_of(params)
@@ -165,7 +165,7 @@ class Init(TorchFunctionMode):
             p.data = p.data.to(device())
             refuse_sharded_state(module)
             flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
-            _keep_shard(flat, self.storage)
+            flat.keep(self.storage)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -208,13 +208,7 @@ def shard_module(module: nn.Module, storage: Storage) -> None:
         for named in kinds.values():
             flat = ShardedFlat(named, None)
             comm.broadcast(flat.full)
-            _keep_shard(flat, storage)
-
-
-def _keep_shard(flat: ShardedFlat, storage: Storage) -> None:
-    flat.storage = storage
-    flat.shard = storage.store(flat.own(flat.full), "parameters", flat)
-    flat.free()
+            flat.keep(storage)
 
 
 def _plan_of(source: Source | None) -> Plan:

@@ -10,14 +10,13 @@ collective than any optimizer's. The price is padding: a shard is as long as the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..ranks import world_size
 from .flat import Flat, Layout, in_order
 
 
@@ -28,12 +27,12 @@ class Owners:
     of several to the one with the least in all units.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.work = [0] * ranks
+    def __init__(self) -> None:
+        self.work: list[int] = []  # of each rank, in all units
 
-    def __call__(self, params: Sequence[nn.Parameter]) -> tuple[list[int], int]:
-        """Where each matrix begins in the buffer, and the size of a shard: a `Place`."""
-        work, taken = [0] * len(self.work), [0] * len(self.work)
+    def __call__(self, params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
+        """Where each matrix begins in a buffer of n shards, and a shard's size."""
+        self.work, work, taken = self.work or [0] * n, [0] * n, [0] * n
         found: dict[int, tuple[int, int]] = {}  # parameter: (owner, place in its shard)
         order = sorted(range(len(params)), key=lambda i: -cost(params[i].shape))
         for i in order:
@@ -79,21 +78,18 @@ class Muon(torch.optim.Optimizer):
                     "group without, which AdamW updates"
                 )
         super().__init__([_complete(group) for group in groups], {})
-        self._owners: Owners | None = None
+        self._owners = Owners()
 
     def layout(self, group: int | None) -> Layout:
         """How a flat buffer of this group's parameters is laid out."""
         if group is None or not self.param_groups[group]["use_muon"]:
             return in_order
-        if self._owners is None:
-            self._owners = Owners(world_size())
         return self._owners
 
-    def take(self, master: Tensor, flat: Flat, start: int) -> None:
-        """Update the matrices of a flat that lie in `master`, from element `start`."""
-        end = start + master.numel()
-        slots = [slot for slot in flat.slots if start <= slot.offset < end]
-        self.matrices[master] = [(s.offset - start, s.shape) for s in slots]
+    def take(self, master: Tensor, flat: Flat) -> None:
+        """Update the matrices of a flat that lie in this rank's `master`."""
+        places = ((slot.offset - flat.start, slot.shape) for slot in flat.slots)
+        self.matrices[master] = [at for at in places if 0 <= at[0] < master.numel()]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .. import comm
 from ..memory.plan import Plan
-from ..ranks import world_size
 from .data_parallel import DataParallel
 from .flat import Flat, Unit
 
@@ -32,17 +31,20 @@ class ZeRO1(DataParallel):
         """Launch the averaging of the own shard of the unit's gradients."""
         for flat in unit.trainable:
             grad = flat.full_grad()
-            own, shards = flat.own(grad), grad.view(world_size(), -1)
+            own, shards = flat.own(grad), grad.view(self.group.size, -1)
             for part in flat.pieces(self.bucket_size):
                 work = comm.reduce_scatter(
-                    own[part], shards[:, part], async_op=True, average=True
-                )
+                    own[part], shards[:, part], async_op=True, average=True,
+                    group=self.group,
+                )  # fmt: skip
                 unit.works.append(work)
             work.then(partial(self.reduced, flat))
 
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
-        for flat in unit.trainable:
+        for flat in unit.changed:
             own = flat.own(flat.full)
-            work = comm.all_gather(flat.full, own, async_op=True)
+            work = comm.all_gather(
+                flat.full, own, async_op=True, group=self.group
+            )
             unit.works.append(work)

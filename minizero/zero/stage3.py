@@ -28,6 +28,8 @@ class ShardedFlat(Flat):
     While it is empty, the parameters are views of one NaN that is expanded
     to their shapes: shapes stay right, and values read as NaN.
 
+    `stored`: what this rank stores of it between steps; `shard`, a part of
+        that, is what it updates: here, all of it.
     `is_unsharded`: whether `full` has its storage.
     `used`: whether the unit needs it. `holders`: how many others do.
     """
@@ -78,6 +80,16 @@ class ShardedFlat(Flat):
         self.cut()
         self.point(self.whole)
 
+    def keep(self, storage: Storage) -> None:
+        """Store what this rank keeps, and free the rest."""
+        self.storage, kept = storage, self.kept(self.full)
+        self.stored = storage.store(kept, "parameters", self)
+        first = self.own(self.full).storage_offset() - kept.storage_offset()
+        own = self.own(self.full).numel()
+        is_part = own < kept.numel()
+        self.shard = self.stored[first : first + own] if is_part else self.stored
+        self.free()
+
     def gather(self) -> Work | None:
         """Launch the all-gather of the shards into `full`.
 
@@ -89,13 +101,16 @@ class ShardedFlat(Flat):
         self.full.untyped_storage().resize_(self.full.nbytes)
         self.is_unsharded = True
         with self.storage.on_copy_stream() as arrive:
-            own = self.storage.load(self.shard, self.kept(self.full))
+            own = self.storage.load(self.stored, self.kept(self.full))
             work = self.launch_gather(own)
         self._arriving = work
         return work.then(arrive).then(self._arrived)
 
     def launch_gather(self, own: Tensor) -> Work:
-        return comm.all_gather(self.full, own, async_op=True)
+        """Launch the all-gather of what each rank stores."""
+        return comm.all_gather(
+            self.full, own, async_op=True, group=self.ranks
+        )
 
     def kept(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that this rank stores: its shard."""
@@ -141,8 +156,8 @@ class ShardedFlat(Flat):
             p = slot.parameter
             if p.data_ptr() != view.data_ptr() and p.sharded_in is self:  # type: ignore[attr-defined]
                 view.copy_(p.data)  # after `p.data = values`
-        comm.broadcast(self.full, modifier_rank)
-        self.storage.write_shard(self.shard, self.kept(self.full))
+        comm.broadcast(self.full, modifier_rank, group=self.ranks)
+        self.storage.write_shard(self.stored, self.kept(self.full))
 
     def changed(self) -> None:
         super().changed()
@@ -256,10 +271,7 @@ class ZeRO3(ZeRO2):
         """Keep a shard of the parameters."""
         super().place(flat)
         assert isinstance(flat, ShardedFlat)
-        flat.storage = self.storage
-        kept = flat.kept(flat.full)
-        flat.shard = self.storage.store(kept, "parameters", flat)
-        flat.free()
+        flat.keep(self.storage)
 
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""

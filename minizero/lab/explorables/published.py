@@ -32,7 +32,7 @@ def runs() -> dict[str, dict[str, list[Any]]]:
         predicted = row.predict().tokens_per_second_per_gpu
         models = table.setdefault(row.machine, {})
         models.setdefault(row.model, []).append(
-            [title(row), row.tokens, round(predicted, 1)]
+            [title(row), row.published, round(predicted, 1)]
         )
     own = [
         [name, round(seen, 1), round(guess, 1)] for name, seen, guess in planner_runs()

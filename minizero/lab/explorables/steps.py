@@ -19,9 +19,8 @@ from minizero.memory.plan import PRECISIONS, Plan
 from minizero.memory.trace import Change, Moment, Slice, Trace
 from minizero.overlap import Overlap
 from minizero.overlap.simulator import Interval, Layer, Machine, Timeline, simulate
+from minizero.scale.cost import Costs
 from minizero.scale.machines import A100, BUS, STREAM, bus
-from minizero.scale.memory import saved
-from minizero.scale.operators import Costs
 from minizero.scale.predict import layers_of
 from minizero.scale.shapes import Shape
 from minizero.zero.data_parallel import DataParallel
@@ -88,13 +87,10 @@ def _layers(at: Setting) -> list[Layer]:
     update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
     root, *blocks = layers_of(costs, RANKS, mode, costs.itemsize, update)
-    inside = round(saved(SHAPE, TOKENS, SEQUENCE, True, costs.itemsize))
     for block in blocks:
-        block.inside = inside
-        kept = costs.itemsize * TOKENS * SHAPE.hidden
-        block.saved = kept if at.checkpointing else inside
-    # logits, as `scale.memory`
-    root.inside = root.saved = (costs.itemsize + 8) * TOKENS * SHAPE.vocab
+        block.inside, block.saved = round(costs.saved()), round(costs.saved(mode))
+    # the log-softmax of the logits and two gradients of it, in fp32
+    root.inside = root.saved = 12 * TOKENS * SHAPE.vocab
     _, _, master = PRECISIONS[at.precision]
     for layer in (root, *blocks):
         layer.flats[0].states = master + 8

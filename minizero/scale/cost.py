@@ -1,0 +1,272 @@
+"""What a way to train costs one GPU: seconds of a block, and bytes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..memory.plan import PRECISIONS, Plan, estimate
+from .machines import STREAM, Machine
+from .shapes import Shape
+
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
+RECOMPUTED = ("none", "selective", "alternate", "full")
+"""What backward computes again: nothing; norms and activation functions (the engine's
+"selective"); these and every other linear layer (torchtitan's); the whole block."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train: a stage, its options, and how a batch is divided.
+
+    checkpointing: one of `RECOMPUTED`. accumulation: micro-batches of a step.
+    group: ranks that share a copy of all that is sharded (MiCS); secondary: of the
+    parameters alone (hpZ). weight_bits, gradient_bits: in which these are sent (qwZ,
+    qgZ).
+    """
+
+    stage: int
+    checkpointing: str = "none"
+    micro_batch: int = 1
+    accumulation: int = 1
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    group: int | None = None
+    secondary: int | None = None
+    weight_bits: int | None = None
+    gradient_bits: int | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Where each category is stored, and over which ranks it is sharded."""
+        plan = Plan.stage(
+            self.stage, self.offload_optimizer, self.offload_param, self.group
+        )
+        if self.secondary is None:
+            return plan
+        if plan.group or not plan.parameters.sharded:
+            raise ValueError(
+                "secondary keeps copies of parameters that are sharded over all ranks: "
+                "use it at stage 3, without group"
+            )
+        return replace(plan, parameters=replace(plan.parameters, group=self.secondary))
+
+    @property
+    def extras(self) -> int:
+        """How many options there are beside the stage: offload, groups, few bits."""
+        used = self.offload_optimizer, self.offload_param, self.weight_bits
+        return sum(map(bool, (*used, self.group or self.secondary)))
+
+    @property
+    def kind(self) -> str:
+        """Stage, groups, bits and offload, in words."""
+        moved = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
+        off = " and ".join(name for name, place in moved.items() if place)
+        return "".join((
+            f"stage {self.stage}",
+            f" in groups of {self.group}" if self.group else "",
+            f", parameters in groups of {self.secondary}" * bool(self.secondary),
+            ", sent in 8 and 4 bits" if self.weight_bits else "",
+            f", {off} on the CPU" if off else "",
+        ))  # fmt: skip
+
+    @property
+    def how(self) -> str:
+        """Checkpointing and micro-batches, in words."""
+        kept = self.checkpointing.replace("none", "no")
+        return (
+            f"{kept} checkpointing; {self.accumulation} x {self.micro_batch} sequences"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.kind}; {self.how}"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that a GPU computes for `tokens` tokens, in sequences of `sequence`.
+
+    A product takes its FLOP at the rate that large ones reach, and the bytes of its
+    three matrices at the memory's rate, because a small one cannot hide them.
+    `attention`: "flash", or "eager", which writes every score.
+    `precision`: "bf16", "fp16", "fp32" (products in TF32, half as fast), or "fp8" for
+    the blocks' products.
+    """
+
+    shape: Shape
+    machine: Machine
+    tokens: int
+    sequence: int
+    attention: str = "flash"
+    precision: str = "bf16"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.precision]
+
+    def memory(self, nbytes: float) -> float:
+        """Seconds to read or write so many bytes."""
+        return nbytes / (STREAM * self.machine.hbm)
+
+    def product(self, m: int, n: int, k: int, faster: float = 1.0) -> float:
+        """Seconds of [m, k] times [k, n]."""
+        flops = 2.0 * m * n * k / (self.machine.matmul * self.machine.peak)
+        moved = self.itemsize * (m * n + m * k + n * k)
+        return flops * self.itemsize / 2 / faster + self.memory(moved)
+
+    def linear(self, i: int, o: int, faster: float = 1.0) -> tuple[float, float]:
+        """Forward and backward of a linear layer: one product, and two."""
+        t = self.tokens
+        forward = self.product(t, o, i, faster)
+        return forward, self.product(t, i, o, faster) + self.product(i, o, t, faster)
+
+    def scores(self) -> tuple[float, float]:
+        """Forward and backward of attention between its projections.
+
+        Flash computes the causal half of the scores, and again in backward: five
+        products for the forward's two. Its forward is 73/63 as efficient (Dao 2023).
+        """
+        shape, machine, s = self.shape, self.machine, self.sequence
+        if self.attention == "eager":
+            flops = 4.0 * self.tokens * s * shape.hidden
+            rate = machine.matmul * machine.peak
+            moved = 2.0 * self.tokens * s * shape.heads  # of each pass over them
+            forward = flops / rate + self.memory(7 * moved)
+            return forward, 2 * flops / rate + self.memory(10 * moved)
+        # on the diagonal a tile of 128 keys is computed in full
+        flops = 2.0 * self.tokens * (s + 128) * shape.hidden
+        rate = machine.attention * machine.peak
+        return flops / (rate * 73 / 63), 2.5 * flops / rate
+
+    def passes(self) -> tuple[float, float]:
+        """Forward and backward bytes of all operations that only read and write."""
+        shape, h, f = self.shape, self.shape.hidden, self.shape.ffn
+        around = 2 * h + 2 * shape.kv  # queries, keys, values and the result
+        # norms 2 and 3 passes, residuals 3 and 3, copies of what attention takes
+        forward, backward = 2 * (2 + 3) * h + 2 * around, 2 * (3 + 3) * h + 2 * around
+        if shape.gated:  # silu, times; positions turned in fp32
+            turned = 10 * (h + shape.kv)
+            forward, backward = forward + 5 * f + turned, backward + 8 * f + turned
+        else:  # gelu; gradients of biases are sums over tokens
+            biases = sum(o for _, o in shape.products)
+            forward, backward = forward + 2 * f, backward + 3 * f + biases
+        if self.precision == "fp8":  # each input and gradient cast, and transposed
+            forward += 2 * sum(i for i, _ in shape.products)
+            backward += 2 * sum(o for _, o in shape.products)
+        size = float(self.itemsize * self.tokens)
+        return size * forward, size * backward
+
+    def block(self, checkpointing: str) -> tuple[float, float]:
+        """Forward and backward of one block, with what is computed again.
+
+        "full" keeps the block's input; recomputation stops at the last tensor that was
+        saved, so the last product is not repeated. "selective" keeps the results of
+        the products and of attention; "alternate" those of attention and of every
+        other linear layer, as torchtitan does (Liang et al. 2024).
+        """
+        faster = self.machine.fp8 if self.precision == "fp8" else 1.0
+        pairs = [self.linear(i, o, faster) for i, o in self.shape.products]
+        forward, backward = (sum(side) for side in zip(*pairs, strict=True))
+        scores, scores_back = self.scores()
+        passes, passes_back = map(self.memory, self.passes())
+        again = 0.0
+        if checkpointing in ("selective", "alternate"):
+            again = passes + scores * (self.attention == "eager")
+        if checkpointing == "alternate":
+            again += sum(
+                self.linear(i, o, faster)[0] for i, o in self.shape.linears[1:-1:2]
+            )
+        elif checkpointing == "full":
+            again = forward - pairs[-1][0] + scores + passes
+        forward += scores + passes
+        return forward, backward + scores_back + passes_back + again
+
+    def head(self) -> tuple[float, float]:
+        """Forward and backward of the head, and a cross-entropy in fp32."""
+        h, vocab = self.shape.hidden, self.shape.vocab
+        forward, backward = self.linear(h, vocab)
+        logits = float(self.tokens * vocab)
+        # cast (2 + 4), log-softmax (4 + 4); its backward (4 + 12), cast (4 + 2)
+        return forward + self.memory(14 * logits), backward + self.memory(22 * logits)
+
+    def saved(self, checkpointing: str = "none") -> float:
+        """Bytes that a block saves for backward.
+
+        Korthikanti et al. 2022, sec. 4.1, without dropout: its input, the norms'
+        results, queries, keys and values, the attention's result with a number a row,
+        and the hidden layer; or what `checkpointing` keeps of them.
+        """
+        shape, h = self.shape, self.shape.hidden
+        rows = 4 * self.tokens * shape.heads  # flash: the logarithms of the sums
+        if checkpointing == "none":
+            wide = (4 if shape.gated else 2) * shape.ffn
+            elements = 6 * h + 2 * shape.kv + wide
+            if self.attention == "eager":
+                elements, rows = elements + 2.5 * shape.heads * self.sequence, 0
+            return self.itemsize * self.tokens * elements + rows
+        if checkpointing == "full":
+            return self.itemsize * self.tokens * h
+        elements = sum(o for _, o in shape.products) + 2 * h
+        if checkpointing == "alternate":
+            elements -= sum(o for _, o in shape.linears[1::2])
+        return self.itemsize * self.tokens * elements + rows
+
+    def activations(self, checkpointing: str) -> float:
+        """Bytes of activations at their peak in a step.
+
+        All blocks have saved what they keep. Then there are the logits three times in
+        fp32 (their log-softmax and two gradients), or what the last block computes
+        again with its gradients and those of its weights, whichever is more.
+        """
+        shape, size = self.shape, self.itemsize
+        kept = self.saved(checkpointing)
+        loss = self.tokens * (12 * shape.vocab + 2 * size * shape.hidden)
+        wide = (2 if shape.gated else 1) * shape.ffn + shape.hidden
+        weights = 2 * max(i * o for i, o in shape.linears)
+        block = self.saved() - kept + size * (self.tokens * wide + weights)
+        return shape.layers * kept + max(loss, block)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of each category; `host` and `disk` off the device.
+
+    parameters: the shard, and the units that are unsharded at once. gradients: the
+    shard, and one unit's before and while it is reduced. The categories peak at
+    different moments, so their sum is a bound on the peak of all.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    host: float = 0.0
+    disk: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    @classmethod
+    def of(
+        cls, costs: Costs, how: Candidate, world_size: int, reduced: int
+    ) -> Memory:
+        """What a rank needs, before fragmentation and what CUDA takes.
+
+        reduced: bytes of an element of a gradient as it is reduced.
+        """
+        shape, plan = costs.shape, how.plan
+        kind = "bf16" if costs.precision == "fp8" else costs.precision
+        state = estimate(shape.parameters, world_size, plan, kind)
+        parameter, gradient, _ = PRECISIONS[kind]
+        unit = max(shape.block, shape.root)
+        gathered = unit + shape.block if plan.parameters.sharded else 0
+        reducing = unit * (gradient + reduced) if plan.gradients.sharded else 0
+        return cls(
+            state.parameters + parameter * gathered,
+            state.gradients + reducing,
+            state.optimizer,
+            costs.activations(how.checkpointing),
+            state.host.total,
+            state.disk.total,
+        )
