@@ -116,7 +116,9 @@ class NVMe(Offload):
         self._swapped[made] = swapped
         return made
 
-    def store(self, values: Tensor, category: str) -> Tensor:
+    def store(
+        self, values: Tensor, category: str, flat: Flat | None = None
+    ) -> Tensor:
         if getattr(self.plan, category).on != "nvme":
             return super().store(values, category)
         if values.ndim == 0:  # a step counter
