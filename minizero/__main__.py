@@ -1,31 +1,48 @@
-"""`python -m minizero`: the command line."""
+"""Train, plan and inspect: `python -m minizero COMMAND --help` says more of each."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from minizero import default_ranks, estimate, init_distributed
-from minizero.ranks import launch
-from minizero.ranks.launch import RankError, rank, world_size
-from minizero.scale import command
+from minizero.ranks import RankError, launch, rank, world_size
+from minizero.scale import MACHINES, MODELS, Job, choose, machines, planner, shapes
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def _arguments() -> argparse.ArgumentParser:
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minizero", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    guess = commands.add_parser("estimate", help="bytes of model state per rank")
+    def command(name: str, help: str, epilog: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help, description=help, epilog=epilog, formatter_class=_Help
+        )
+
+    guess = command("estimate", "bytes of model state on a rank, for each stage")
     guess.add_argument("--params", type=float, required=True, help="such as 7e9")
     guess.add_argument("--ranks", type=int, required=True)
     guess.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
     guess.add_argument("--optimizer", default="adam", help="adam, momentum or sgd")
 
-    train = commands.add_parser(
-        "train", help="train a small GPT", formatter_class=_Defaults
-    )
+    train = command("train", "train a small GPT under a stage, on several ranks")
     train.add_argument("--stage", type=int, default=3, help="of ZeRO, 0 to 3")
     train.add_argument("--ranks", type=int, help="default: MINIZERO_RANKS, GPUs or 4")
     train.add_argument("--model", default="1m", help="a size from 0.1m to 1b")
@@ -37,7 +54,7 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
     for what in ("optimizer", "param"):
         name = f"--offload-{what}"
-        train.add_argument(name, choices=("cpu", "nvme"), help="where it rests")
+        train.add_argument(name, choices=("cpu", "nvme"), help="where it is stored")
     train.add_argument("--nvme", help="folder for files (default: MINIZERO_NVME, /tmp)")
     train.add_argument(
         "--overlap", action="store_true", help="communicate while computing"
@@ -53,43 +70,44 @@ def _arguments() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint"
     )
-
     train.add_argument("--trace", help="file for a trace, which Perfetto opens")
 
-    whole = commands.add_parser(
-        "consolidate",
-        help="write a sharded checkpoint as safetensors files that others read",
-        formatter_class=_Defaults,
+    whole = command(
+        "consolidate", "write a sharded checkpoint as safetensors files for others"
     )
     whole.add_argument("folder", help="as given to save")
     whole.add_argument("out", help="folder for model.safetensors")
     whole.add_argument("--tag", help="which checkpoint (default: the latest)")
-    whole.add_argument("--dtype", default="fp32", choices=sorted(_DTYPES))
+    whole.add_argument("--dtype", default="fp32", choices=sorted(DTYPES))
     whole.add_argument(
         "--max-shard-size", type=float, default=5e9, help="bytes of one file"
     )
 
-    command.add_arguments(commands)
-
-    bench = commands.add_parser(
-        "bench", help="measure speed, as ratios", formatter_class=_Defaults
+    known = f"Models: {', '.join(MODELS)}. Machines: {', '.join(MACHINES)}."
+    plan = command("plan", "find the fastest config that fits, and say why", known)
+    plan.add_argument("--machine", default="h100-80gb", help="one of those below")
+    plan.add_argument("--gpus", type=int, required=True)
+    plan.add_argument("--sequence", type=int, default=2048, help="tokens")
+    plan.add_argument("--batch-tokens", default="4M", help="of a step, all GPUs")
+    plan.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32")
+    plan.add_argument(
+        "--quantize", action="store_true", help="may send 8 and 4 bits (ZeRO++)"
     )
-    bench.add_argument("names", nargs="*", help="which benchmarks (default: all)")
-    bench.add_argument("--repeats", type=int, default=5, help="turns that count")
-    bench.add_argument("--out", default="runs/bench.json", help="file for the figures")
+    plan.add_argument("--out", type=Path, help="write the ds_config.json there")
+    dry = command("dryrun", "run the engine as one rank of many, without a GPU", known)
+    dry.add_argument("--config", type=Path, required=True, help="a ds_config.json")
+    for name, kind, text in (
+        ("--machine", str, "one of those below"),
+        ("--gpus", int, "ranks"),
+        ("--sequence", int, "tokens"),
+        ("--checkpointing", str, "of blocks: none, selective or full"),
+    ):
+        dry.add_argument(name, type=kind, help=f"{text} (default: the plan's)")
+    for one in (plan, dry):
+        one.add_argument(
+            "--model", required=True, help="one of those below, or a config.json"
+        )
     return parser
-
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None:
-            return action.help
-        return super()._get_help_string(action)
 
 
 def _estimate(options: argparse.Namespace) -> None:
@@ -112,24 +130,22 @@ def _estimate(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from minizero.lab.training.job import Job
-    from minizero.lab.training.report import describe
-    from minizero.lab.training.train import train
+    from minizero.lab import training
 
-    settings = {k: v for k, v in vars(options).items() if k in Job.__annotations__}
-    job = Job(**settings)
+    names = training.Job.__dataclass_fields__
+    job = training.Job(**{k: v for k, v in vars(options).items() if k in names})
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the ranks
         init_distributed()
         job.check(world_size())
-        report = train(job)
+        report = training.train(job)
     else:
         ranks = default_ranks() if options.ranks is None else options.ranks
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
         job.check(ranks)
-        report = launch(train, ranks, job)[0]
+        report = launch(training.train, ranks, job)[0]
     if rank() == 0:
-        print(describe(job, report))
+        print(training.describe(job, report))
 
 
 def _consolidate(options: argparse.Namespace) -> None:
@@ -137,37 +153,122 @@ def _consolidate(options: argparse.Namespace) -> None:
 
     from minizero.checkpoint import export
 
-    dtype = getattr(torch, _DTYPES[options.dtype])
+    dtype = getattr(torch, DTYPES[options.dtype])
     size = int(options.max_shard_size)
     for path in export(options.folder, options.out, options.tag, dtype, size):
         print(path)
 
 
-def _bench(options: argparse.Namespace) -> None:
-    from minizero.lab.bench import runner
+def count(text: str) -> int:
+    """A number such as 4M or 500_000."""
+    unit = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        return int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"tokens of a step are a number such as 4M, not {text!r}"
+        ) from None
 
-    runner.run(options.names, options.repeats, options.out)
+
+def sequences(tokens: int, sequence: int, gpus: int) -> int:
+    """Sequences that make about `tokens`, with equally many for every GPU.
+
+    Within 5 % it is the number for a GPU that most micro-batches divide.
+    """
+    wanted = tokens / (sequence * gpus)
+    near = range(math.ceil(wanted / 1.05), math.floor(wanted * 1.05) + 1)
+
+    def ways(n: int) -> tuple[int, float]:
+        sizes = range(1, min(n, planner.LARGEST) + 1)
+        return sum(n % size == 0 for size in sizes), -abs(n - wanted)
+
+    return gpus * max(near, key=ways, default=int(wanted))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    machine, shape = machines.find(options.machine), shapes.find(options.model)
+    shapes.check_counts(gpus=options.gpus, sequence=options.sequence)
+    tokens = count(options.batch_tokens)
+    many = sequences(tokens, options.sequence, options.gpus)
+    job = Job(
+        shape, machine, options.gpus, many or tokens // options.sequence,
+        options.sequence, options.precision, options.quantize,
+    )  # fmt: skip
+    choice = choose(job)
+    print(planner.describe(choice))
+    config = json.dumps(planner.ds_config(job, choice.best.candidate), indent=2)
+    if options.out is None:
+        print(config)
+    else:
+        options.out.write_text(config + "\n", "utf-8")
+        print(f"wrote {options.out}")
+
+
+def _dryrun(options: argparse.Namespace) -> None:
+    import torch
+
+    from minizero.activations import recompute_units
+    from minizero.scale.dryrun import Decoder, dryrun
+
+    config: dict[str, Any] = json.loads(options.config.read_text("utf-8"))
+    given = {k: v for k, v in vars(options).items() if v is not None}
+    planned = {"machine": "h100-80gb", "sequence": 2048, "checkpointing": "none"}
+    planned |= config.pop("minizero_plan", {}) | given
+    if "gpus" not in planned:
+        raise ValueError("the config does not say how many GPUs; give --gpus")
+    shape, machine = shapes.find(options.model), machines.find(planned["machine"])
+
+    def build() -> Decoder:
+        model = Decoder(shape)
+        recompute_units(model, planned["checkpointing"])
+        return model
+
+    def progress(line: str) -> None:
+        if sys.stderr.isatty():  # \33[K: clear the rest of the line
+            print(f"\r{line}\33[K", end="", file=sys.stderr, flush=True)
+
+    size = config.get("train_micro_batch_size_per_gpu", 1)
+    many = config.get("gradient_accumulation_steps", 1)
+    if many > 2:
+        config["gradient_accumulation_steps"] = 2
+        print(f"2 of {many} micro-batches a step: the others repeat the first")
+    tokens = torch.zeros(size, planned["sequence"], dtype=torch.long)
+    found = dryrun(
+        build,
+        config,
+        world_size=planned["gpus"],
+        batch=(tokens, tokens),
+        budget=machine.memory,
+        progress=progress,
+    )
+    progress("")
+    print(found)
+
+
+COMMANDS = {
+    "estimate": _estimate,
+    "train": _train,
+    "consolidate": _consolidate,
+    "plan": _plan,
+    "dryrun": _dryrun,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options = _arguments().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        commands = {
-            "estimate": _estimate,
-            "train": _train,
-            "consolidate": _consolidate,
-            "bench": _bench,
-            "plan": command.plan,
-            "dryrun": command.rehearse,
-        }
-        commands[options.command](options)
+        COMMANDS[options.command](options)
         sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

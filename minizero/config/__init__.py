@@ -1,12 +1,14 @@
-"""What a `ds_config.json` says, checked: `read` makes a `Config` of it.
+"""Reading a `ds_config.json`: `read` checks it and makes a `Config` of it.
 
-Read `batch`, then `keys` (what a key is), `sections` and `zero` (the keys), `config`
-(all of them together), `source`, `read` and `sentences`, `checks` (keys that contradict
-each other), `unsupported`. Imports `memory`.
+Read `batch` (sizes), `schema` (sections and keys), `config` (all keys, and what they
+mean), `ignored` (keys without effect or refused) and `read` (errors as sentences).
 """
 
+from .batch import MICRO, STEPS, TOTAL, batch_sizes
 from .config import Config
-from .read import read
-from .source import ConfigError
+from .read import ConfigError, Source, check_options, read
 
-__all__ = ["Config", "ConfigError", "read"]
+__all__ = [
+    "MICRO", "STEPS", "TOTAL", "Config", "ConfigError", "Source", "batch_sizes",
+    "check_options", "read",
+]  # fmt: skip

@@ -20,45 +20,20 @@ def batch_sizes(
     accumulation. Raises ValueError if the sizes do not fit.
     """
     if total is None and micro is None:
-        raise ValueError(
-            f"the size of a batch is not known: give {TOTAL} or {MICRO}"
-        )
-    if total is not None and micro is not None and steps is not None:
-        if micro * steps * ranks != total:
-            raise ValueError(
-                f"{TOTAL} = {total}, but {MICRO} * {STEPS} * ranks = "
-                f"{micro} * {steps} * {ranks} = {micro * steps * ranks}; "
-                "leave one of the three out"
-            )
-        return total, micro, steps
+        raise ValueError(f"the batch has no size: give {TOTAL} or {MICRO}")
+    if total is None or micro is None:
+        steps = steps or 1
+    known = (micro or 1) * (steps or 1) * ranks
     if total is None:
-        assert micro is not None
-        steps = 1 if steps is None else steps
-        return micro * steps * ranks, micro, steps
-    if micro is not None:
-        return total, micro, _rest(total, ranks, MICRO, micro)
-    if steps is None:
-        return total, _share(total, ranks, f"the number of ranks, {ranks}"), 1
-    return total, _rest(total, ranks, STEPS, steps), steps
-
-
-def _rest(total: int, ranks: int, name: str, size: int) -> int:
-    """The third size, where `name` is the second."""
-    product = size * ranks
-    return _share(
-        total, product, f"{name} * ranks = {size} * {ranks} = {product}"
-    )
-
-
-def _share(total: int, parts: int, what: str) -> int:
-    share, rest = divmod(total, parts)
-    if rest:
-        below = total - rest
-        fits = f"{below} or {below + parts}" if below else f"{parts}"
+        total = known
+    if total % known or (micro and steps and total != known):
+        product = f"{micro or 'samples'} * {steps or 'steps'} * {ranks}"
         raise ValueError(
-            f"{TOTAL} = {total} is no multiple of {what}; use {fits}"
+            f"{TOTAL} = {total}, but {MICRO} * {STEPS} * ranks = {product}: "
+            f"use {max(1, round(total / known)) * known}, or leave one out"
         )
-    return share
+    return total, micro or total // known, steps or total // known
+
 
 # %% auto #0
-__all__ = ['TOTAL', 'MICRO', 'STEPS', 'batch_sizes']
+__all__ = ["TOTAL", "MICRO", "STEPS", "batch_sizes"]

@@ -1,160 +1,84 @@
-"""A whole config, checked and complete."""
+"""A whole config: its keys together, and what they mean for the engine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from annotated_types import Ge
-from pydantic import field_validator
+from pydantic import BeforeValidator, Field
 
-from .keys import UNSET, Anyway, NotNegative, Samples, Section
-from .sections import (
-    BF16,
-    FP16,
-    ActivationCheckpointing,
-    Checkpoint,
-    DataTypes,
-    FlopsProfiler,
-    Monitor,
-    Optimizer,
-    Scheduler,
-    torch_name,
-)
-from .zero import Aio, OffloadOptimizer, OffloadParam, ZeroOptimization
+from ..memory.plan import Plan
+from . import schema
+from .schema import Count, Dtype, Section
 
-if TYPE_CHECKING:
-    from minizero.memory.plan import Plan
+ZERO, HPZ, MICS = "zero_optimization", "zero_hpz_partition_size", "mics_shard_size"
+Often = Annotated[int, BeforeValidator(lambda n: 0 if n == math.inf else n)]
 
 
 class Dtypes(NamedTuple):
-    """Names of torch dtypes, such as "float32".
-
-    `reduce`: what gradients are added up and sent in. `buffers`: of the
-    model's floating-point buffers; None leaves them as they come.
-    """
+    """Names of torch dtypes, such as "float32"."""
 
     parameters: str
-    reduce: str
-    buffers: str | None
+    reduce: str  # gradients are summed and sent in it
+    buffers: str | None  # floating-point buffers; None leaves them unchanged
 
 
 class Config(Section):
-    """A config as DeepSpeed 0.19 has it: the same keys, defaults and units.
+    """A complete config, with the keys, defaults and units of DeepSpeed 0.19."""
 
-    `world_size`: the number of ranks it was completed for. `warnings`: a
-    sentence for all that was asked for and has no effect.
-    """
-
-    train_batch_size: Samples = UNSET
-    """Samples in one step of all ranks. Unset: from the next two. Done: the engine."""
-    train_micro_batch_size_per_gpu: Samples = UNSET
-    """Samples of one rank in one forward. Unset: from the other two. Done: the engine's
-    data loader."""
-    gradient_accumulation_steps: Annotated[int, "micro-batches", Ge(1)] = UNSET
-    """Micro-batches of one step. Unset: from the other two, or 1. Done: the engine."""
-    gradient_clipping: NotNegative = 1.0
-    """Largest L2 norm of all gradients together; 0 does not clip. Done:
-    `clip_grad_norm`."""
-    optimizer: Optimizer | None = None
-    """How parameters are updated. Unset: the one given to `initialize`. Done: the
-    engine."""
-    scheduler: Scheduler | None = None
-    """How the learning rate moves. Unset: the one given to `initialize`. Done: the
-    engine."""
-    fp16: FP16 = FP16()
-    """fp16 with a loss scale. Done: `MixedPrecision`."""
-    bf16: BF16 = BF16()
-    """bf16. Done: `MixedPrecision`."""
-    data_types: DataTypes = DataTypes()
-    """Other dtypes. Done: `MixedPrecision`."""
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """In which gradients are added up and sent. Unset: the parameters'. Done: `reduce`
-    of `MixedPrecision`."""
-    zero_optimization: ZeroOptimization = ZeroOptimization()
-    """What is sharded, and where. Done: `parallelize`."""
-    aio: Aio = Aio()
-    """Reading and writing files. Done: `NVMe`."""
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """What checkpointed modules keep, and where. Done: `Recompute`."""
-    checkpoint: Checkpoint = Checkpoint()
-    """Saving. Done: `engine.save_checkpoint`."""
-    zero_allow_untested_optimizer: Annotated[bool, Anyway(True)] = False
-    """Shard an optimizer that DeepSpeed has no test for, such as SGD. No effect: every
-    optimizer is tried on pieces of a parameter, and sharded if it updates them as it
-    does the whole."""
-    zero_force_ds_cpu_optimizer: Annotated[bool, Anyway(False)] = True
-    """Offload with DeepSpeed's own Adam only. No effect: the optimizer that you give is
-    the one that runs."""
-    tensorboard: Monitor = Monitor()
-    """Files for TensorBoard. Done: `torch.utils.tensorboard`."""
-    csv_monitor: Monitor = Monitor()
-    """A CSV file for each value. Done: Python's `csv`."""
-    flops_profiler: FlopsProfiler = FlopsProfiler()
-    """Counting FLOPs. Done: `torch.utils.flop_counter`."""
-    steps_per_print: Annotated[int, "steps", Ge(0)] | None = None
-    """Print counts, learning rates, loss scale and samples/s every so often; 0 and
-    infinity: never. Unset: never. Done: the engine."""
+    train_batch_size: Count = Field(None)
+    train_micro_batch_size_per_gpu: Count = Field(None)
+    gradient_accumulation_steps: Count = Field(None)
+    gradient_clipping: float = Field(1.0, ge=0)
+    optimizer: schema.Optimizer | None = None
+    scheduler: schema.Scheduler | None = None
+    fp16: schema.FP16 = schema.FP16()
+    bf16: schema.BF16 = schema.BF16()
+    data_types: schema.DataTypes = schema.DataTypes()
+    communication_data_type: Dtype | None = None
+    zero_optimization: schema.ZeroOptimization = schema.ZeroOptimization()
+    aio: schema.Aio = schema.Aio()
+    activation_checkpointing: schema.Recompute = schema.Recompute()
+    tensorboard: schema.Monitor = schema.Monitor()
+    csv_monitor: schema.Monitor = schema.Monitor()
+    flops_profiler: schema.FlopsProfiler = schema.FlopsProfiler()
+    steps_per_print: Often = Field(0, ge=0)
     wall_clock_breakdown: bool = False
-    """Time forward, backward and step, and count FLOPs; print at each step. Done: the
-    engine."""
-    memory_breakdown: bool = False
-    """Print memory after each phase. No effect: `minizero.see_memory_usage` prints it
-    where you want it."""
-    dump_state: bool = False
-    """Print the engine's state at the start. No effect: print the `Config`: it is
-    complete."""
     dataloader_drop_last: bool = False
-    """Drop the last, smaller batch. Done: the engine's data loader."""
-    disable_python_gc: bool = False
-    """Collect no reference cycles while training. No effect: call gc.disable() in the
-    script."""
-    vocabulary_size: Annotated[int, "tokens", Ge(1)] | None = None
-    """Warn if it is no multiple of 8. Unset: unknown. No effect: the shapes of the
-    model are its own."""
-    log_level: str | None = None
-    """How much DeepSpeed logs. Unset: DeepSpeed's own. No effect: use Python's
-    `logging` and `warnings`."""
 
-    world_size: int = 1
-    warnings: tuple[str, ...] = ()
-
-    @field_validator("steps_per_print", mode="before")
-    @classmethod
-    def _never(cls, value: Any) -> Any:
-        return 0 if value == math.inf else value
+    world_size: int = 1  # the number of ranks it was completed for
+    warnings: tuple[str, ...] = ()  # a sentence for each thing without effect
 
     @property
     def places(self) -> tuple[str, str]:
-        """Where optimizer state and parameters rest: "none", "cpu" or "nvme"."""
+        """Where optimizer state and parameters are stored: "none", "cpu" or "nvme"."""
         zero = self.zero_optimization
         optimizer = zero.offload_optimizer.device if zero.stage else "none"
         return optimizer, zero.offload_param.device if zero.stage == 3 else "none"
 
     @property
-    def plan(self) -> Plan:
-        """Where each category of state lives."""
-        from minizero.memory.plan import Plan  # with torch, which reading does without
-
-        optimizer, param = (None if on == "none" else on for on in self.places)
-        together, secondary = self.groups
-        plan = Plan.stage(self.zero_optimization.stage, optimizer, param, together)
-        if secondary is None:
-            return plan
-        return replace(plan, parameters=replace(plan.parameters, group=secondary))
+    def groups(self) -> tuple[int | None, int | None]:
+        """Ranks that share one copy of everything sharded, or of parameters alone."""
+        zero = self.zero_optimization
+        mics = zero.mics_shard_size if zero.stage else -1
+        hpz = zero.zero_hpz_partition_size if zero.stage == 3 else 1
+        return None if mics < 1 else mics, None if hpz == 1 else hpz
 
     @property
-    def groups(self) -> tuple[int | None, int | None]:
-        """Ranks that share a copy of all that is sharded, or of the parameters alone."""
-        zero = self.zero_optimization
-        together = zero.mics_shard_size if zero.stage else -1
-        secondary = zero.zero_hpz_partition_size if zero.stage == 3 else 1
-        return None if together < 1 else together, None if secondary == 1 else secondary
+    def plan(self) -> Plan:
+        """Where each category of state is placed."""
+        optimizer, param = (None if on == "none" else on for on in self.places)
+        mics, hpz = self.groups
+        plan = Plan.stage(self.zero_optimization.stage, optimizer, param, mics)
+        if hpz is None:
+            return plan
+        return replace(plan, parameters=replace(plan.parameters, group=hpz))
 
     @property
     def bits(self) -> tuple[int | None, int | None]:
-        """In how many bits weights and gradients are sent; None: as they are."""
+        """Bits in which weights and gradients are sent; None: those of their dtype."""
         zero = self.zero_optimization
         weights = zero.zero_quantized_weights and zero.stage == 3
         gradients = zero.zero_quantized_gradients and zero.stage > 0
@@ -162,36 +86,71 @@ class Config(Section):
 
     @property
     def files(self) -> dict[str, Any] | None:
-        """The options of the NVMe home; None if nothing goes to files."""
+        """The options of the disk storage; None if nothing is stored in files."""
         zero = self.zero_optimization
-        used: list[OffloadOptimizer | OffloadParam] = []
-        options: dict[str, Any] = {}
-        optimizer, param = self.places
-        if optimizer == "nvme":
-            used.append(zero.offload_optimizer)
-        if param == "nvme":
-            used.append(zero.offload_param)
-            options["buffer_size"] = zero.offload_param.buffer_size
+        sections = (zero.offload_optimizer, zero.offload_param)
+        used = [s for s, on in zip(sections, self.places, strict=True) if on == "nvme"]
         if not used:
             return None
-        return options | {
-            "folder": used[0].nvme_path,
-            "buffer_count": max(block.buffer_count for block in used),
-            "block_size": self.aio.block_size,
-            "queue_depth": self.aio.queue_depth,
-        }
+        count = max(section.buffer_count for section in used)
+        options: dict[str, Any] = {"folder": used[0].nvme_path, "buffer_count": count}
+        if self.places[1] == "nvme":
+            options["buffer_size"] = zero.offload_param.buffer_size
+        return options | self.aio.model_dump()
 
     @property
     def dtypes(self) -> Dtypes:
-        """What `MixedPrecision` is made with; all float32 needs none."""
-        parameters = "float32"
-        if self.fp16.enabled or self.bf16.enabled:
-            parameters = "float16" if self.fp16.enabled else "bfloat16"
+        """The dtypes of `MixedPrecision`; all float32 needs none."""
+        half = "bfloat16" if self.bf16.enabled else "float32"
+        parameters = "float16" if self.fp16.enabled else half
         types = self.data_types
-        reduce = self.communication_data_type or types.grad_accum_dtype
-        buffers = types.buffer_dtype
-        return Dtypes(
-            parameters,
-            torch_name(reduce) if reduce else parameters,
-            torch_name(buffers) if buffers else None,
-        )
+        reduce = self.communication_data_type or types.grad_accum_dtype or parameters
+        return Dtypes(parameters, reduce, types.buffer_dtype)
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for each pair of keys that contradict each other."""
+        zero, types = self.zero_optimization, self.data_types
+        states, param = zero.offload_optimizer, zero.offload_param
+        for name, section in (("offload_optimizer", states), ("offload_param", param)):
+            if section.device == "nvme" and not section.nvme_path:
+                yield (
+                    f'{ZERO}.{name}.device is "nvme", but there is no nvme_path beside '
+                    "it; give the folder to put files in"
+                )
+        paths = [states.nvme_path, param.nvme_path]
+        if states.device == param.device == "nvme" and all(paths) and len({*paths}) > 1:
+            yield (
+                f"{ZERO} has two nvme_path, {paths[0]} and {paths[1]}, but all files "
+                "are in one folder; give both the same"
+            )
+        late, files = states.delayed_update, "nvme" in self.places
+        if late and (states.device != "cpu" or files):
+            yield (
+                f"{ZERO}.offload_optimizer.delayed_update = true, but only what is in "
+                'host memory is updated late; give "device": "cpu" and no "nvme"'
+            )
+        if all(self.groups):
+            yield f"{ZERO}.{MICS} and {HPZ} both make groups; leave one of them out"
+        for name, size in zip((MICS, HPZ), self.groups, strict=True):
+            if size and (size == 1 or self.world_size % size):
+                yield (
+                    f"{ZERO}.{name} = {size}, but {self.world_size} ranks cannot shard "
+                    f"in groups of {size}; use a number above 1 that divides them"
+                )
+            if size and (late or files):
+                yield f"{ZERO}.{name}: groups take no nvme and no delayed_update"
+        if self.groups[1] and self.places[1] != "none":
+            yield f"{ZERO}.{HPZ} takes no offload_param; use {MICS}, or leave it out"
+        if self.fp16.enabled and self.bf16.enabled:
+            yield "fp16 and bf16 are both enabled; disable one of them"
+        elif types.param_dtype not in (None, self.dtypes.parameters):
+            yield (
+                f"data_types.param_dtype = {types.param_dtype}, but by fp16.enabled and "
+                f"bf16.enabled parameters are {self.dtypes.parameters}; leave it out"
+            )
+        if types.grad_accum_dtype not in (None, self.dtypes.reduce):
+            yield (
+                f"communication_data_type = {self.communication_data_type} and "
+                f"data_types.grad_accum_dtype = {types.grad_accum_dtype} differ, but "
+                "gradients are sent in the dtype in which they are summed; leave one out"
+            )

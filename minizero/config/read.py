@@ -1,21 +1,37 @@
-"""Reads a config: from a dict, a file or JSON text to a `Config`."""
+"""Reading a config: from a dict, a file or JSON text to a `Config`, with all errors."""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from .batch import MICRO, STEPS, TOTAL, batch_sizes
-from .checks import errors, warnings
 from .config import Config
-from .keys import Key, Section, expected, keys, lenient, shown, walk
-from .source import ConfigError, Source, load
-from .unsupported import ADVICE, OLD, REFUSED
+from .ignored import ANY, IGNORED
+from .schema import ZeroOptimization, walk
 
-S = TypeVar("S", bound=Section)
+Source = str | os.PathLike[str] | Mapping[str, Any]
+SIZES = (TOTAL, MICRO, STEPS)
+OPTIONS = ("optimizer.params.", "scheduler.params.")
+KEYS = dict(walk(Config))
+
+
+class ConfigError(ValueError):
+    """What is wrong with a config: `problems` has a sentence for each error."""
+
+    def __init__(self, problems: str | list[str], source: str = "") -> None:
+        self.problems = [problems] if isinstance(problems, str) else problems
+        begin = f"{source}: " if source else ""
+        if len(self.problems) > 1:
+            begin = f"{len(self.problems)} problems in {source or 'the config'}:\n- "
+        super().__init__(begin + "\n- ".join(self.problems))
 
 
 def read(
@@ -24,211 +40,192 @@ def read(
     """A complete config for `world_size` ranks.
 
     `source`: a dict, the path of a JSON file, or JSON text. `auto`: for an
-    integration, what each key that stands at "auto" becomes, by its dotted name.
-    Raises ConfigError, with a sentence for each problem.
+    integration, the value of each key that is "auto", by its dotted name. Raises
+    ConfigError, with a sentence for each problem.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size!r}")
-    given, name = load(source)
-    said: list[str] = []
-    given, problems = _respelt(given, said)
-    config, wrong = section(Config, given, auto or {}, said)
-    problems += wrong
-    if config is not None and not problems:
-        try:
-            config = _complete(config, world_size)
-            problems = list(errors(config))
-        except ValueError as error:
-            problems = [str(error)]
-    if config is None or problems:
-        raise ConfigError(problems, name)
-    return config.model_copy(update={"warnings": (*said, *warnings(config))})
+    given, file = _load(source)
+    problems: list[str] = []
+    warnings: list[str] = []
+    values = _known(given, "", auto or {}, problems, warnings)
+    update: dict[str, Any] = {}
+    try:
+        config = Config.model_validate(values | {"world_size": world_size})
+        problems += config.contradictions()
+        three = (getattr(config, name) for name in SIZES)
+        update = dict(zip(SIZES, batch_sizes(world_size, *three), strict=True))
+    except ValidationError as error:
+        found = [each for each in error.errors() if "default_" not in each["type"]]
+        problems += map(_sentence, found)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError(problems, file)
+    update["warnings"] = (*warnings, *_unused(config.zero_optimization))
+    return config.model_copy(update=update)
 
 
-def _complete(config: Config, ranks: int) -> Config:
-    """With the batch sizes and the switches that follow from others."""
-    sizes = batch_sizes(
-        ranks, *(getattr(config, name) for name in (TOTAL, MICRO, STEPS))
-    )
-    zero = config.zero_optimization
-    if zero.overlap_comm is None:
-        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
-    found: dict[str, Any] = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
-    found |= {"zero_optimization": zero, "world_size": ranks}
-    return config.model_copy(update=found)
-
-
-def _respelt(
-    given: Mapping[str, Any], said: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """What is given, in today's spelling; a sentence for each key that is there twice.
-
-    `said` gets a sentence for each old spelling that asks for something.
-    """
-
-    def copied(x: Any) -> Any:
-        return {k: copied(v) for k, v in x.items()} if isinstance(x, Mapping) else x
-
-    def holder(where: str) -> tuple[Any, str]:
-        *path, name = where.split(".")
-        at: Any = found
-        for part in path:
-            at = at.get(part) if isinstance(at, dict) else None
-        return at, name
-
-    found, problems = copied(given), []
-    for old, (new, on) in OLD.items():
-        (at, name), (to, key) = holder(old), holder(new)
-        if not isinstance(at, dict) or name not in at:
-            continue
-        value = at.pop(name)
-        if not value or value == "auto":
-            continue  # it asks for nothing
-        value = on if on is not None else value
-        if key in to and to[key] != value:
-            problems.append(
-                f"{old} is an old spelling of {new}, which is there too; "
-                "leave the old one out"
-            )
-        to[key] = value
-        said.append(f"{old} is an old spelling; write {new} = {shown(value)}")
-    return found, problems
-
-
-def section(
-    cls: type[S],
+def _known(
     given: Mapping[str, Any],
+    path: str,
     auto: Mapping[str, Any],
-    said: list[str] | None = None,
-    path: str = "",
-) -> tuple[S | None, list[str]]:
-    """A section of what is given; or None, and a sentence for each problem.
+    problems: list[str],
+    warnings: list[str],
+) -> dict[str, Any]:
+    """The keys of a section that the schema has, with "auto" filled in, without null.
 
-    `said` gets a sentence for what is read as something else, or not at all.
+    Each other key adds a sentence to `problems` or `warnings`.
     """
-    notes = [] if said is None else said
-    given = {
-        name: auto.get(f"{path}{name}", value) if value == "auto" else value
-        for name, value in given.items()
-    }
-    known, given = _chosen(keys(cls), given)
-    values: dict[str, Any] = {}
-    wrong: dict[str, list[str]] = {name: [] for name in given}
-    for name, value in given.items():
-        key, where = known.get(name), f"{path}{name}"
-        if key is None:
-            wrong[name] = _stranger(known, str(name), value, path, notes)
-        elif value == "auto":
-            wrong[name] = [_not_filled(key, where)]
-        elif key.section and isinstance(value, Mapping):
-            inner = section(key.section, value, auto, notes, f"{where}.")
-            values[name], wrong[name] = inner
-        elif value is not None or not (key.section or key.default is None):
-            values[name] = lenient(key, value)
-    made, names = cls.of({n: value for n, value in values.items() if not wrong[n]})
-    for name in names:
-        key, where = known[name], f"{path}{name}"
-        if name in values:
-            must = f"{where} must be {expected(key)}, not {shown(given[name])}"
-            wrong[name] = [f"{must}{_hint(key, where, given[name])}"]
-        elif name not in given:
-            wrong[name] = [f"{where} is missing; give {expected(key)}"]
-    notes += [
-        f"{path}{name} = {shown(given[name])} is read as {shown(value)}; write that"
-        for name, value in values.items()
-        if shown(value) != shown(given[name]) and not known[name].section
-    ]
-    problems = [sentence for each in wrong.values() for sentence in each]
-    return None if problems else made, problems
+    known: dict[str, Any] = {}
+    for key, value in given.items():
+        key = _shown(key, str)
+        where = f"{path}{key}"
+        if isinstance(value, str) and value == "auto":
+            value = auto.get(where)
+            if value is None and where not in IGNORED:
+                warnings.append(f'{where} is "auto", but nothing fills it here')
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if value is None:
+            continue
+        if where in IGNORED:
+            reason, silent, refused = IGNORED[where]
+            said = where if isinstance(value, dict) else f"{where} = {_shown(value)}"
+            if silent is ANY or value == silent or not _asks(value):
+                continue
+            if refused:
+                problems.append(f"minizero does not support {said}: {reason}")
+            else:
+                warnings.append(f"{said} has no effect: {reason}")
+        elif where in KEYS or path in OPTIONS:
+            nested = KEYS.get(where) or f"{where}." in OPTIONS
+            if nested and isinstance(value, Mapping):
+                value = _known(value, f"{where}.", auto, problems, warnings)
+            known[key] = value
+        else:
+            sentence, meant = _unknown(path[:-1], key)
+            # a key at the top that resembles no other may be the script's own
+            (problems if path or meant else warnings).append(sentence)
+    return known
 
 
-def _chosen(
-    known: Mapping[str, Key], given: Mapping[str, Any]
-) -> tuple[Mapping[str, Key], Mapping[str, Any]]:
-    """Keys and values with `params` as the section that the `type` beside it says."""
-    params = known.get("params")
-    if params is None:
-        return known, given
-    kinds = {name.lower(): kind for name, kind in params.variants.items()}
-    kind = kinds.get(str(given.get("type")).lower())
-    options = given.get("params")
-    rest = {name: value for name, value in given.items() if name != "params"}
-    if kind is None:
-        return known, rest
-    chosen = dataclasses.replace(params, section=kind)
-    options = {} if options is None else options
-    return {**known, "params": chosen}, {**rest, "params": options}
+def _asks(value: Any) -> bool:
+    """Whether a section asks for something: it is neither empty nor disabled."""
+    if isinstance(value, Mapping):
+        return bool(value) and value.get("enabled") is not False
+    return True
 
 
-def _not_filled(key: Key, where: str) -> str:
-    leave = "" if key.required else ", or leave it out"
-    return f'{where} is "auto", but nothing fills it here; give {expected(key)}{leave}'
+def _unknown(section: str, key: str) -> tuple[str, bool]:
+    """A sentence for a key that the schema lacks, and whether it resembles another."""
+    names = known_keys()
+    places = [place or "the top" for place in names if key in names[place]]
+    meant = f"it belongs in {places[0]}" if places else _meant(key, names[section])
+    other = f"its keys are {', '.join(names[section])}" if section else "it is not read"
+    section = section or "the config"
+    return f'{section} has no key "{key}"; {meant or other}', bool(meant)
 
 
-def _hint(key: Key, where: str, value: Any) -> str:
-    """What may have gone wrong with the value of a key, if one can tell."""
-    if value is None and not key.required:
-        return "; leave it out for the default"
-    if key.section:
-        # what `"fp16": true` and `"offload_param": "cpu"` stand for
-        for name, kind in (("enabled", bool), ("device", str), ("type", str)):
-            if name in keys(key.section) and isinstance(value, kind):
-                return f'; write {{"{name}": {json.dumps(value)}}}'
-    if not isinstance(value, str):
-        return ""
-    advice = ADVICE.get(where, {})
-    meant = advice.get(value.lower(), advice.get(""))
-    return f"; {meant}" if meant else ""
+def known_keys() -> dict[str, list[str]]:
+    """The keys of each section, by the section's dotted name; "" is the top."""
+    found: dict[str, list[str]] = {}
+    for where in [*KEYS, *IGNORED]:
+        section, _, key = where.rpartition(".")
+        found.setdefault(section, []).append(key)
+    return found
 
 
-def _stranger(
-    known: Mapping[str, Key], name: str, value: Any, path: str, notes: list[str]
-) -> list[str]:
-    """What to say of a key that is refused, misplaced or misspelt.
+def _sentence(error: Any) -> str:
+    """One of pydantic's errors as a sentence: the key, what it must be, its value."""
+    where, kind, value = ".".join(map(str, error["loc"])), error["type"], error["input"]
+    if kind == "missing":
+        return f"{where} is missing; give it a value"
+    must = error["msg"].removeprefix("Input should be ").replace("'", '"')
+    hint = ""
+    if kind in ("model_type", "dict_type"):
+        must = "an object in braces"
+        switch = {bool: "enabled", str: "device" if "." in where else "type"}
+        if name := switch.get(type(value)):
+            hint = f'; write {{"{name}": {json.dumps(value)}}}'
+    elif where in ("optimizer.type", "scheduler.type"):
+        hint = "; construct any other and pass it to initialize"
+    return f"{where} must be {must}, not {_shown(value)}{hint}"
 
-    A script may keep keys of its own at the top: those are only noted.
+
+def check_options(
+    function: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> None:
+    """Raise ConfigError unless a function or class takes these options.
+
+    Its first argument, which is not an option, stays open. `where`: the dotted name of
+    the options, "optimizer.params".
     """
-    where = f"{path}{name}"
-    if where not in REFUSED:
-        place, meant = path.rstrip(".") or "the config", _meant(known, name, path)
-        sentence = f'{place} has no key "{name}"; {meant or "nothing reads it"}'
-        if not meant:
-            notes.append(sentence)
-        return [sentence] if meant else []
-    refused = REFUSED[where]
-    if not refused.asks(value):
-        return []
-    said = "" if isinstance(value, dict) else f" = {shown(value)}"
-    return [f"minizero does not do {where}{said}: {refused.instead}"]
+    signature = inspect.signature(function)
+    _, *names = signature.parameters
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        strange = next((name for name in options if name not in names), "")
+        meant = _meant(strange, names) or f"its keys are {', '.join(names)}"
+        raise ConfigError(f"{where}: {error}; {meant}") from None
+    for name, value in options.items():
+        default = signature.parameters[name].default
+        if isinstance(value, str) and not isinstance(default, str):
+            raise ConfigError(f"{where}.{name} must be a number, not {_shown(value)}")
 
 
-def _meant(known: Mapping[str, Key], name: str, path: str) -> str:
-    """What was meant by a key that there is not; "" for one at the top like no other."""
-    everywhere = [*(where for where, _ in walk(Config)), *REFUSED]
-    split = [where.rpartition(".") for where in everywhere]
-    here = path.rstrip(".")
-    places = {at for at, _, key in split if key == name and at != here}
-    if places:
-        names = " or ".join(place or "the top" for place in sorted(places))
-        return f"it belongs in {names}"
-    lower = {key.lower(): key for key in known}
-    close = get_close_matches(name.lower(), lower, n=1) or [
-        key for key in lower if name and key.startswith(name.lower())
-    ]
-    if not close:
-        refused = [key for where in REFUSED if (key := _in(here, where))]
-        lower = {key.lower(): key for key in refused}
-        close = get_close_matches(name.lower(), lower, n=1, cutoff=0.8)
-    if close:
-        return f'did you mean "{lower[close[0]]}"?'
-    if not path:
-        return ""
-    if len(known) > 10:
-        return "remove it, or look for it in the config reference"
-    return f"its keys are {', '.join(known)}"
+def _meant(key: str, names: Iterable[str]) -> str:
+    """'did you mean "..."?', or "" if no name resembles the key."""
+    spelt, lower = {name.lower(): name for name in names}, key.lower()
+    close = get_close_matches(lower, spelt, n=1, cutoff=0.8)
+    close = close or [name for name in spelt if lower and name.startswith(lower)]
+    return f'did you mean "{spelt[close[0]]}"?' if close else ""
 
 
-def _in(section: str, where: str) -> str:
-    """The name of a key if it is of the section, else ""."""
-    place, _, name = where.rpartition(".")
-    return name if place == section else ""
+def _unused(zero: ZeroOptimization) -> Iterator[str]:
+    """A sentence for each key, not at its default, that has no effect at this stage."""
+    parameters = ("offload_param", "stage3_", "zero_hpz", "zero_quantized_w")
+    states = ("offload_optimizer", "mics_", "zero_quantized_g")
+    for first, names, why in (
+        (3, parameters, "parameters are sharded at stage 3 only"),
+        (1, states, "optimizer states are sharded from stage 1 on"),
+    ):
+        for key, field in ZeroOptimization.model_fields.items():
+            idle = zero.stage < first and key.startswith(names)
+            if idle and getattr(zero, key) != field.default:
+                where = f"zero_optimization.{key}"
+                yield f"{where} has no effect at stage {zero.stage}: {why}"
+
+
+def _shown(value: Any, text: Callable[[Any], str] = json.dumps) -> str:
+    """A value as JSON writes it, if it is short."""
+    try:
+        written = text(value)
+    except (TypeError, ValueError):
+        written = repr(value)
+    return written if len(written) <= 60 else f"{written[:57]}..."
+
+
+def _load(source: Source) -> tuple[Mapping[str, Any], str]:
+    """The object as given, and the name of the file it came from, or ""."""
+    if isinstance(source, Mapping):
+        return source, ""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"a config is a dict, a path or JSON text, not {source!r}")
+    text, name = os.fspath(source).removeprefix("\ufeff"), ""
+    try:
+        if text.lstrip()[:1] not in ("{", "[", ""):
+            name = text
+            text = Path(name).read_text(encoding="utf-8-sig")
+        found = json.loads(text)
+    except FileNotFoundError:
+        folder = Path(name).absolute().parent
+        meant = _meant(Path(name).name, [path.name for path in folder.glob("*.json")])
+        meant = meant or f"the folder is {folder}"
+        raise ConfigError(f"there is no config file {name}; {meant}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the config is not JSON: {error}", name) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"a config is an object in braces, not {_shown(found)}", name)
+    return found, name

@@ -1,10 +1,11 @@
 """DeepSpeed's interface: an engine that is driven by a config.
 
-Read `step_loop`, `from_config`, `engine`, then the rest. `recording` and `tracing` are
-beside it: a trace of what each rank did. Imports everything below.
+Read `step_loop`, `from_config`, `engine`, `start`, then the rest. `recording` is beside
+it: what each rank did, in a trace. Imports everything below.
 """
 
-from .engine import Engine, initialize
-from .tracing import trace
+from .engine import Engine
+from .start import initialize
+from .recording import trace
 
 __all__ = ["Engine", "initialize", "trace"]

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import islice
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
+
+Collate = Callable[[list[Any]], Any]
 
 
 class ShardSampler(Sampler[int]):
-    """Which samples this rank sees, in which order: a part of a permutation.
+    """The samples of this rank, in order: a part of a permutation of all.
 
-    That of torch's `DistributedSampler`: all ranks draw one permutation from
-    `seed + epoch`, and rank r of N takes every N-th index from r on. What is
-    missing to a multiple of N is filled up from the permutation's start.
-    Without `shuffle` the permutation is 0, 1, 2, ...
+    It is that of torch's `DistributedSampler`: all ranks draw one permutation from
+    `seed + epoch`, and rank r of N takes every N-th index from r on; the permutation's
+    start fills it up to a multiple of N. Without `shuffle` it is 0, 1, 2, ...
 
-    `start`: how many indices of the permutation are left out, for they have
-    been seen. What follows does not depend on the number of ranks that saw
-    them.
+    `start`: how many indices of the permutation are left out, because they have been
+    seen. What follows does not depend on the number of ranks that saw them.
     """
 
     def __init__(self, data: Sized, seed: int = 0, shuffle: bool = True) -> None:
         if not len(data):
-            raise ValueError("the training data is empty; give some samples")
+            raise ValueError("the training data is empty")
         self.data, self.seed, self.shuffle = data, seed, shuffle
         self.epoch = self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch is another permutation, from the next iterator on."""
+        """Draw another permutation, from the next iterator on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -44,195 +43,100 @@ class ShardSampler(Sampler[int]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
-        left, missing = order[self.start :], len(self) * world_size()
-        while len(left) < missing:
-            left += order[: missing - len(left)]
-        return iter(left[rank() : missing : world_size()])
-
-
-class StreamPart(IterableDataset[Any]):
-    """Which samples of a stream this rank sees: sample r of each N.
-
-    The stream is the same on every rank, and does not split itself. What is
-    left at its end, and is not enough for all ranks, is left out: a rank with
-    one batch more than the others would wait for them.
-
-    `start`: how many samples are read over, for they have been seen.
-    `set_epoch` is the stream's own, if it has one.
-    """
-
-    def __init__(self, stream: Iterable[Any]) -> None:
-        self.stream = stream
-        self.seed = self.epoch = self.start = 0
-        # a process that loads for this rank does not know its number
-        self.rank, self.ranks = rank(), world_size()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, which may shuffle by it."""
-        self.epoch = epoch
-        tell = getattr(self.stream, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        left = islice(iter(self.stream), self.start, None)
-        while len(each := list(islice(left, self.ranks))) == self.ranks:
-            yield each[self.rank]
-
-
-def sampler_of(data: Any, shuffle: bool) -> ShardSampler | StreamPart:
-    """What says which samples are this rank's."""
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if indexed and not isinstance(data, IterableDataset):
-        return ShardSampler(data, shuffle=shuffle)
-    if isinstance(data, Iterable) and not isinstance(data, Iterator):
-        return StreamPart(data)
-    raise TypeError(
-        "training_data takes a dataset with len() and [index], or one that "
-        "can be iterated over again and again, such as an IterableDataset; "
-        f"not a {type(data).__name__}"
-    )
+        left, total = order[self.start :], len(self) * world_size()
+        while len(left) < total:
+            left += order[: total - len(left)]
+        return iter(left[rank() : total : world_size()])
 
 
 class Loader:
-    """Batches of one rank, [batch_size, ...], in the order of the sampler.
+    """Batches of one rank, [batch_size, ...], in the order of its `data_sampler`.
 
-    `iter` begins the epoch anew; after `load_state_dict`, what is read next
-    goes on where that says. The permutation is the same in each epoch unless
-    `data_sampler.set_epoch` says otherwise, as with DeepSpeed.
+    An iterator begins the epoch anew; after `load_state_dict` the next batch is the one
+    after the saved place. The permutation is the same in each epoch unless
+    `data_sampler.set_epoch` changes it, as in DeepSpeed.
 
-    `data`: a map-style dataset (`len` and `[index]`), or one that is only
-    iterated over (see `StreamPart`). `drop_last`: whether the last batch is
-    left out if it is smaller. `workers`: processes that load; 0 loads in
-    this one. `shuffle`: of a map-style dataset.
+    `dataset`: with `len` and `[index]`. `drop_last`: leave out a smaller last batch.
+    `workers`: processes that load; 0 loads in this one. `seen`: samples of all ranks
+    that the last iterator has given; None between epochs.
     """
 
     def __init__(
         self,
-        data: Any,
+        dataset: Any,
         batch_size: int,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         drop_last: bool = False,
         workers: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self.dataset, self.batch_size = data, batch_size
-        self.collate_fn, self.drop_last = collate_fn, drop_last
-        self.workers = workers
-        self.data_sampler = sampler_of(data, shuffle)
-        streams = isinstance(self.data_sampler, StreamPart)
-        self.samples: int | None = None if streams else len(data)
-        if streams and workers > 1:
-            raise ValueError(
-                f"{workers} processes would each read the whole stream; let "
-                "one of them load, or none"
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise TypeError(
+                "training_data takes a dataset with len() and [index], not a "
+                f"{type(dataset).__name__}; for a stream, make a torch DataLoader of this "
+                "rank's samples yourself, and leave training_data out"
             )
-        if not streams and not len(self):
-            each = -(-len(data) // world_size())
+        self.dataset, self.batch_size = dataset, batch_size
+        self.collate_fn, self.drop_last, self.workers = collate_fn, drop_last, workers
+        self.data_sampler = ShardSampler(dataset, shuffle=shuffle)
+        if not len(self):
             raise ValueError(
-                f"each rank has {each} samples, fewer than a micro-batch of "
-                f"{batch_size}, and dataloader_drop_last drops smaller ones; "
-                "set it to false, or give more samples"
+                f"each rank has {len(self.data_sampler)} samples, fewer than a "
+                f"micro-batch of {batch_size}, and dataloader_drop_last drops them"
             )
-        self.seen: int | None = None  # by the iterator that was read last
-        self.resumed = False  # whether `seen` is loaded, and not yet read on
+        self.seen: int | None = None
+        self._resumes = False  # whether the next batch comes after a loaded place
 
     def __len__(self) -> int:
-        """Batches of a whole epoch; TypeError for a stream without length."""
-        extra = 0 if self.samples is None else world_size() - 1
-        each = (len(self.dataset) + extra) // world_size()
-        if self.drop_last:
-            return each // self.batch_size
-        return -(-each // self.batch_size)
+        """Batches of a whole epoch."""
+        each = len(self.data_sampler)
+        return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
-    def __iter__(self) -> Epoch:
-        return Epoch(self)
-
-    def open(self, seen: int, generator: torch.Generator | None) -> Any:
-        """The batches from a place on; `generator`: seeds the workers."""
-        part = copy.copy(self.data_sampler)
-        part.start = seen
-        streams = self.samples is None
-        dataset: Any = part if streams else self.dataset
-        loader = DataLoader(
-            dataset,
-            self.batch_size,
-            sampler=None if streams else part,
-            collate_fn=self.collate_fn,
-            drop_last=self.drop_last,
-            num_workers=self.workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=generator,
-        )
-        return iter(loader)
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            resumes, self._resumes = self._resumes, False
+            part = copy.copy(self.data_sampler)
+            self.seen = part.start = (self.seen or 0) if resumes else 0
+            size = self.batch_size
+            batches = DataLoader(
+                self.dataset,
+                size,
+                sampler=part,
+                collate_fn=self.collate_fn,
+                drop_last=self.drop_last,
+                num_workers=self.workers,
+                pin_memory=torch.cuda.is_available(),
+                # an iterator draws a seed from it; the run that is resumed has drawn
+                # that from the global generator before its state was saved
+                generator=torch.Generator() if resumes else None,
+            )
+            for number, batch in enumerate(batches, 1):
+                self.seen = min(part.start + number * size * world_size(), len(part.data))
+                yield batch
+                if self._resumes:  # a place was loaded meanwhile
+                    break
+            else:
+                self.seen = None
+                return
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, which is the same on every rank; JSON can hold it.
-
-        `seen`: samples of all ranks in this epoch; None between epochs.
-        `samples`: of the whole data; None for a stream.
-        """
-        return {
-            "samples": self.samples,
-            "seed": self.data_sampler.seed,
-            "epoch": self.data_sampler.epoch,
-            "seen": self.seen,
-        }
+        """The place in the data, the same on every rank."""
+        sampler = self.data_sampler
+        place = {"seed": sampler.seed, "epoch": sampler.epoch, "seen": self.seen}
+        return place | {"samples": len(self.dataset)}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if the data has another length."""
-
-        def said(samples: int | None) -> str:
-            return "a stream" if samples is None else f"{samples:,} samples"
-
-        if state["samples"] != self.samples:
+        """Raise ValueError if the saved place is in data of another length."""
+        if state["samples"] != len(self.dataset):
             raise ValueError(
-                f"the saved place is in data of {said(state['samples'])}, "
-                f"and this is of {said(self.samples)}; give the same data"
+                f"the saved place is in data of {state['samples']:,} samples, and this "
+                f"has {len(self.dataset):,}"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at that place, with the next batch that is read.
-
-        Raises ValueError if the data has another length.
-        """
+        """Go on at a saved place, with the next batch that is read."""
         self.check_state(state)
         self.data_sampler.seed = state["seed"]
         self.data_sampler.set_epoch(state["epoch"])
         self.seen = state["seen"]
-        self.resumed = self.seen is not None
-
-
-class Epoch(Iterator[Any]):
-    """An iterator over a loader, from the start or from a loaded place."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self._batches: Iterator[Any] | None = None
-        if not loader.resumed:
-            self._open(0, None)
-
-    def _open(self, seen: int, generator: torch.Generator | None) -> None:
-        self._seen = self.loader.seen = seen
-        self._each = self.loader.batch_size * world_size()
-        self._batches = self.loader.open(seen, generator)
-
-    def __next__(self) -> Any:
-        loader = self.loader
-        if loader.resumed:
-            loader.resumed = False
-            # An iterator draws a seed. This one may not: the run that it
-            # continues drew it before its random state was saved.
-            self._open(loader.seen or 0, torch.Generator())
-        elif self._batches is None:
-            self._open(0, None)
-        assert self._batches is not None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            loader.seen = None
-            raise
-        self._seen += self._each
-        most = loader.samples
-        loader.seen = self._seen if most is None else min(self._seen, most)
-        return batch
+        self._resumes = self.seen is not None

@@ -1,191 +1,184 @@
-"""A DeepSpeed-shaped engine: what a training script holds."""
+"""The engine: what a training script holds, with DeepSpeed's interface."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
 
-from ..activations import functions
-from ..config import Config, read
-from ..config.batch import MICRO, STEPS, TOTAL
-from ..config.source import Source
-from ..ranks.launch import device, init_distributed, rank, world_size
-from ..zero.init import GatheredParameters
-from ..zero.units import Policy
-from .arguments import (
-    MakeOptimizer,
-    MakeScheduler,
-    Parameters,
-    freeze_others,
-    make_optimizer,
-    make_scheduler,
-    overruled,
-    refuse,
-    take_over,
-    the_source,
-)
-from .batches import BatchFeeder
-from .checks import check_alive, check_optimizer
-from .data import Loader
-from .delegate import REFUSED, Field, method, options
-from .from_config import wrap
-from .monitor import Monitor
+from .. import checkpoint
+from ..comm import agreeing, broadcast_bytes
+from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
+from ..ranks import device, rank, world_size
+from ..zero import DataParallel, GatheredParameters
+from .data import Collate, Loader
+from .metrics import Monitor, Throughput, count_flops
 from .optimizer import EngineOptimizer
-from .own_backward import OwnBackward, asked
-from .run_checkpoint import RunCheckpoint
-from .step_loop import Accumulation, StepLoop
-from .throughput import Meter, Throughput, profiled
-from .weights import Weights
+from .step_loop import StepLoop
+
+# Methods of DeepSpeed's engine that read the config, and the attribute that they read.
+# Each key has one too, as `train_batch_size()` and `zero_reduce_bucket_size()`.
+_OPTIONS = {
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "zero_optimization": "plan.optimizer.sharded",
+    "zero_optimization_partition_gradients": "plan.gradients.sharded",
+    "zero_optimization_partition_weights": "plan.parameters.sharded",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
 
 
-class Engine(nn.Module):
+class Engine(StepLoop, nn.Module):
     """Trains a model as a config says; made by `initialize`.
 
-    For each key of the config that is no section there is a method that reads it, as
-    `steps_per_print()` and `zero_reduce_bucket_size()`.
+    A module around `module`: calls, `train`, `eval` and `parameters` go through to it,
+    its names have the prefix "module.", and what the engine lacks is looked up in it.
+    For each key of the config there is a method that reads it, as `steps_per_print()`.
 
-    A module around `module`: calls, `train`, `eval`, `parameters` go through
-    to it, names have the prefix "module.", and what the engine lacks is
-    looked up in the model.
-
-    `config`: complete; see the config reference. `net`: the model in its
-    plan. `optimizer`, `lr_scheduler`, `training_dataloader`: what
-    `initialize` returns too. Without an optimizer it evaluates: there is
-    `forward`, and `backward` is refused. `collate_fn`: of its other loaders.
-    `monitor`: writes values where the config says; so may the script.
-    `global_steps`: updates, those included that were skipped for gradients
-        that were not finite (`skipped_steps`). `global_samples`: samples of
-        all ranks in these. `micro_steps`: calls of `step`.
+    `config`: complete; see the config reference. `net`: the model in its plan.
+    `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
+    Without an optimizer it evaluates only. `monitor`: writes values where the config
+    says; a script may use it too. `meter`: times steps.
     """
 
     module: nn.Module
-    is_compiled = False
-
-    config = Field[Config]("_steps.config")
-    global_steps = Field[int]("_steps.global_steps")
-    global_samples = Field[int]("_steps.global_samples")
-    micro_steps = Field[int]("_steps.micro_steps")
-    lr_scheduler = Field[Any]("_loop.scheduler")
-    training_dataloader = Field[Loader | None]("_feeder.loader")
-    collate_fn = Field[Callable[[list[Any]], Any] | None]("_feeder.collate_fn")
 
     def __init__(
         self,
         config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        lr_scheduler: Any,
-        training_dataloader: Loader | None,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        units: Policy | None = None,
+        net: DataParallel,
+        optimizer: EngineOptimizer | None,
+        scheduler: Any,
+        loader: Loader | None,
+        collate_fn: Collate | None,
     ) -> None:
-        super().__init__()
-        zero = config.zero_optimization
-        self.net = net = wrap(model, optimizer, config, units)
-        self.module, self.device = model, device()
-        clips, norm = config.gradient_clipping, zero.compute_grad_norm
-        updates, trains = EngineOptimizer(net, clips, norm), optimizer is not None
-        self.optimizer = updates if trains else None
-        self.meter = self.tput_timer = Meter(config.wall_clock_breakdown)
+        nn.Module.__init__(self)
+        StepLoop.__init__(self, config, net, optimizer, scheduler)
+        self.module, self.device = net.model, device()
+        self.training_dataloader, self.collate_fn = loader, collate_fn
         self.monitor, self._loss = Monitor(config), 0.0
-        self._steps = Accumulation(config)
-        self._loop = StepLoop(net, self._steps, updates, lr_scheduler, self.meter)
-        self._own = OwnBackward(self._loop)
-        self._feeder = BatchFeeder(self._loop, training_dataloader, collate_fn)
-        gathers = zero.stage3_gather_16bit_weights_on_model_save
-        self._weights = Weights(model, net, gathers)
-        self._run = RunCheckpoint(self._loop, self._feeder, trains)
+        self.tput_timer = self.meter  # DeepSpeed's name
+        self.is_compiled = self._destroyed = False
+        self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
         self.dp_world_size = world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return super().__getattr__(name)  # parameters and modules
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
-            if name in REFUSED:
-                raise AttributeError(
-                    f"minizero's engine has no {name}: {REFUSED[name]}"
-                ) from None
-            raise
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+        config, zero = self.config, self.config.zero_optimization
+        if name in _OPTIONS:
+            return partial(attrgetter(_OPTIONS[name]), config)
+        if name in type(config).model_fields:
+            return lambda: getattr(config, name)
+        key = name.removeprefix("zero_")
+        for option in (key, f"stage3_{key}") if name != key else ():
+            if option in type(zero).model_fields:
+                return lambda: getattr(zero, option)
+        return getattr(self.module, name)
+
+    # ---- training: forward, and what goes with `backward` and `step`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
-        self._loop.begin()
-        training = torch.is_grad_enabled()
-        with self.meter.phase("forward") if training else nullcontext():
-            with self._profiling():
-                return self.net(*args, **kwargs)
+        if self._destroyed:
+            raise RuntimeError("this engine was destroyed; make a new one")
+        if not torch.is_grad_enabled():
+            return self.net(*args, **kwargs)
+        with self.meter.phase("forward"), self._profiled():
+            return self.net(*args, **kwargs)
 
-    def _profiling(self) -> AbstractContextManager[None]:
-        asks, steps = self.config.flops_profiler, self.global_steps
-        if asks.enabled and steps == asks.profile_step and not self.position():
-            if rank() == 0:
-                return profiled(asks.module_depth, asks.output_file)
-        return nullcontext()
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Write a table of FLOPs by module, in the step that `flops_profiler` names."""
+        asked = self.config.flops_profiler
+        now = self.global_steps == asked.profile_step and self._position == 0
+        if not (asked.enabled and now and rank() == 0):
+            yield
+            return
+        with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
+            yield
+        if asked.output_file is None:
+            print(counter.get_table(), flush=True)
+        else:
+            Path(asked.output_file).write_text(f"{counter.get_table()}\n")
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Add the gradients of a micro-batch; returns the scaled loss.
-
-        The loss is divided by the number of micro-batches of a step, unless
-        `scale_wrt_gas` is false. Gradients are averaged over ranks: at once
-        where the plan shards them, else at the boundary.
-
-        If it raises, the step begins anew: the gradients of its earlier
-        micro-batches are gone too, and the next `step` does not count.
-        RuntimeError without an optimizer.
-
-        `loss.backward()` does the same, where no loss scale is needed; with one,
-        `engine.scale(loss).backward()`.
-        """
         self._check_trains()
-        with asked():
-            share = self._loop.backward(loss, retain_graph, scale_wrt_gas)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                "backward takes the loss, a tensor with one element, not "
+                f"{tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss requires no gradient; compute it from the engine's output, "
+                "outside of torch.no_grad()"
+            )
+        self._failed = True
+        share = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._failed = False
         if self.monitor.enabled:
             self._loss += share.item()
         return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Call it after each micro-batch; at the boundary it updates.
-
-        Then it clips, updates, and steps the scheduler (with `lr_kwargs`) if
-        the update was not skipped. Without any gradient nothing is updated.
-        RuntimeError without an optimizer, TypeError if the scheduler needs
-        other `lr_kwargs`; then nothing has happened.
-        """
         self._check_trains()
         if not self.net.syncing:
-            raise RuntimeError(
-                "step() inside no_sync would update with gradients of this "
-                "rank alone; call it after the block"
-            )
+            raise RuntimeError("call step() outside of no_sync")
         before = self.global_steps
-        try:
-            self._loop.step(lr_kwargs or {})
-        finally:
-            if self.global_steps > before:
-                self._report()
+        super().step(lr_kwargs)
+        if self.global_steps > before:
+            self._report()
+
+    backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
 
     def _check_trains(self) -> None:
-        check_alive(self._loop.over, self.net)
-        check_optimizer(self.optimizer)
+        if self._destroyed:
+            raise RuntimeError("this engine was destroyed; make a new one")
+        if self.optimizer is None:
+            raise RuntimeError(
+                "this engine has no optimizer, so it only evaluates; give "
+                "minizero.initialize one, or name one in the config"
+            )
+        if self._failed:
+            raise RuntimeError(
+                "a backward has failed, so gradients are incomplete; call "
+                "engine.zero_grad() before you go on"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step."""
+        self._failed = False
+        self.net.zero_grad()
 
     def _report(self) -> None:
-        """A step has ended: time it, and print what the config asks for."""
+        """After a step: time it, and print and write what the config asks for."""
         config = self.config
-        micro_batches = config.gradient_accumulation_steps
-        self.meter.end_step(config.train_batch_size, micro_batches)
+        self.meter.end_step(config.train_batch_size, config.gradient_accumulation_steps)
         if rank() != 0:
             return
         assert self.optimizer is not None
@@ -195,20 +188,19 @@ class Engine(nn.Module):
                 seen["loss_scale"] = self.optimizer.loss_scale
             self._loss, samples = 0.0, self.global_samples
             self.monitor.write_events(
-                (f"Train/Samples/{name}", value, samples)
-                for name, value in seen.items()
+                (f"Train/Samples/{name}", value, samples) for name, value in seen.items()
             )
         every = config.steps_per_print
         if every and self.global_steps % every == 0:
-            parts = [
+            parts = (
                 f"step={self.global_steps}, skipped={self.skipped_steps}",
                 f"lr={self.get_lr()}, mom={self.get_mom()}",
                 f"loss_scale={self.optimizer.loss_scale:g}",
                 str(self.meter.recent),
-            ]
+            )
             print(", ".join(filter(None, parts)), flush=True)
             self.meter.reset()
-        if config.wall_clock_breakdown:
+        elif config.wall_clock_breakdown:
             print(f"step={self.global_steps}, {self.meter.last}", flush=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -216,76 +208,28 @@ class Engine(nn.Module):
 
         Raises RuntimeError where the plan shards gradients (stages 2 and 3).
         """
-        if not self.net.syncing:
-            raise RuntimeError("no_sync is inside no_sync; leave one out")
         return self.net.no_sync()
 
-    scale = method("_own", OwnBackward.scale)
-    position = method("_steps", Accumulation.position)
-    is_gradient_accumulation_boundary = method("_steps", Accumulation.is_boundary)
-    set_gradient_accumulation_boundary = method("_steps", Accumulation.set_boundary)
-    set_train_batch_size = method("_feeder", BatchFeeder.set_train_batch_size)
-    set_train_micro_batch_size = method(
-        "_feeder", BatchFeeder.set_train_micro_batch_size
-    )
-    deepspeed_io = method("_feeder", BatchFeeder.loader_of)
-    save_checkpoint = method("_run", RunCheckpoint.save)
-    finish_checkpoint = method("_run", RunCheckpoint.finish)
-    load_checkpoint = method("_run", RunCheckpoint.load)
-    module_state_dict = method("_weights", Weights.state_dict)
-    # under this name Hugging Face's Trainer and Accelerate ask for it
-    _zero3_consolidated_16bit_state_dict = module_state_dict
-    save_16bit_model = method("_weights", Weights.save)
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say before each backward whether a step ends with it; None counts again."""
+        self._boundary = is_boundary
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """The three sizes: of a step, of a micro-batch, and the steps."""
-        return tuple(getattr(self.config, name) for name in (TOTAL, MICRO, STEPS))
-
-    def optimizer_name(self) -> str | None:
-        """The class of the optimizer in it."""
-        made = self.optimizer
-        return None if made is None else type(made.optimizer).__name__
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank: all of them are data-parallel."""
-        return self.global_rank
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """Torch's group of all ranks."""
-        return torch.distributed.group.WORLD
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether there is a loss scale that adapts itself."""
-        return self.config.fp16.enabled and not self.config.fp16.loss_scale
+    # ---- what a script asks for
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were left out: gradients were not finite on a rank."""
+        """Steps without an update: gradients were not finite on a rank."""
         return self.net.precision.skipped_steps
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` has updated parameters."""
-        return self._loop.applied
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step, or make them zeros."""
-        self.net.zero_grad(set_to_none)
-
-    def throughput(self) -> Throughput:
-        """Samples and model FLOPs a second of late, and time of phases.
-
-        Averages over the steps since the last report, or else the last step;
-        the first step is left out, for it makes what later ones find.
-        """
-        recent = self.meter.recent
-        return recent if recent.steps else self.meter.last
+        return self._applied
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients at the last update, before clipping.
 
-        inf if the update was skipped. None before the first one, and where
-        the config neither clips nor has `compute_grad_norm`.
+        inf if the update was skipped. None before the first one, and where the config
+        neither clips nor has `compute_grad_norm`.
         """
         if self.optimizer is None:
             return None
@@ -296,30 +240,281 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next update."""
-        return [group.get("lr", 0.0) for group in self._groups()]
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("lr", 0.0) for group in groups]
 
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas; else 0.0."""
-        return [
-            group.get("momentum", group.get("betas", 0.0)) for group in self._groups()
-        ]
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer in it."""
+        return type(self.optimizer.optimizer).__name__ if self.optimizer else None
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether there is a loss scale that adapts itself."""
+        return self.config.fp16.enabled and not self.config.fp16.loss_scale
+
+    def throughput(self) -> Throughput:
+        """Samples and model FLOPs a second, and times of phases, since the last report."""
+        return self.meter.recent if self.meter.recent.steps else self.meter.last
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank: all ranks are data-parallel."""
+        return self.global_rank
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Torch's group of all ranks."""
+        return torch.distributed.group.WORLD
+
+    # ---- batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step and of a micro-batch, and micro-batches of a step."""
+        return tuple(getattr(self.config, name) for name in (TOTAL, MICRO, STEPS))
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """More or fewer micro-batches of the same size, from the next step on."""
+        self._resize(train_batch_size, self.config.train_micro_batch_size_per_gpu, None)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """As many micro-batches of another size, from the next step on.
+
+        `training_dataloader` gives them from its next iterator on.
+        """
+        self._resize(None, micro_batch_size, self.config.gradient_accumulation_steps)
+        if self.training_dataloader is not None:
+            self.training_dataloader.batch_size = micro_batch_size
+
+    def _resize(self, total: int | None, micro: int, steps: int | None) -> None:
+        if self._position or self.net.has_gradients:
+            raise RuntimeError("change batch sizes between steps, after the last step()")
+        sizes = batch_sizes(world_size(), total, micro, steps)
+        if min(sizes) < 1:
+            raise ValueError(f"batch sizes are at least 1, not {sizes}")
+        new = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
+        self.config = self.config.model_copy(update=new)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader | DataLoader[Any]:
+        """A loader of this rank's part of a dataset, by default in micro-batches.
+
+        `route`: "train" shuffles, "eval" and "predict" do not. With a `data_sampler` of
+        this rank's samples it is torch's own `DataLoader`.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f'route is "train", "eval" or "predict", not {route!r}')
+        size = batch_size or self.config.train_micro_batch_size_per_gpu
+        collate, drop = collate_fn or self.collate_fn, self.config.dataloader_drop_last
+        workers = num_local_io_workers or 0
+        if data_sampler is None:
+            return Loader(dataset, size, collate, drop, workers, route == "train")
+        return DataLoader(
+            dataset,
+            size,
+            sampler=data_sampler,
+            collate_fn=collate,
+            drop_last=drop,
+            num_workers=workers,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+        )
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> bool:
+        """Save the run as `save_dir/tag`; every rank calls it, between steps.
+
+        Weights, optimizer states and options, loss scale, scheduler, counters, the place
+        in the data, random states of every rank, and rank 0's `client_state`: numbers,
+        strings, tensors, lists and dicts of them.
+
+        `tag`: default "global_step" and the number. `save_latest`: whether
+        `load_checkpoint` without a tag finds it. `exclude_frozen_parameters`: no effect,
+        a checkpoint has the whole model. `keep`, `background`: see
+        `minizero.checkpoint.save`.
+
+        CheckpointError, on all ranks, if it cannot be written, or if a step is under way;
+        existing checkpoints stay as they are.
+        """
+        loader, scheduler = self.training_dataloader, self.lr_scheduler
+        engine = {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "data": None if loader is None else loader.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_type": _name(scheduler),
+        }
+        checkpoint.save(
+            self.net,
+            save_dir,
+            str(tag or f"global_step{self.global_steps}"),
+            extra={"engine": engine, "client": client_state or {}},
+            keep=keep,
+            background=background,
+            latest=save_latest,
+        )
+        return True
+
+    def finish_checkpoint(self) -> None:
+        """Wait for a save in the background, and raise its error."""
+        checkpoint.finish()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` saved, on any ranks under any plan.
+
+        Every rank calls it. Returns the checkpoint's folder and the client's state; None
+        and None, and a warning, if `load_dir` has no checkpoint and no tag is given.
+
+        CheckpointError, on all ranks, for what is damaged, missing, or of another model,
+        scheduler or data; the run is then as it was.
+        """
+        found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
+        if tag is None and broadcast_bytes(found) == b"0":
+            if rank() == 0:
+                warnings.warn(f"no checkpoint in {load_dir}: nothing loaded", stacklevel=2)
+            return None, None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
+        loader = self.training_dataloader
+        if load_module_only:
+            scheduler = loader = None
+
+        def check(loaded: checkpoint.Loaded) -> None:
+            """Raise CheckpointError unless scheduler and loader can go on from it."""
+            saved = loaded.extra.get("engine", {})
+            before, here = saved.get("scheduler_type"), _name(scheduler)
+            if saved.get("scheduler") and scheduler is not None and before != here:
+                raise checkpoint.CheckpointError(
+                    f"the scheduler is {here} here and was {before}; pass "
+                    "load_lr_scheduler_states=False to load without it"
+                )
+            if saved.get("data") and loader is not None:
+                try:
+                    loader.check_state(saved["data"])
+                except ValueError as error:
+                    raise checkpoint.CheckpointError(str(error)) from None
+
+        loaded = checkpoint.load(
+            self.net,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            check=check,
+        )
+        self.zero_grad()
+        saved = loaded.extra.get("engine")
+        if saved is None:  # `minizero.checkpoint.save` wrote it, without an engine
+            return str(loaded.path), loaded.extra
+        if self.optimizer is not None:
+            self.optimizer.norm, self.optimizer.overflow = None, False
+        if not load_module_only:
+            self.global_steps = saved["global_steps"]
+            self.global_samples = saved["global_samples"]
+            self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
+            self._position = 0
+        if saved["scheduler"] and scheduler is not None:
+            scheduler.load_state_dict(saved["scheduler"])
+        if saved["data"] and loader is not None:
+            loader.load_state_dict(saved["data"])
+        return str(loaded.path), loaded.extra["client"]
+
+    # ---- weights
+
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """The model's whole state dict, without the prefix "module.".
+
+        Where parameters are sharded: copies in host memory on rank 0, and {} on other
+        ranks. Else, on every rank, the model's own tensors. All ranks must call it.
+        """
+        self.net.synchronize()
+        if self.net.plan.parameters.sharded:
+            return self.net.state_dict(frozen=not exclude_frozen_parameters)
+        frozen = set[str]()
+        if exclude_frozen_parameters:
+            named = self.module.named_parameters(remove_duplicate=False)
+            frozen = {name for name, p in named if not p.requires_grad}
+        found = self.module.state_dict()
+        return {name: value for name, value in found.items() if name not in frozen}
+
+    # Hugging Face's Trainer and Accelerate call it by this name
+    _zero3_consolidated_16bit_state_dict = module_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's weights, in their dtype, into one file, on rank 0.
+
+        Every rank calls it. A safetensors file if the name ends so, else one for
+        `torch.load`. False, and nothing written, if parameters are sharded and the config
+        lacks `stage3_gather_16bit_weights_on_model_save`.
+        """
+        sharded = self.net.plan.parameters.sharded
+        gathers = self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if sharded and not gathers:
+            if rank() == 0:
+                warnings.warn(
+                    "the model is not saved: its parameters are sharded, and "
+                    "stage3_gather_16bit_weights_on_model_save is false",
+                    stacklevel=2,
+                )
+            return False
+        weights = self.module_state_dict(exclude_frozen_parameters)
+        with agreeing(checkpoint.CheckpointError):
+            if rank() == 0:
+                path = Path(save_dir, save_filename)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_name(f"{path.name}.tmp")
+                if path.suffix == ".safetensors":
+                    # the format refuses tied weights: each name gets a copy
+                    copies = {k: v.detach().clone() for k, v in weights.items()}
+                    unfinished.write_bytes(safetensors.save(copies, {"format": "pt"}))
+                else:
+                    torch.save(weights, unfinished)
+                os.replace(unfinished, path)
+        return True
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take over weights, names with the prefix "module."; rank 0's count.
+        """Copy rank 0's weights, names with the prefix "module."; all ranks call it.
 
-        All ranks must call it. The whole model is gathered meanwhile; to go
-        on with training, `load_checkpoint` needs less memory.
+        The whole model is gathered meanwhile; `load_checkpoint` needs less memory.
         """
         if assign:
-            raise ValueError(
-                "parameters are views of flat buffers, so values are copied; "
-                "leave assign=True out"
-            )
+            raise ValueError("assign=True would take parameters out of flat buffers")
         with GatheredParameters(self.module.parameters(), modifier_rank=0):
             return super().load_state_dict(state_dict, strict)
 
@@ -330,24 +525,32 @@ class Engine(nn.Module):
         custom_load_fn: Callable[..., None] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """The same, names without that prefix; sharded parameters are fetched anyway.
+        """The same, names without that prefix; sharded parameters are always fetched.
 
         `custom_load_fn`: called with `src=state_dict, dst=engine.module` instead.
         """
-        if custom_load_fn is None:
-            named = {f"module.{name}": value for name, value in state_dict.items()}
-            self.load_state_dict(named, strict)
-            return
         with GatheredParameters(self.module.parameters(), modifier_rank=0):
-            custom_load_fn(src=state_dict, dst=self.module)
+            if custom_load_fn is None:
+                self.module.load_state_dict(state_dict, strict)
+            else:
+                custom_load_fn(src=state_dict, dst=self.module)
+
+    # ---- the module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
-        """What `to`, `half`, `cuda` call: only if there is nothing to do."""
-        self._weights.check_in_place(fn, self.module)
+        """Overrides what `to`, `half` and `cuda` call: flat buffers must not move."""
+        for t in (*self.module.parameters(), *self.module.buffers()):
+            moved = fn(t)
+            if moved.dtype != t.dtype or moved.device.type != t.device.type:
+                raise RuntimeError(
+                    f"the parameters are views of flat buffers on {self.device}; move or "
+                    "cast the model before minizero.initialize, or choose its dtype in "
+                    "the config (fp16, bf16)"
+                )
         return self
 
     def empty_partition_cache(self) -> None:
-        """Free the sharded parameters that are whole; every rank calls it."""
+        """Free the sharded parameters that are gathered; every rank calls it."""
         for unit in self.net.units:
             self.net.release(unit)
 
@@ -356,120 +559,30 @@ class Engine(nn.Module):
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Compile the forward of each unit, but the root's; in place.
+        """Compile the forward of each unit except the root's, in place.
 
-        Between them, and so outside of what is compiled, hooks gather, free
-        and reduce. `compile_kwargs`: of `torch.compile`. A second call does
-        nothing.
+        Hooks gather, free and reduce between units, outside of what is compiled.
         """
         if self.is_compiled:
             return
         self.is_compiled = True
-        modules = [module for unit in self.net.units for module in unit.modules]
-        inner = [module for module in modules if module is not self.module]
-        for module in inner or modules:
+        root, *blocks = [unit.module for unit in self.net.units]
+        for module in blocks or [root]:
             module.forward = torch.compile(
                 module.forward, backend=backend, **(compile_kwargs or {})
             )
 
     def destroy(self) -> None:
-        """Finish the save that is under way, and delete offloaded files.
-
-        The engine is of no use afterwards; a second call does nothing.
-        """
-        self._loop.over = True
+        """Finish a background save, and delete offloaded files; use ends here."""
+        self._destroyed = True
         try:
-            self.finish_checkpoint()
+            checkpoint.finish()
         finally:
-            close = getattr(self.net.home, "close", None)
+            close = getattr(self.net.storage, "close", None)
             if close is not None:
                 close()
 
 
-for _name, _method in options():
-    setattr(Engine, _name, _method)
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
-    model_parameters: Parameters | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any | MakeScheduler | None = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Source | None = None,
-    mesh_param: Any = None,
-    config_params: Source | None = None,
-    units: Policy | None = None,
-) -> tuple[Engine, EngineOptimizer | None, Loader | None, Any]:
-    """An engine for `model`, its optimizer, its data loader, its scheduler.
-
-    The arguments are DeepSpeed's, in its order, and `units`. What is neither given nor in
-    the config is None. Without an optimizer the engine evaluates: it has no
-    gradients and no optimizer state, parameters are frozen, and at stage 3
-    they are sharded.
-
-    Args:
-        args: parsed arguments; `args.deepspeed_config` is the config, if
-            there is one (see `add_config_arguments`).
-        model: any module; parameters and buffers get rank 0's values.
-        optimizer: an element-wise `torch.optim` optimizer over the model's
-            parameters, or a function that makes one of `model_parameters`;
-            without it the config's is made, if it names one.
-        model_parameters: parameters, or groups (dicts) of them with options;
-            default: all of the model.
-        training_data: a dataset with `len` and `[index]`, or one that is
-            iterated over; the same on every rank, which sees its part.
-        lr_scheduler: a scheduler, or a function that makes one of the
-            optimizer; without it the config's, if any. `engine.step` steps
-            it.
-        dist_init_required: False if the ranks talk already, and must.
-        collate_fn: makes a batch of a list of samples.
-        config, config_params: a dict, the path of a JSON file, or JSON text.
-        units: says of a module whether it communicates as one, as a unit;
-            default: the members of `nn.ModuleList` and `nn.Sequential`.
-        mpu, mesh_param, distributed_port: not done here; leave them out.
-
-    Raises:
-        ConfigError: a sentence for each problem of the config.
-        ValueError, TypeError: what is missing, or no such thing.
-    """
-    refuse(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
-    source = the_source(args, config, config_params)
-    if dist_init_required is not False:
-        init_distributed()
-    elif not torch.distributed.is_initialized():
-        raise RuntimeError(
-            "dist_init_required is False, but the ranks cannot talk yet; "
-            "call minizero.init_distributed() first, or leave it out"
-        )
-    settings = read(source, world_size())
-    if model_parameters is None:
-        model_parameters = model.parameters()
-    made = make_optimizer(settings, optimizer, model, [*model_parameters])
-    idle = overruled(settings, optimizer=optimizer, scheduler=lr_scheduler)
-    if made is None and settings.scheduler is not None:
-        idle.append("scheduler has no effect: there is no optimizer")
-    loader = None
-    if training_data is not None:
-        loader = Loader(
-            training_data,
-            settings.train_micro_batch_size_per_gpu,
-            collate_fn,
-            settings.dataloader_drop_last,
-        )
-    scheduler = make_scheduler(settings, lr_scheduler, made)
-    if not functions.configured:
-        functions.use(settings.activation_checkpointing.cpu_checkpointing)
-    changed = [None if made is None else freeze_others(model, made), take_over(model)]
-    if rank() == 0:
-        for sentence in filter(None, (*settings.warnings, *idle, *changed)):
-            warnings.warn(sentence, stacklevel=2)
-    engine = Engine(settings, model, made, scheduler, loader, collate_fn, units)
-    return engine, engine.optimizer, loader, scheduler
+def _name(scheduler: Any) -> str:
+    """DeepSpeed's name of one of its schedules; the class of another."""
+    return str(getattr(scheduler, "name", type(scheduler).__name__))

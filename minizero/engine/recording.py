@@ -1,54 +1,123 @@
-"""A run recorded on each rank: the ledger's calls, live bytes, what is computed."""
+"""Records what each rank does and holds, into a file that Perfetto and the book open."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .. import comm
 from ..memory.trace import Slice, Trace, moments
 from ..memory.tracker import Tracker
-from ..offload.async_io import Transfer
-from ..ranks.launch import rank, world_size
-from ..zero.autograd_hooks import hook_outputs
-from ..zero.data_parallel import DataParallel
-from .sources import source
+from ..ranks import rank, world_size
+from ..zero import DataParallel
+from .engine import Engine
+
+QUIET = 2.0
+"""Seconds without an event after which a rank writes its part: it may be killed."""
 
 Function = Callable[..., Any]
 
 
+@contextmanager
+def trace(
+    engine: Engine | DataParallel,
+    path: str | Path | None = None,
+    tracker: Tracker | None = None,
+) -> Iterator[Recording]:
+    """Record the steps inside the block: what a rank does, when, for which unit, in bytes.
+
+    Every rank enters it, at the same moment. Afterwards the result's `trace` is this
+    rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON. If the
+    block fails, or nothing happens in it for `QUIET` seconds, each rank leaves its own
+    part, `path` with `.rank0` and so on at its end. Calls that it was waiting for last
+    until then, so the parts of a hang show who waited for whom.
+
+    The book's timeline draws the first 50,000 events of a file: a few steps of a model
+    with some dozens of units. On a GPU, times of computing and copying are those of
+    their launch. `tracker`: one that is running; else a new one counts live bytes.
+    """
+    net = engine.net if isinstance(engine, Engine) else engine
+    record = Recording(net, tracker)
+    over = Event()
+
+    def part(of: int) -> Path:
+        return Path(f"{path}.rank{of}")
+
+    def write(found: Trace) -> None:
+        part(rank()).write_text(json.dumps(found.chrome()))
+
+    def watch() -> None:
+        before = written = 0
+        while not over.wait(QUIET):
+            now = record.events()
+            if now == before != written:
+                write(record.until(time.perf_counter()))
+                written = now
+            before = now
+
+    watcher = Thread(target=watch, daemon=True)
+    if path is not None:
+        watcher.start()
+    try:
+        with record.recording():
+            yield record
+    finally:
+        over.set()
+        if path is not None:
+            watcher.join()
+            write(record.trace)
+    if path is None:
+        return
+    comm.barrier()
+    if rank() == 0:
+        parts = [part(r) for r in range(world_size())]
+        whole, *others = (json.loads(file.read_text()) for file in parts)
+        for other in others:
+            whole["traceEvents"] += other["traceEvents"]
+        Path(path).write_text(json.dumps(whole))
+        for file in parts:
+            file.unlink()
+
+
 class Span(NamedTuple):
-    """What a rank did for a unit, in seconds of `perf_counter`."""
+    """An operation of a rank for a unit, in seconds of `perf_counter`."""
 
     begin: float
     end: float
-    verb: str
+    operation: str
     unit: str = ""
 
 
 class Recording:
-    """What one rank does meanwhile; `trace` has it when it is over.
+    """What one rank does meanwhile; `trace` has it afterwards.
 
-    `calls`, `tracker`: what that was made of. `shift`: what was added to the seconds of
-    `perf_counter` in them.
+    `calls`, `tracker`: the ledger and the live bytes that it is made of. `shift`: what is
+    added to seconds of `perf_counter` in the trace.
     """
 
     trace: Trace
 
     def __init__(self, net: DataParallel, tracker: Tracker | None) -> None:
-        self.net, self.shift = net, _shift()
+        # seconds since now, on rank 0's clock
+        start = torch.tensor([time.time()], dtype=torch.float64)
+        comm.broadcast(start)
+        self.net, self.shift = net, time.time() - time.perf_counter() - start.item()
         self.calls, self.tracker = comm.Ledger(), tracker or Tracker()
-        self._running = tracker is not None
+        self._is_running = tracker is not None
         self._spans: list[Span] = []
         self._copies: list[tuple[Span, int]] = []
-        self._files: list[tuple[Transfer, str, str, int]] = []
-        self._backward: list[tuple[float, str]] = []  # the unit's that is under way
+        self._files: list[tuple[Any, str, str, int]] = []
+        self._backward: list[tuple[float, str]] = []  # the unit whose backward runs
         self._first = 0  # of the tracker's samples
 
     @contextmanager
@@ -56,7 +125,7 @@ class Recording:
         """Record what happens inside, and make the trace, whether it fails or not."""
         with ExitStack() as stack:
             self.calls = stack.enter_context(comm.ledger())
-            if not self._running:
+            if not self._is_running:
                 stack.enter_context(self.tracker)
             self.tracker.mark("")
             self._first = len(self.tracker.samples) - 1
@@ -69,35 +138,41 @@ class Recording:
                 self.trace = self.until(time.perf_counter())
 
     def _watch(self, stack: ExitStack) -> None:
-        net = self.net
-        home: Any = net.home
-        for unit in net.units:
-            before, after = self._around(unit.name)
-            for module in unit.modules:
-                stack.callback(module.register_forward_pre_hook(before).remove)
-                stack.callback(module.register_forward_hook(after).remove)
-        for verb, name in (("backward", "backward"), ("update", "step")):
-            stack.enter_context(_instead(net, name, partial(self._timed, verb)))
-        for stream in ("up", "down"):
-            if hasattr(home, stream):
-                copied = partial(self._copied, stream)
-                stack.enter_context(_instead(getattr(home, stream), "copy", copied))
-        for verb in ("read", "write") if hasattr(home, "swap") else ():
-            stack.enter_context(_instead(home.swap, verb, partial(self._moved, verb)))
+        """Hooks on the units' modules, and around the methods that work."""
 
-    def _around(self, unit: str) -> tuple[Function, Function]:
-        """Hooks before and after the forward of a unit's module."""
-        begun: list[float] = []
+        def around(owner: Any, name: str, wrapper: Function) -> None:
+            setattr(owner, name, partial(wrapper, getattr(owner, name)))
+            stack.callback(delattr, owner, name)
 
-        def before(*_: Any) -> None:
-            begun.append(time.perf_counter())
+        for unit in self.net.units:
+            begun: list[float] = []
+            before = partial(self._before_forward, begun)
+            after = partial(self._after_forward, begun, unit.name)
+            for handle in (
+                unit.module.register_forward_pre_hook(before),
+                unit.module.register_forward_hook(after),
+            ):
+                stack.callback(handle.remove)
+        around(self.net, "backward", partial(self._timed, "backward"))
+        around(self.net, "step", partial(self._timed, "update"))
+        storage: Any = self.net.storage
+        for name, operation in (("up", "load"), ("down", "add")):
+            if hasattr(storage, name):
+                copied = partial(self._copied, operation)
+                around(getattr(storage, name), "copy", copied)
+        for operation in ("read", "write") if hasattr(storage, "swap") else ():
+            around(storage.swap, operation, partial(self._moved, operation))
 
-        def after(module: nn.Module, args: Any, out: Any) -> None:
-            self._spans.append(Span(begun.pop(), time.perf_counter(), "forward", unit))
-            if torch.is_grad_enabled():
-                hook_outputs(lambda _: self._next_backward(unit), out)
+    def _before_forward(self, begun: list[float], *_: Any) -> None:
+        begun.append(time.perf_counter())
 
-        return before, after
+    def _after_forward(
+        self, begun: list[float], unit: str, module: nn.Module, args: Any, out: Any
+    ) -> None:
+        self._spans.append(Span(begun.pop(), time.perf_counter(), "forward", unit))
+        for x in tree_leaves(out) if torch.is_grad_enabled() else ():
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda _: self._next_backward(unit))
 
     def _next_backward(self, unit: str = "") -> None:
         """The backward of one unit ends where that of the next one begins."""
@@ -108,17 +183,14 @@ class Recording:
         if unit:
             self._backward.append((now, unit))
 
-    def _timed(self, verb: str, function: Function) -> Function:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, operation: str, function: Function, *args: Any, **kw: Any) -> Any:
+        self._next_backward()
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kw)
+        finally:
             self._next_backward()
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._next_backward()
-                self._spans.append(Span(begin, time.perf_counter(), verb))
-
-        return timed
+            self._spans.append(Span(begin, time.perf_counter(), operation))
 
     def _last(self) -> tuple[str, str]:
         """The event that was marked last, and its unit."""
@@ -126,69 +198,59 @@ class Recording:
         last = next(marked, None)
         return (last.event, last.unit) if last else ("", "")
 
-    def _copied(self, stream: str, copy: Function) -> Function:
-        def timed(out: Tensor, given: Tensor) -> None:
-            begin = time.perf_counter()
-            copy(out, given)
-            event, unit = self._last()
-            other = "load" if stream == "up" else "add"
-            verb = event if event in ("in", "out") else other
-            span = Span(begin, time.perf_counter(), verb, unit)
-            self._copies.append((span, given.nbytes))
+    def _copied(self, other: str, copy: Function, out: Tensor, given: Tensor) -> None:
+        begin = time.perf_counter()
+        copy(out, given)
+        event, unit = self._last()
+        operation = event if event in ("in", "out") else other
+        span = Span(begin, time.perf_counter(), operation, unit)
+        self._copies.append((span, given.nbytes))
 
-        return timed
-
-    def _moved(self, verb: str, function: Function) -> Function:
-        def noted(at: int, data: Tensor) -> Transfer:
-            transfer: Transfer = function(at, data)
-            self._files.append((transfer, verb, self._last()[1], data.nbytes))
-            return transfer
-
-        return noted
+    def _moved(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
+        transfer = function(at, data)
+        self._files.append((transfer, operation, self._last()[1], data.nbytes))
+        return transfer
 
     def events(self) -> int:
         """How many things have happened so far."""
         return len(self.calls) + len(self.tracker.samples) + len(self._spans)
 
     def until(self, now: float) -> Trace:
-        """What there is so far; calls that nobody has finished are taken to end now."""
-        kind, shift, here = type(self.net), self.shift, rank()
-        groups = comm.Groups(self.net.plan.group or world_size())
-        scopes = {s.name: s.ranks for s in (groups.within, groups.across)}
+        """The trace so far; calls that are not finished end now."""
+        here, ranks = rank(), world_size()
+        groups = comm.Groups(self.net.plan.group or ranks)
+        peers = {g.name: g.ranks for g in (groups.within, groups.across)}
 
-        def cut(
-            lane: str, s: Span, nbytes: int = 0, call: int = -1, phase: str = ""
-        ) -> Slice:
-            code = source(kind, s.verb, s.unit, phase)
-            times = s.begin + shift, s.end + shift
-            return Slice(here, lane, *times, s.verb, s.unit, nbytes, call, phase, code)
+        def cut(lane: str, s: Span, nbytes: int = 0) -> Slice:
+            times = s.begin + self.shift, s.end + self.shift
+            return Slice(here, lane, *times, s.operation, s.unit, nbytes)
 
         slices, waits = [], []
         for i, c in enumerate(self.calls):
             span = Span(c.launched, c.finished or now, c.op, c.unit)
             lane = "gather" if c.op in ("all_gather", "broadcast") else "reduce"
-            made = cut(lane, span, c.bytes, i, c.phase)
-            slices.append(made._replace(peers=scopes.get(c.group, ())))
+            made = cut(lane, span, c.bytes)._replace(call=i, phase=c.phase)
+            slices.append(made._replace(peers=peers.get(c.group, ())))
             waits.append(Span(c.launched, c.returned or now, "launch", c.unit))
             if c.waited:
                 waits.append(Span(c.waited, c.finished or now, "wait", c.unit))
         slices += [cut("compute", span) for span in innermost(self._spans + waits)]
         slices += [cut("to host", span, nbytes) for span, nbytes in self._copies]
-        for transfer, verb, unit, nbytes in self._files:
-            span = Span(transfer.started, transfer.finished, verb, unit)
+        for transfer, operation, unit, nbytes in self._files:
+            span = Span(transfer.started, transfer.finished, operation, unit)
             slices.append(cut("to disk", span, nbytes))
         samples = self.tracker.samples[self._first :]
         for s in samples:
             if s.event == "release":
                 slices.append(cut("compute", Span(s.time, s.time, s.event, s.unit)))
         slices.sort(key=lambda s: s.begin)
-        return Trace(world_size(), slices, [*moments(samples, here, shift)])
+        return Trace(ranks, slices, [*moments(samples, here, self.shift)])
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[Span]:
-    """Pieces of time one after the other, each of the span that began last.
+    """Disjoint pieces of time in order, each of the span that began last.
 
-    What reaches beyond the span that it began in ends with that.
+    A span that reaches beyond the one that it began in ends with that.
     """
     now, stack = 0.0, list[Span]()
 
@@ -209,22 +271,3 @@ def innermost(spans: Iterable[Span]) -> Iterator[Span]:
         outer = stack[-1].end if stack else span.end
         stack.append(span._replace(end=min(span.end, outer)))
     yield from until(float("inf"))
-
-
-def _shift() -> float:
-    """From this rank's `perf_counter` to seconds since now, on rank 0's clock."""
-    start = torch.tensor([time.time()], dtype=torch.float64)
-    comm.broadcast(start)
-    return time.time() - time.perf_counter() - start.item()
-
-
-@contextmanager
-def _instead(
-    owner: object, name: str, wrap: Callable[[Function], Function]
-) -> Iterator[None]:
-    """Meanwhile a method of one object is what `wrap` makes of it."""
-    setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        delattr(owner, name)

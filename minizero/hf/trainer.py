@@ -14,7 +14,7 @@ from transformers.trainer import SCHEDULER_NAME
 from .. import comm
 from ..config import read
 from ..engine import Engine
-from ..engine.arguments import make_optimizer, make_scheduler
+from ..engine.start import make_optimizer, make_scheduler
 from ..ranks import init_distributed
 from ..ranks.launch import device, world_size
 from ..zero import GatheredParameters

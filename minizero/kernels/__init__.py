@@ -9,7 +9,8 @@ is imported when a kernel is first launched, and a compiler started when the fir
 from .launching import launched, runs_on
 from .loss import cross_entropy
 from .norms import layer_norm, rms_norm
-from .optimizers import CPUAdam, FusedAdam, optimizer_class
+from .choose import muon_options, optimizer_call
+from .optimizers import CPUAdam, FusedAdam
 
 __all__ = [
     "CPUAdam",
@@ -17,7 +18,8 @@ __all__ = [
     "cross_entropy",
     "launched",
     "layer_norm",
-    "optimizer_class",
+    "muon_options",
+    "optimizer_call",
     "rms_norm",
     "runs_on",
 ]

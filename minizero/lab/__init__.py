@@ -4,6 +4,6 @@
 report, its recovery) train; `toygpu` enforces a budget of bytes, and
 `toymachine` makes bytes cost time; `magic` is `%%ranks`; `plots/` draws figures and
 `explorables/` figures to play with; `bench/` measures speed; `hardware`,
-`config_reference` and `units` are what several of them share. Imports anything of
+`units` is what several of them share. Imports anything of
 minizero; nothing that trains imports it.
 """

@@ -199,7 +199,7 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
 
     A bucket holds the largest unit, which is unsharded once in any case, and no more.
     The section "minizero_plan", which both ignore, says what else the plan assumes:
-    the sequence, the machine, and what the model recomputes.
+    the GPUs, their machine, the sequence, and what the model recomputes.
     """
     unit = max(job.shape.block, job.shape.root)
     zero: dict[str, Any] = {
@@ -231,6 +231,7 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
         **({} if job.precision == "fp32" else {job.precision: {"enabled": True}}),
         "zero_optimization": zero,
         "minizero_plan": {
+            "gpus": job.gpus,
             "sequence": job.sequence,
             "checkpointing": how.checkpointing,
             **({"machine": machine} if machine else {}),

@@ -9,11 +9,9 @@ from typing import Any, get_args
 
 import traitlets
 
-from minizero.config import Config, ConfigError, read
-from minizero.config.batch import MICRO, STEPS, TOTAL
-from minizero.config.keys import walk
-from minizero.config.unsupported import REFUSED
-from minizero.config.zero import Place
+from minizero.config import MICRO, STEPS, TOTAL, ConfigError, read
+from minizero.config.read import known_keys
+from minizero.config.schema import Place
 from minizero.lab.explorables.base import Amount, Explorable, module, table
 from minizero.lab.explorables.memory import PALETTE, STATES
 from minizero.lab.plots.style import amount
@@ -76,7 +74,7 @@ class ConfigExplorer(Explorable):
         config = read(self.text, self.world_size)
         kind, optimizer = config.dtypes.parameters, "adam"
         if config.optimizer is not None and config.optimizer.type == "SGD":
-            moving = getattr(config.optimizer.params, "momentum", 0)
+            moving = config.optimizer.params.get("momentum", 0)
             optimizer = "momentum" if moving else "sgd"
         precision = "fp32" if kind == "float32" else "bf16"
         plan = config.plan
@@ -136,10 +134,10 @@ def plans() -> dict[str, dict[str, Any]]:
             for category, place in vars(config.plan).items()
         }
         places["idle"] = {
-            name: said.partition("no effect: ")[2]
+            name: said.partition(": ")[2]
             for name in chosen
             for said in config.warnings
-            if f".{name}." in said
+            if f".{name} " in said
         }
         table[f"{stage}/{state}/{param}"] = places
     return table
@@ -157,12 +155,3 @@ def costs() -> dict[str, dict[str, float]]:
         }
         for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
     }
-
-
-def known_keys() -> dict[str, list[str]]:
-    """The names that a section may have, by its dotted name; "" is the top."""
-    table: dict[str, set[str]] = {}
-    for where in [*(where for where, _ in walk(Config)), *REFUSED]:
-        place, _, name = where.rpartition(".")
-        table.setdefault(place, set()).add(name)
-    return {place: sorted(names) for place, names in table.items()}

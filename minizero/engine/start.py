@@ -1,0 +1,184 @@
+"""From what a script gives to an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import CHECKPOINT, Offloaded
+from ..config import Config, Source, check_options, read
+from ..kernels import muon_options, optimizer_call
+from ..ranks import init_distributed, rank, world_size
+from ..zero.elementwise import groups_of
+from ..zero.flat import Policy
+from ..zero.muon import Muon, muon_groups
+from .data import Collate, Loader
+from .engine import Engine
+from .from_config import wrap
+from .lr_schedules import SCHEDULES
+from .optimizer import EngineOptimizer
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any | MakeScheduler | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Collate | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+    units: Policy | None = None,
+) -> tuple[Engine, EngineOptimizer | None, Loader | None, Any]:
+    """An engine for `model`, its optimizer, its data loader, its scheduler.
+
+    The arguments are DeepSpeed's, in its order, and `units`. What is neither given nor
+    in the config is None. Without an optimizer the engine evaluates: parameters are
+    frozen, and at stage 3 they are sharded.
+
+    Args:
+        args: parsed arguments; `args.deepspeed_config` may be the config.
+        model: any module; parameters and buffers get rank 0's values.
+        optimizer: an element-wise `torch.optim` optimizer over the model's parameters,
+            or a function that makes one of `model_parameters`; default: the config's.
+        model_parameters: parameters, or groups (dicts) of them; default: all.
+        training_data: a dataset with `len` and `[index]`, the same on every rank, which
+            sees its part.
+        lr_scheduler: a scheduler, or a function that makes one of the optimizer;
+            default: the config's. `engine.step` steps it.
+        collate_fn: makes a batch of a list of samples.
+        config, config_params: a dict, the path of a JSON file, or JSON text.
+        units: whether a module communicates as one unit; default: the members of
+            `nn.ModuleList` and `nn.Sequential`.
+        dist_init_required: no effect: ranks connect if they have not yet.
+        distributed_port, mpu, mesh_param: refused, for all ranks are data-parallel.
+
+    Raises:
+        ConfigError: a sentence for each problem of the config.
+        ValueError, TypeError: for another argument.
+    """
+    others = {"distributed_port": distributed_port, "mpu": mpu, "mesh_param": mesh_param}
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name}= is not supported: all ranks are data-parallel")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
+    sources = [config, config_params, getattr(args, "deepspeed_config", None)]
+    given = [source for source in sources if source is not None]
+    if len(given) != 1:
+        raise ValueError(f"initialize takes one config, config=..., not {len(given)}")
+    init_distributed()
+    settings = read(given[0], world_size())
+    made = make_optimizer(settings, optimizer, model, model_parameters)
+    scheduler = make_scheduler(settings, lr_scheduler, made)
+    loader = None
+    if training_data is not None:
+        size, drop = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
+        loader = Loader(training_data, size, collate_fn, drop)
+    if settings.activation_checkpointing.cpu_checkpointing:
+        CHECKPOINT.store = Offloaded()
+    said = [*settings.warnings, *_idle(settings, optimizer, lr_scheduler, made)]
+    said += _frozen(model, made) if made is not None else []
+    for sentence in said if rank() == 0 else ():
+        warnings.warn(sentence, stacklevel=2)
+    net = wrap(model, made, settings, units)
+    updates = None
+    if made is not None:
+        with_norm = settings.zero_optimization.compute_grad_norm
+        updates = EngineOptimizer(net, settings.gradient_clipping, with_norm)
+    engine = Engine(settings, net, updates, scheduler, loader, collate_fn)
+    return engine, updates, loader, scheduler
+
+
+def make_optimizer(
+    config: Config,
+    given: torch.optim.Optimizer | MakeOptimizer | None,
+    model: nn.Module,
+    parameters: Parameters | None,
+) -> torch.optim.Optimizer | None:
+    """The optimizer that is given or that a function makes; else the config's, or None."""
+    parameters = [*(model.parameters() if parameters is None else parameters)]
+    chosen = config.optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is not None:
+        made = given(parameters) if callable(given) else given
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer= takes a torch.optim.Optimizer, or a function that makes one "
+                f"of parameters, not {made!r}"
+            )
+        return made
+    if chosen is None:
+        return None
+    if chosen.type == "Muon":
+        muon, adam = muon_options(chosen.params)
+        check_options(torch.optim.Muon, muon, "optimizer.params")
+        return Muon(muon_groups(model, parameters, muon, adam))
+    kind, options = optimizer_call(chosen.type, chosen.params)
+    check_options(kind, options, "optimizer.params")
+    return kind(parameters, **options)
+
+
+def make_scheduler(
+    config: Config, given: Any, optimizer: torch.optim.Optimizer | None
+) -> Any:
+    """The scheduler that is given or that a function makes; else the config's, or None."""
+    if optimizer is None:
+        if given is not None:
+            raise ValueError("lr_scheduler= needs an optimizer, and there is none")
+        return None
+    if given is None:
+        if (chosen := config.scheduler) is None:
+            return None
+        kind = SCHEDULES[chosen.type]
+        check_options(kind, chosen.params, "scheduler.params")
+        return kind(optimizer, **chosen.params)
+    made = given(optimizer) if callable(given) else given  # torch's are not callable
+    if not callable(getattr(made, "step", None)):
+        raise TypeError(
+            "lr_scheduler= takes an object with step(), or a function that makes one of "
+            f"an optimizer, not {made!r}"
+        )
+    return made
+
+
+def _idle(
+    config: Config, optimizer: Any, scheduler: Any, made: torch.optim.Optimizer | None
+) -> list[str]:
+    """A sentence for each section of the config that something else replaces."""
+    found = []
+    if optimizer is not None and config.optimizer is not None:
+        found.append("the config's optimizer has no effect: initialize was given another")
+    if config.scheduler is not None and (scheduler is not None or made is None):
+        why = "there is no optimizer" if made is None else "initialize was given another"
+        found.append(f"the config's scheduler has no effect: {why}")
+    moved = getattr(scheduler, "optimizer", made)
+    if getattr(moved, "optimizer", moved) is not made:
+        found.append("the lr_scheduler was made of another optimizer: rates will not move")
+    return found
+
+
+def _frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Freeze what the optimizer does not update; a sentence that says what."""
+    updated = groups_of(model, optimizer)
+    named = model.named_parameters()
+    others = {n: p for n, p in named if p.requires_grad and p not in updated}
+    for p in others.values():
+        p.requires_grad_(False)
+    if not others:
+        return []
+    return [f"frozen, for the optimizer has no group with them: {', '.join(others)}"]
