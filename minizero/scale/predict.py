@@ -46,7 +46,7 @@ def layers_of(
 
     def layer(name: str, n: int, forward: float, backward: float) -> Layer:
         padded = -(-n // world_size) * world_size
-        flat = Buffer(padded, size, reduced=reduced, coded=coded)
+        flat = Buffer(padded, size, reduced=reduced, sent=coded)
         forward += costs.memory(decoded * n)
         backward += costs.memory((handled + coding) * n)
         return Layer(name, [flat], forward, backward, update * n)
