@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import Delayed, Plan
-from minizero.offload.host import Offload
+from minizero.offload import Offload
 from minizero.overlap import Overlap
 from minizero.ranks.launch import Pool, rank
 
