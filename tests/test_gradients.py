@@ -215,7 +215,7 @@ def trained(how: str, use: Use, stage: int, **options: Any) -> dict[str, Tensor]
     use(net, net.backward, data(rank()))
     net.step()
     if stage == 3 and not options:
-        assert not any(flat.whole for unit in net.units for flat in unit.flats)
+        assert not any(flat.is_unsharded for unit in net.units for flat in unit.flats)
     with zero.GatheredParameters(model.parameters()):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -283,7 +283,7 @@ def looks_inside(what: str) -> bool:
     block.linear.register_forward_pre_hook(look)
     block.linear.register_full_backward_pre_hook(look)
     once(net, net.backward, data(rank()))
-    absent = not any(flat.whole for unit in net.units for flat in unit.flats)
+    absent = not any(flat.is_unsharded for unit in net.units for flat in unit.flats)
     net.step()
     wanted = expected("plain", once)
     with zero.GatheredParameters(net.model.parameters()):
@@ -382,7 +382,7 @@ def fails_first(how: str, where: str, stage: int) -> bool:
     net.zero_grad()
     use = by_grad if how == "plain" else once
     use(net, net.backward, data(rank()))
-    absent = stage < 3 or not any(f.whole for unit in net.units for f in unit.flats)
+    absent = stage < 3 or not any(f.is_unsharded for unit in net.units for f in unit.flats)
     net.step()
     wanted = expected(how, use)
     with zero.GatheredParameters(net.model.parameters()):

@@ -270,7 +270,7 @@ def evaluate(mode: str) -> tuple[Tensor, Tensor, int]:
         out = net(tokens()).clone()
     net.backward(net(tokens(), tokens()))  # training goes on afterwards
     net.step()
-    assert all(not flat.whole for unit in net.units for flat in unit.flats)
+    assert all(not flat.is_unsharded for unit in net.units for flat in unit.flats)
     return plain, out, len(calls)
 
 
@@ -332,7 +332,7 @@ def odd(how: str, stage: int) -> dict[str, Tensor]:
     for _ in range(3):
         net.backward(net(torch.randn(4, 6, generator=generator)))
         if stage == 3:
-            assert all(not flat.whole for unit in net.units for flat in unit.flats)
+            assert all(not flat.is_unsharded for unit in net.units for flat in unit.flats)
         net.step()
     return net.state_dict()
 
@@ -384,7 +384,7 @@ def failing_forward() -> bool:
         net(torch.randn(4, 5))
     net.backward(net(torch.randn(4, 6)))
     net.step()
-    return all(not flat.whole for unit in net.units for flat in unit.flats)
+    return all(not flat.is_unsharded for unit in net.units for flat in unit.flats)
 
 
 def test_a_healthy_step_after_a_failed_forward(pool: Pool) -> None:

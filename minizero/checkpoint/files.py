@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 class LazyTensor:
     """A tensor to be written that need not be in memory.
 
-    read(a, b): its elements a to b in host memory, [b - a].
+    read(a, b): elements a to b, [b - a], in host memory. The tensor's begin at `start`.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
+    start: int = 0
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> LazyTensor:
@@ -68,17 +69,19 @@ class LazyTensor:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """First and last (exclusive) element of each chunk."""
-        step, numel = CHUNK // self.dtype.itemsize, prod(self.shape)
-        return ((a, min(a + step, numel)) for a in range(0, numel, step))
+    def chunks(self) -> Iterator[Tensor]:
+        """The values, 1-D, in parts that memory has room for."""
+        a, end = self.start, self.start + prod(self.shape)
+        while a < end:
+            b = min(a + CHUNK // self.dtype.itemsize, end)
+            yield self.read(a, b).contiguous()
+            a = b
 
     def copied(self) -> LazyTensor:
         """The same, read now: later changes do not reach it."""
-        values = torch.empty(prod(self.shape), dtype=self.dtype)
-        for a, b in self.pieces():
-            values[a:b].copy_(self.read(a, b))
-        return replace(self, read=lambda a, b: values[a:b])
+        empty = torch.empty(0, dtype=self.dtype)
+        values = torch.cat([empty, *self.chunks()])
+        return LazyTensor.of(self.name, values.view(self.shape))
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -100,11 +103,6 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": metadata or {}}
     end = 0
     for tensor in tensors:
-        if tensor.name in header:
-            raise CheckpointError(
-                f"{path}: two tensors have the name {tensor.name!r}; give a parameter or "
-                "module another name"
-            )
         start, end = end, end + tensor.nbytes
         header[tensor.name] = {
             "dtype": FORMAT_NAMES[dtype_name(tensor.dtype)],
@@ -113,21 +111,15 @@ def write_tensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-
-    def data() -> Iterator[memoryview]:
-        yield memoryview(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for a, b in tensor.pieces():
-                piece = tensor.read(a, b).contiguous()  # `view` keeps no memory alive
-                yield view(piece)
-
+    head = bytearray(len(text).to_bytes(8, "little") + text)
+    begin = LazyTensor.of("", torch.frombuffer(head, dtype=torch.uint8))
     length = checksum = 0
     try:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            for chunk in data():
-                for a in range(0, len(chunk), BLOCK):
-                    block = chunk[a : a + BLOCK]
+            for chunk in (chunk for t in (begin, *tensors) for chunk in t.chunks()):
+                data = view(chunk)
+                for block in (data[a : a + BLOCK] for a in range(0, len(data), BLOCK)):
                     write_all(fd, block)
                     length, checksum = length + len(block), crc32(block, checksum)
             os.fsync(fd)

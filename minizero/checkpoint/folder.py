@@ -58,7 +58,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     """Make a folder for the files of a new checkpoint; it, and the save's number."""
-    bad = Path(tag).name != tag or tag.strip() != tag or tag in ("..", LATEST)
+    bad = Path(tag).name != tag or tag.strip() != tag or tag in ("", "..", LATEST)
     if bad or not tag.isprintable() or _ASIDE.fullmatch(tag):
         raise CheckpointError(
             f"the tag {tag!r} cannot name a folder beside `latest`; take one such as "
@@ -79,7 +79,7 @@ def commit(
     the new one is there it is found under its other name. Then `latest` is replaced, so
     that a `load` without a tag takes the new one. Old ones go last.
     """
-    if not all((written / file.name).exists() for file in index.files):
+    if not all((written / name).exists() for name, _, _ in index.files):
         raise CheckpointError(
             f"{written}: a file was deleted during the save; give every job a folder of "
             "its own. The checkpoint before this one is intact"

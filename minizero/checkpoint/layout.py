@@ -53,27 +53,18 @@ class SavedFlat:
 
 
 @dataclass
-class SavedFile:
-    """One rank's file: its name, its length and its checksum."""
-
-    name: str
-    bytes: int
-    crc32: int
-
-
-@dataclass
 class Index:
     """What must be known of a checkpoint before its files are opened.
 
     facts: what a net must have in common with the saved one, in words, such as
         {"parameter 'head.weight'": "float, (50, 32)", "optimizer": "AdamW"}.
-    files: of the ranks, in their order. number: counts the saves in a folder.
+    files: name, length and crc32 of each rank's file. number: counts a folder's saves.
     """
 
     tag: str
     facts: dict[str, str]
     flats: list[SavedFlat]
-    files: list[SavedFile] = field(default_factory=list)
+    files: list[tuple[str, int, int]] = field(default_factory=list)
     number: int = 0
 
     def dumps(self) -> bytes:
@@ -93,7 +84,6 @@ class Index:
         for flat in facts["flats"]:
             flat["slots"] = [SavedSlot(**slot) for slot in flat["slots"]]
         facts["flats"] = [SavedFlat(**flat) for flat in facts["flats"]]
-        facts["files"] = [SavedFile(**file) for file in facts["files"]]
         return cls(**facts)
 
 

@@ -5,7 +5,6 @@ loaded = load(net, "checkpoints")          # loaded.extra["step"] == 100
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,20 +98,18 @@ class SavedRun:
 
     def verify(self, first: int = 0, step: int = 1) -> None:
         """Compare every `step`th file with the length and the checksum that it had."""
-        for saved in self.index.files[first::step]:
-            path = self.path / saved.name
-            length, crc32 = measure(path)
-            if (length, crc32) != (saved.bytes, saved.crc32):
+        for name, *saved in self.index.files[first::step]:
+            found = measure(self.path / name)
+            if [*found] != saved:
                 raise CheckpointError(
-                    f"{path}: it has {length:,} bytes and the checksum {crc32:08x}; "
-                    f"saved were {saved.bytes:,} and {saved.crc32:08x}. It was truncated, "
-                    "damaged or replaced"
+                    f"{self.path / name}: its length and its checksum are {found}, and "
+                    f"were {tuple(saved)}; it was truncated, damaged or replaced"
                 )
 
     def file(self, number: int) -> Any:
         """The file of a rank, open."""
         if number not in self._files:
-            path = self.path / self.index.files[number].name
+            path = self.path / self.index.files[number][0]
             self._files[number] = safe_open(path, "pt")
         return self._files[number]
 
@@ -157,11 +154,11 @@ def match(
         # what was trained may be frozen here, but not the other way round
         if here[what] != there[what] and here[what] != FROZEN:
             problems.append(f"{what} is {here[what]} here and was {there[what]}")
-    for names, where in (
+    for only, where in (
         (here.keys() - there.keys(), "checkpoint"),
         (there.keys() - here.keys(), "model"),
     ):
-        missing = sorted(n for n in names if strict and n[:9] != "optimizer")
+        missing = sorted(n for n in only if strict and n[:9] != "optimizer")
         more = f" and {len(missing) - 5} more" if missing[5:] else ""
         if missing:
             problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
@@ -207,27 +204,24 @@ def fill(
             read(flat, "parameters", flat.master, flat.shard)
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
         if saved and flat.trainable and optimizer:
-            old, state = net.optimizer.state[flat.master], dict(scalars[saved.key])
+            group = net.optimizer.param_groups[flat.group or 0]
+            on_device = group.get("fused") or group.get("capturable")
+            where = flat.master.device if on_device else "cpu"
+            state = {
+                key: value.to(where) if isinstance(value, Tensor) else value
+                for key, value in scalars[saved.key].items()
+            }
             for what in saved.dtypes.keys() - {"parameters"}:
-                key = what.removeprefix("optimizer/")
-                state[key] = _place_for(net, flat, old.get(key), what, saved)
+                key, dtype = what.removeprefix("optimizer/"), saved.dtypes[what]
+                state[key] = net.optimizer.state[flat.master].get(key)
+                if not isinstance(state[key], Tensor):
+                    # a state in the parameters' dtype follows them
+                    follows = dtype == saved.dtypes["parameters"]
+                    kind = flat.master.dtype if follows else getattr(torch, dtype)
+                    zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
+                    state[key] = net.storage.store(zeros, "optimizer", flat)
                 read(flat, what, state[key])
             net.optimizer.state[flat.master] = state
-
-
-def _place_for(
-    net: DataParallel, flat: Flat, old: Any, what: str, saved: SavedFlat
-) -> Tensor:
-    """Where an optimizer's state is stored: as before, or in a new tensor of zeros."""
-    master, name = flat.master, saved.dtypes[what]
-    # a state in the parameters' dtype follows them
-    follows = name == saved.dtypes["parameters"]
-    dtype = master.dtype if follows else getattr(torch, name)
-    if isinstance(old, Tensor) and old.dtype == dtype:
-        return old
-    where = flat.full.device if net.plan.optimizer.on == "device" else "cpu"
-    zeros = torch.zeros(master.shape, dtype=dtype, device=where)
-    return net.storage.store(zeros, "optimizer", flat)
 
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
@@ -250,18 +244,10 @@ def fill_options(net: DataParallel, run: SavedRun) -> None:
                 group[key].fill_(float(value))  # a graph may hold the tensor
             else:
                 group[key] = value
-        for p in group["params"] if {*group} & {"fused", "capturable"} else ():
-            state = net.optimizer.state[p]
-            if (group.get("fused") or group.get("capturable")) and "step" in state:
-                state["step"] = state["step"].to(p.device)
     label_states(net.optimizer)
     mine, its = net.precision.state_dict(), run.values("precision")
-    taken = {key: its[key] for key in mine.keys() & its.keys()}
-    there = its.get("loss_scale") or {}
-    if there.keys() != (mine.get("loss_scale") or {}).keys():
-        taken.pop("loss_scale", None)
-        if there and rank() == 0:
-            warnings.warn(
-                "the saved loss scale is of another kind: dropped", stacklevel=3
-            )
-    net.precision.load_state_dict(mine | taken)
+    state = {key: its.get(key, value) for key, value in mine.items()}
+    scales = mine.get("loss_scale") or {}, its.get("loss_scale") or {}
+    if scales[0].keys() != scales[1].keys():  # another kind starts as it was made
+        state |= {key: mine[key] for key in mine.keys() & {"loss_scale"}}
+    net.precision.load_state_dict(state)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .. import comm
 from ..comm import agreeing
 from ..ranks.launch import rank, world_size
-from ..zero import DataParallel, Storage
+from ..zero import DataParallel
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
 from .folder import Folder, commit, prepare
-from .layout import Index, SavedFile, SavedFlat, SavedSlot
+from .layout import Index, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
 # options of an optimizer that depend on the machine, and references to parameters
@@ -111,7 +111,7 @@ def save(
                 # a node that has just looked may not see the folder without this
                 written.mkdir(exist_ok=True)
                 facts = write_tensors(written / name, tensors)
-            index.files = comm.gather_objects(SavedFile(name, *facts))
+            index.files = comm.gather_objects((name, *facts))
             with agreeing(CheckpointError):
                 if rank() == 0:
                     commit(written, path, index, keep, latest)
@@ -130,7 +130,8 @@ def describe(
     net: DataParallel, tag: str, extra: dict[str, Any]
 ) -> tuple[Index, list[LazyTensor]]:
     """The index, without its files; and what this rank is to write."""
-    names, flats, tensors, scalars = names_of(net.model), [], [], {}
+    names, scalars = names_of(net.model), dict[str, dict[str, Any]]()
+    flats, tensors = [], []
     for number, flat in enumerate(net.flats):
         key = f"flat-{number}"
         stored = {"parameters": flat.master if flat.trainable else flat.shard}
@@ -145,8 +146,8 @@ def describe(
         # ranks that store the same elements each write another part of them
         start = rank() // ranks * size
         for what, tensor in stored.items():
-            read = partial(_read, net.storage, tensor, start)
-            tensors.append(LazyTensor(f"{key}/{what}", tensor.dtype, (size,), read))
+            name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
+            tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
         slots = [
             SavedSlot(names[s.parameter], list(s.shape), s.offset) for s in flat.slots
         ]
@@ -155,7 +156,7 @@ def describe(
     state = net.module_state()
     buffers = {name: b for name, b in state.items() if isinstance(b, Tensor)}
     modules = {name: value for name, value in state.items() if name not in buffers}
-    values = {"random": random_states(), "modules": modules}
+    values: dict[str, Any] = {"random": random_states(), "modules": modules}
     if rank() == 0:
         groups = net.optimizer.param_groups
         values |= {
@@ -169,10 +170,6 @@ def describe(
     tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
     tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
     return Index(tag, facts_of(net), flats), tensors
-
-
-def _read(storage: Storage, tensor: Tensor, start: int, a: int, b: int) -> Tensor:
-    return storage.read_shard(tensor, start + a, start + b)
 
 
 def facts_of(net: DataParallel) -> dict[str, str]:

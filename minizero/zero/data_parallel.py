@@ -107,7 +107,7 @@ class DataParallel:
                     flat = self.flat_type(part, group, layout, self.group)
                     comm.broadcast(flat.full, group=self.group)
                     own = self.owned(flat.full, flat)
-                    flat.start = own.storage_offset()
+                    flat.start = int(own.storage_offset())
                     copy = self.precision.attach(flat, own)
                     self.place(flat)
                     flat.master = flat.shard
@@ -401,7 +401,7 @@ class DataParallel:
             update = self.storage.update(
                 self.units if ready else [], self.optimizer, self.precision
             )
-            with closing(update):
+            with closing(update):  # type: ignore[type-var]
                 for units in update:
                     self._updated(units)
         self.zero_grad()

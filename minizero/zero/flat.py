@@ -250,24 +250,17 @@ def materialise(model: nn.Module, tensors: list[Tensor]) -> None:
     """Bring tensors of the model to this rank's device.
 
     A module that has some on the meta device, without values, initializes
-    them by `reset_parameters`; ValueError if it has no such method.
+    them by its method `reset_parameters`.
     """
     for t in tensors:
         if not t.is_meta and t.device.type != device().type:
             t.data = t.data.to(device())
     meta = {t for t in tensors if t.is_meta}
-    for name, module in model.named_modules() if meta else ():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        own = [t for t in own if t is not None and t in meta and t.is_meta]
-        if own and not callable(getattr(module, "reset_parameters", None)):
-            raise ValueError(
-                f"{name or 'the model'}, a {type(module).__name__}, has "
-                "tensors on the meta device and no reset_parameters() that "
-                "would give them values; write one, or build the model "
-                "inside minizero.zero.Init instead"
-            )
+    for module in model.modules() if meta else ():
+        every = (*module._parameters.values(), *module._buffers.values())
+        own = [t for t in every if t is not None and t in meta and t.is_meta]
         for t in own:
-            new = torch.empty_like(t, device=device())
+            new: Tensor = torch.empty_like(t, device=device())
             if isinstance(t, nn.Parameter):
                 new = nn.Parameter(new, t.requires_grad)
             # in place: the optimizer and other modules hold the same object

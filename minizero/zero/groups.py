@@ -13,7 +13,8 @@ from .. import comm
 from ..comm import Work
 from ..memory.plan import Plan
 from .flat import Unit
-from .stage3 import ShardedFlat
+from .seams import Storage
+from .sharded import ShardedFlat
 
 
 class GroupFlat(ShardedFlat):
@@ -40,6 +41,12 @@ class GroupFlat(ShardedFlat):
         if not self.alone:
             return kept
         return kept.view(self.groups.copies, -1)[self.groups.number]
+
+    def keep(self, storage: Storage) -> None:
+        super().keep(storage)
+        if self.alone:
+            every = self.stored.view(self.groups.copies, -1)
+            self.shard = every[self.groups.number]
 
     def quantized(self) -> comm.Quantized | None:
         """Each shard is quantized by itself: its codes are those of one rank."""
@@ -76,7 +83,7 @@ def in_groups(kind: Any) -> Any:
     all ranks (hpZ, Wang et al. 2023).
     """
 
-    class InGroups(kind):  # type: ignore[misc]
+    class InGroups(kind):
         """`weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so
         many bits (qwZ and qgZ, Wang et al. 2023); None as they are."""
 
@@ -143,7 +150,8 @@ def in_groups(kind: Any) -> Any:
 
         def publish(self, unit: Unit) -> None:
             """Launch what sends updated shards to ranks that keep them."""
-            for flat in unit.changed:
+            flats: list[Any] = unit.changed
+            for flat in flats:
                 if not self.plan.parameters.sharded:
                     own, group = flat.own(flat.full), self.groups.within
                     work = comm.all_gather(
@@ -173,8 +181,9 @@ def in_groups(kind: Any) -> Any:
         @contextmanager
         def gathered(self, units: list[Unit]) -> Iterator[None]:
             with super().gathered(units):
-                for flat in (flat for unit in units for flat in unit.flats):
-                    if self.plan.parameters.sharded:
+                for unit in units if self.plan.parameters.sharded else ():
+                    flats: list[Any] = unit.flats
+                    for flat in flats:
                         flat.make_exact()
                 yield
 

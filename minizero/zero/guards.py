@@ -1,13 +1,8 @@
 """Mistakes of scripts that are cheap to notice.
 
-What a script may do to a wrapped model between calls of the net:
-
-- Write to parameters, on every rank alike: in place (`p.mul_(2)` under
-  `torch.no_grad()`, `load_state_dict`, `p.data.clamp_(...)`) or by `p.data = values`.
-  The next `step` takes it over, at every stage and precision. At stage 3 this is done
-  inside `zero.GatheredParameters(..., modifier_rank=0)`; outside it is refused.
-- Freeze, unfreeze, set `.grad`, step the optimizer, copy sharded parameters: refused.
-- Replace modules or parameters, or write to them during a forward: undefined.
+Writes to parameters, in place or by `p.data = values`, are taken over by the next step
+if every rank makes them; sharded parameters are written to inside
+`zero.GatheredParameters(..., modifier_rank=0)`. What is refused raises here.
 """
 
 from __future__ import annotations
@@ -150,5 +145,5 @@ def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
             "shards, which get their gradients from the net; call net.step() "
-            "(engine.step()), which reduces, clips and updates"
+            "(engine.step())"
         )

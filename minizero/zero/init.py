@@ -12,7 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -25,7 +26,7 @@ from ..memory.plan import Plan
 from ..ranks import device
 from .guards import nets_of
 from .seams import Storage
-from .stage3 import ShardedFlat, refuse_sharded_state
+from .sharded import ShardedFlat, refuse_sharded_state
 
 if TYPE_CHECKING:
     from ..config import Source
@@ -79,6 +80,9 @@ def GatheredParameters(
         for flat in flats:
             flat.holders -= 1
             flat.free(seen=True)
+
+
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Init(TorchFunctionMode):
@@ -172,10 +176,10 @@ class Init(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         every = tree_leaves((args, kwargs))
-        sharded = [x for x in every if isinstance(x, Tensor) and is_sharded(x)]
+        sharded = [x for x in every if hasattr(x, "sharded_in")]
+        name = getattr(func, "__name__", "")
         # `requires_grad` and others need no values; `.data` shows them
-        is_data = func is Tensor.data.__get__
-        if sharded and (is_data or func.__name__ not in ("__get__", "__set__")):
+        if sharded and (func == _DATA or name not in ("__get__", "__set__")):
             self._gather(owners(sharded))
         return func(*args, **kwargs)
 

@@ -9,7 +9,6 @@ collective than any optimizer's. The price is padding: a shard is as long as the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,8 +116,7 @@ class Muon(torch.optim.Optimizer):
         # without a net it is a plain matrix
         whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
         muon = torch.optim.Muon([torch.empty(0, 0)])
-        options = {key: group[key] for key in _OPTIONS[True]}
-        matrices = muon.param_groups[0] = {**options, "params": []}
+        matrices = muon.param_groups[0] = {**group, "params": []}
         for start, shape in self.matrices.get(p, [(0, whole)]):
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
@@ -129,28 +127,16 @@ class Muon(torch.optim.Optimizer):
         muon.step()
 
 
-def _options(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What a group of an optimizer may say, with the default."""
-    signature = inspect.signature(kind).parameters.values()
-    return {p.name: p.default for p in signature if p.name != "params"}
-
-
-_OPTIONS = {True: _options(torch.optim.Muon), False: _options(torch.optim.AdamW)}
-
-
 def _complete(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with the options of its optimizer, which checks them."""
+    """A group with all options of its optimizer, which checks those given."""
     kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
-    given = {k: v for k, v in group.items() if k not in ("params", "use_muon")}
-    unknown = given.keys() - _OPTIONS[group["use_muon"]]
-    if unknown:
-        raise ValueError(
-            f"a group has {', '.join(sorted(unknown))}, which torch.optim."
-            f"{kind.__name__} does not know; its options are "
-            f"{', '.join(_OPTIONS[group['use_muon']])}"
-        )
-    probe = kind([nn.Parameter(torch.empty(1, 1))], **given).param_groups[0]
-    return {**probe, "params": group["params"], "use_muon": group["use_muon"]}
+    rest = {"params": group["params"], "use_muon": group["use_muon"]}
+    given = {k: v for k, v in group.items() if k not in rest}
+    try:
+        probe = kind([nn.Parameter(torch.empty(1, 1))], **given)
+    except TypeError as error:
+        raise ValueError(f"a group of {kind.__name__}: {error}") from None
+    return {**probe.param_groups[0], **rest}
 
 
 def muon_groups(

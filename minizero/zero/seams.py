@@ -154,10 +154,7 @@ class Storage:
                 "make one for each call of parallelize"
             )
         if plan != self.plan:
-            raise ValueError(
-                f"the storage was made for {self.plan}, but the plan is "
-                f"{plan}; give both the same plan"
-            )
+            raise ValueError(f"the storage is for {self.plan}, not for {plan}")
         for category, placement in vars(plan).items():
             if placement.on not in self.places:
                 raise ValueError(
