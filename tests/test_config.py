@@ -170,8 +170,8 @@ WARNED: list[tuple[Any, str]] = [
     ),
     (
         zero(0, offload_optimizer={"device": "cpu", "delayed_update": True}),
-        "zero_optimization.offload_optimizer has no effect at stage 0: optimizer states "
-        "are sharded from stage 1 on",
+        "zero_optimization.offload_optimizer has no effect at stage 0: optimizer "
+        "states are sharded from stage 1 on",
     ),
     (zero(0, mics_shard_size=2), "mics_shard_size has no effect at stage 0"),
     (zero(2, stage3_max_live_parameters=0), "stage3_max_live_parameters has no effect"),

@@ -86,7 +86,7 @@ def mutated(name: str) -> Iterator[None]:
 
     from minizero import comm
     from minizero.offload import Delayed
-    from minizero.offload.copy_streams import CopyStream
+    from minizero.offload import CopyStream
     from minizero.zero.update import Clipping
 
     copy, flush, submit = CopyStream.copy, Delayed.flush, fakegpu.Inline.submit

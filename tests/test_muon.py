@@ -21,7 +21,7 @@ from minizero.checkpoint import load, save
 from minizero.comm.algorithms import ordered_sum
 from minizero.config.read import read
 from minizero.memory.plan import Plan
-from minizero.offload.nvme import NVMe
+from minizero.offload import NVMe
 from minizero.precision import MixedPrecision
 from minizero.ranks.launch import Pool, rank, world_size
 from minizero.zero.muon import Muon, Owners, cost, cuts

@@ -14,7 +14,7 @@ from minizero.activations.recompute import recompute_units
 from minizero.lab import toymachine
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toymachine import TOY, computing, paced, shape_of
-from minizero.offload.copy_streams import CopyStream
+from minizero.offload import CopyStream
 from minizero.ranks.launch import Pool
 from minizero.scale.machines import BUS, bus
 from minizero.scale.operators import Costs

@@ -25,8 +25,8 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import Plan
 from minizero.memory.trace import Trace
 from minizero.memory.tracker import Sample
-from minizero.offload.host import Offload
-from minizero.offload.nvme import NVMe
+from minizero.offload import Offload
+from minizero.offload import NVMe
 from minizero.overlap import Overlap
 from minizero.ranks.launch import Pool, rank
 from minizero.zero.data_parallel import DataParallel

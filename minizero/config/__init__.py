@@ -6,9 +6,9 @@ mean), `ignored` (keys without effect or refused) and `read` (errors as sentence
 
 from .batch import MICRO, STEPS, TOTAL, batch_sizes
 from .config import Config
-from .read import ConfigError, Source, check_options, read
+from .read import ConfigError, Source, check_options, load, read
 
 __all__ = [
     "MICRO", "STEPS", "TOTAL", "Config", "ConfigError", "Source", "batch_sizes",
-    "check_options", "read",
+    "check_options", "load", "read",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def read(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size!r}")
-    given, file = _load(source)
+    given, file = load(source)
     problems: list[str] = []
     warnings: list[str] = []
     values = _known(given, "", auto or {}, problems, warnings)
@@ -207,7 +207,7 @@ def _shown(value: Any, text: Callable[[Any], str] = json.dumps) -> str:
     return written if len(written) <= 60 else f"{written[:57]}..."
 
 
-def _load(source: Source) -> tuple[Mapping[str, Any], str]:
+def load(source: Source) -> tuple[Mapping[str, Any], str]:
     """The object as given, and the name of the file it came from, or ""."""
     if isinstance(source, Mapping):
         return source, ""

@@ -1,16 +1,13 @@
-"""Kernels that read and write memory once: Adam, norms, the loss over a vocabulary.
+"""Triton kernels that read and write memory once: Adam, norms, the loss over words.
 
-Read `launching`; `adam_kernel`, `kernel_adam`, `cpp_adam` with `adam.cpp`, `optimizers`;
-then `norm_kernels`, `norms`, `loss_kernels`, `loss`. Imports nothing of the package. Triton
-is imported when a kernel is first launched, and a compiler started when the first
-`CPUAdam` is made.
+Read `launching`, `triton_kernels`, `adam`, `autograd`, `ops`, and `choose`, which finds
+the optimizer of a config. Triton is imported when a kernel is first launched.
 """
 
+from .adam import FusedAdam
+from .choose import CPUAdam, muon_options, optimizer_call
 from .launching import launched, runs_on
-from .loss import cross_entropy
-from .norms import layer_norm, rms_norm
-from .choose import muon_options, optimizer_call
-from .optimizers import CPUAdam, FusedAdam
+from .ops import cross_entropy, layer_norm, rms_norm
 
 __all__ = [
     "CPUAdam",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .optimizers import KERNELS
+from .adam import FusedAdam
+
+
+class CPUAdam(FusedAdam):
+    """torch's fused Adam, for offloaded states in host memory, with DeepSpeed's options."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return torch.optim.Adam.step(self, closure)
 
 
 def optimizer_call(
@@ -20,8 +27,9 @@ def optimizer_call(
     true. For Muon use `muon_options`.
     """
     options = dict(params)
-    if name in KERNELS:
-        return KERNELS[name], options
+    kernels = {"FusedAdam": FusedAdam, "CPUAdam": CPUAdam}
+    if name in kernels:
+        return kernels[name], options
     if name in ("Adam", "AdamW"):
         torch_adam = options.pop("torch_adam", False)
         decoupled = options.pop("adam_w_mode", True) or name == "AdamW"

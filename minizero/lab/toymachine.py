@@ -20,16 +20,14 @@ from unittest import mock
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm.collectives import Work
-from minizero.comm.ledger import Call
+from minizero.comm import Call, Work
 from minizero.lab.models.gpt import GPTConfig
-from minizero.offload.copy_streams import CopyStream
-from minizero.offload.host import HostStorage
+from minizero.offload import CopyStream, Offload
 from minizero.ranks.launch import world_size
 from minizero.scale.machines import BUS, NETWORK, Machine, bus
 from minizero.scale.predict import adam_seconds
 from minizero.scale.shapes import Shape
-from minizero.zero.interfaces import Home, Near
+from minizero.zero import Flat, Storage
 
 TOY = Machine(
     "toy machine",
@@ -105,7 +103,7 @@ class _Copied:
     def wait(self, on: str = "cpu") -> None:
         (sleep_until if on == "cpu" else self.hold)(self.until)
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return time.perf_counter() >= self.until
 
 
@@ -121,7 +119,7 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
     frees: dict[int, float] = {}
     slot = machine.slot(machine.gpus)
     wait, copy, follow = Work.wait, CopyStream.copy, CopyStream.follow
-    load, update = HostStorage.load, Home.update
+    load, step = Offload.load, Storage.step
 
     def waiting(work: Work) -> None:
         if work._finish is not None:
@@ -140,26 +138,27 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
         follow(stream, *others)
         frees[id(stream)] = max(map(free, (stream, *others)))
 
-    def loading(home: HostStorage, shard: Tensor, into: Tensor) -> Tensor:
-        found = load(home, shard, into)
+    def loading(storage: Offload, shard: Tensor, into: Tensor) -> Tensor:
+        found = load(storage, shard, into)
         if found is into:
-            links.hold(free(home.up))
+            links.hold(free(storage.up))
         return found
 
-    def updating(home: Home, near: Near, *rest: Any) -> None:
-        elements = sum(shard.master.numel() for shard in near.shards)
-        where = home.plan.optimizer.on
+    def stepping(storage: Storage, flats: list[Flat], *rest: Any) -> None:
+        elements = sum(flat.master.numel() for flat in flats)
+        where = storage.plan.optimizer.on
         seconds = elements * adam_seconds(machine, machine.gpus, where)
-        _not_before(time.perf_counter() + seconds, partial(update, home, near, *rest))
+        begun = time.perf_counter()
+        _not_before(begun + seconds, partial(step, storage, flats, *rest))
 
     with (
         comm.ledger() as calls,
-        mock.patch.object(Home, "update", updating),
+        mock.patch.object(Storage, "step", stepping),
         mock.patch.object(Work, "wait", waiting),
         mock.patch.object(CopyStream, "copy", copying),
         mock.patch.object(CopyStream, "follow", following),
         mock.patch.object(CopyStream, "event", lambda s: _Copied(free(s), links.hold)),
-        mock.patch.object(HostStorage, "load", loading),
+        mock.patch.object(Offload, "load", loading),
     ):
         links = _Links(machine, group, calls)
         yield

@@ -1,13 +1,20 @@
-"""State that lives in host memory or on disk, and updates that work there.
+"""State in host memory or on disk, and updates that are made where it is stored.
 
-Read `copy_streams`, `lending`, `host`, `second_set`, `delayed_update`; then, for the
-disk, `async_io`, `swap_file`, `staging`, `read_ahead`, `nvme_storage`, `nvme`. Imports
-`zero` and what is below it.
+Read `host` (host memory), `delayed` (an update that runs beside the next step), then
+`swap_file` and `nvme` (disk). Imports `zero` and what is below it.
 """
 
-from .async_io import DiskFault
-from .delayed_update import Delayed
-from .host import Offload
+from .delayed import Delayed
+from .host import CopyEvent, CopyStream, DoubleBuffer, Offload
 from .nvme import NVMe
+from .swap_file import DiskFault
 
-__all__ = ["Delayed", "DiskFault", "NVMe", "Offload"]
+__all__ = [
+    "CopyEvent",
+    "CopyStream",
+    "Delayed",
+    "DiskFault",
+    "DoubleBuffer",
+    "NVMe",
+    "Offload",
+]

@@ -1,4 +1,4 @@
-"""A private file that shards are swapped out to."""
+"""A file of this process that shards are stored in, read and written by threads."""
 
 from __future__ import annotations
 
@@ -6,56 +6,125 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..memory.labels import aligned, view
-from .async_io import ALIGN, AsyncFile, DiskFault, Transfer, aligned_buffer, explained
+from ..memory.labels import aligned, host_empty, view
+
+# O_DIRECT needs addresses, offsets and lengths that are multiples of the device's
+# sector, which is 512 or 4096 bytes
+ALIGN = 4096
 
 
-class SwapFile(AsyncFile):
-    """A file in `folder` that has no name, so only this process can reach it.
+class DiskFault(RuntimeError):
+    """A swap file that cannot be made, written or read; the message names its folder."""
 
-    The system frees it when it is closed or the process ends, however that
-    ends. It is read and written past the page cache (`direct`) where the file
-    system lets that happen. `size`: bytes that were allocated so far.
+
+ADVICE = {
+    errno.ENOSPC: "the disk is full; free space, or choose a folder on another disk",
+    errno.EDQUOT: "the disk quota is used up; free space, or choose a folder elsewhere",
+    errno.EFBIG: "the file may not grow so large; raise the limit (ulimit -f), or "
+    "choose another file system",
+}
+
+
+def explained(folder: Path, error: OSError) -> DiskFault:
+    """The same error as a DiskFault, with what to do about it."""
+    advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
+    return DiskFault(f"{folder}: {advice}")
+
+
+def aligned_buffer(nbytes: int) -> Tensor:
+    """Host memory in whole pages of `ALIGN` bytes that starts at a page, uint8.
+
+    It is cut from an allocation that is `ALIGN` bytes longer; page-locked where there
+    is a GPU.
+    """
+    pages = aligned(nbytes, ALIGN)
+    allocation = host_empty((pages + ALIGN,), torch.uint8, "buffers")
+    start = -allocation.data_ptr() % ALIGN
+    return allocation[start : start + pages]
+
+
+class Transfer:
+    """A read or a write under way; its buffer is in use until `wait` returns.
+
+    `started`, `finished`: seconds of `time.perf_counter`; `finished` waits.
+    """
+
+    def __init__(
+        self, path: Path, started: float, requests: list[Future[float]]
+    ) -> None:
+        self.started, self._path, self._requests = started, path, requests
+
+    def wait(self) -> None:
+        """Block until all requests are done; raises DiskFault."""
+        for error in [request.exception() for request in self._requests]:
+            if isinstance(error, OSError):
+                raise explained(self._path, error) from error
+            if error is not None:
+                raise error
+
+    def is_over(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(request.done() for request in self._requests)
+
+    @property
+    def finished(self) -> float:
+        return max((r.result() for r in self._requests), default=self.started)
+
+
+class SwapFile:
+    """A file without a name in `folder`, which only this process can reach.
+
+    The system frees it when it is closed or the process ends, in whatever way. It
+    bypasses the page cache (`direct`) where the file system allows that.
+
+    A transfer is cut into requests of `block_size` bytes. `queue_depth` threads each
+    wait in `preadv` or `pwrite` without holding Python's lock, so that many requests
+    are in flight. (Both names are those of DeepSpeed's `aio` section.) `size`: bytes
+    allocated so far.
     """
 
     def __init__(
         self, folder: Path, block_size: int = 1 << 20, queue_depth: int = 8
     ) -> None:
-        super().__init__(-1, folder, block_size, queue_depth)
+        if block_size < ALIGN or block_size % ALIGN:
+            raise ValueError(
+                f"block_size must be a multiple of {ALIGN} bytes, not {block_size!r}"
+            )
+        if queue_depth < 1:
+            raise ValueError(f"queue_depth must be at least 1, not {queue_depth!r}")
+        self.path, self.block_size, self.size = folder, block_size, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # O_TMPFILE, or a name that is unlinked at once
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DiskFault(
-                folder,
-                f"cannot be written to ({error.strerror}); choose another folder",
+                f"{folder}: cannot be written to ({error.strerror}); choose another "
+                "folder"
             ) from error
-        self._end = weakref.finalize(self, file.close)
-        self.fd, self.size = file.fileno(), 0
-        self.direct = _made_direct(self.fd)
-        self._free: dict[int, list[int]] = defaultdict(list)
+        self._close_file = weakref.finalize(self, file.close)
+        self.fd = file.fileno()
+        self.direct = False
+        with suppress(AttributeError, OSError):  # not every system can do it
+            flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
+            self.direct = fcntl.fcntl(self.fd, fcntl.F_SETFL, flags) == 0
+        self._threads = ThreadPoolExecutor(queue_depth, "file")
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of `nbytes` (whole pages) for one owner.
-
-        Raises DiskFault now if the disk is full, and not in the middle of a
-        step.
-        """
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
+        """The offset of `nbytes` new bytes; raises DiskFault now if the disk is full."""
         at, self.size = self.size, self.size + nbytes
         try:
-            if hasattr(os, "posix_fallocate") and nbytes:
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, at, nbytes)
             else:
                 os.ftruncate(self.fd, self.size)
@@ -63,81 +132,83 @@ class SwapFile(AsyncFile):
             raise explained(self.path, error) from error
         return at
 
-    def free(self, at: int, nbytes: int) -> None:
-        """Give those bytes to the next who asks for as many."""
-        self._free[nbytes].append(at)
+    def read(self, offset: int, buffer: Tensor) -> Transfer:
+        """Launch a read into contiguous host memory, of whole pages if `direct`."""
+        return self._launch(os.preadv, offset, buffer)
+
+    def write(self, offset: int, buffer: Tensor) -> Transfer:
+        """Launch a write of such memory."""
+        return self._launch(os.pwritev, offset, buffer)
 
     def close(self) -> None:
         """Wait for what is under way, and let the system free the file."""
-        super().close()
-        self._end()
+        self._threads.shutdown()
+        self._close_file()
+
+    def _launch(
+        self, call: Callable[..., int], offset: int, buffer: Tensor
+    ) -> Transfer:
+        started, data = time.perf_counter(), buffer.view(torch.uint8)
+        # the slice that a thread gets keeps the memory alive
+        requests = [
+            self._threads.submit(
+                self._request, call, data[a : a + self.block_size], offset + a
+            )
+            for a in range(0, data.nbytes, self.block_size)
+        ]
+        return Transfer(self.path, started, requests)
+
+    def _request(self, call: Callable[..., int], block: Tensor, at: int) -> float:
+        """Read or write a block, in a thread; when that was done."""
+        left = view(block)
+        while left:
+            count = call(self.fd, [left], at)
+            if count == 0:
+                raise DiskFault(
+                    f"{self.path}: the file ends at byte {at:,}, and {len(left):,} "
+                    "more were to be read; start again"
+                )
+            left, at = left[count:], at + count
+        return time.perf_counter()
 
 
-def _made_direct(fd: int) -> bool:
-    """Read and write an empty file past the page cache from now on: tried."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), aligned_buffer(ALIGN)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwrite(fd, view(page.zero_()), 0)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    os.ftruncate(fd, 0)
-    return True
+class SwappedTensor:
+    """The place of a tensor of [size] elements in a swap file.
 
-
-class SwappedShard:
-    """The place of one shard, [size], in a swap file: records of its elements.
-
-    A record starts at a page, as direct I/O asks, so that each can be read
-    and written alone. `starts`: the first element of each. `payload`, `nbytes`: the
-    shard's bytes, without and with what fills pages up. `largest`: those of a record.
+    It is cut into records of `step` elements. Each record begins at a page, as direct
+    I/O demands, and can be read and written alone. `payload`: the tensor's bytes;
+    `nbytes`: with what fills pages up; `record_bytes`: those of one record.
     """
 
     def __init__(
-        self,
-        swap: SwapFile,
-        category: str,
-        size: int,
-        dtype: torch.dtype,
-        starts: Sequence[int],
+        self, swap: SwapFile, category: str, size: int, dtype: torch.dtype, step: int
     ) -> None:
-        self.category, self.size, self.dtype = category, size, dtype
-        self.ranges = list(pairwise([*starts, size]))
-        self.records = len(self.ranges)
-        rooms = [self.room(b - a) for a, b in self.ranges]
+        self.category, self.size, self.dtype, self.step = category, size, dtype, step
         self.payload = size * dtype.itemsize
-        self.nbytes, self.largest = sum(rooms), max(rooms, default=0)
-        self._swap, self.offset = swap, swap.allocate(self.nbytes)
-        self._offsets = list(accumulate(rooms, initial=self.offset))
+        self.record_bytes = aligned(min(size, step) * dtype.itemsize, ALIGN)
+        self.records = -(-size // step)
+        last = size - (self.records - 1) * step
+        self.nbytes = (self.records - 1) * self.record_bytes
+        self.nbytes += aligned(last * dtype.itemsize, ALIGN)
+        self._swap, self._offset = swap, swap.allocate(self.nbytes)
 
-    def room(self, elements: int) -> int:
-        """Bytes of whole pages that so many elements take."""
-        return aligned(elements * self.dtype.itemsize, ALIGN)
+    def range(self, record: int) -> tuple[int, int]:
+        """The first element of a record, and the one after its last."""
+        return record * self.step, min((record + 1) * self.step, self.size)
+
+    def elements(self, record: int, buffer: Tensor) -> Tensor:
+        """The elements of a record in a buffer that it was read into."""
+        a, b = self.range(record)
+        return buffer[: (b - a) * self.dtype.itemsize].view(self.dtype)
 
     def read(self, record: int, buffer: Tensor) -> Transfer:
         """Launch the read of a record into an aligned buffer that has room for it."""
-        at, data = self._place(record, buffer)
-        return self._swap.read(at, data)
+        return self._swap.read(*self._place(record, buffer))
 
     def write(self, record: int, buffer: Tensor) -> Transfer:
         """Launch the write of a record from such a buffer."""
-        at, data = self._place(record, buffer)
-        return self._swap.write(at, data)
-
-    def elements(self, record: int, buffer: Tensor) -> Tensor:
-        """The elements of a record in such a buffer."""
-        a, b = self.ranges[record]
-        return buffer[: (b - a) * self.dtype.itemsize].view(self.dtype)
-
-    def free(self) -> None:
-        """Give the place to another shard."""
-        self._swap.free(self.offset, self.nbytes)
+        return self._swap.write(*self._place(record, buffer))
 
     def _place(self, record: int, buffer: Tensor) -> tuple[int, Tensor]:
-        used = self.room(self.elements(record, buffer).numel())
-        return self._offsets[record], buffer[:used]
+        pages = aligned(self.elements(record, buffer).nbytes, ALIGN)
+        return self._offset + record * self.record_bytes, buffer[:pages]

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from bench.runner import Comparison, interleaved
-from minizero.offload.async_io import aligned_buffer
-from minizero.offload.swap_file import SwapFile, SwappedShard
+from minizero.offload.swap_file import aligned_buffer
+from minizero.offload.swap_file import SwapFile, SwappedTensor
 
 BLOCK_SIZE, QUEUE_DEPTH = 1 << 20, 8  # DeepSpeed's defaults
 RECORDS, WIDTH = 4, 1 << 24  # 4 records of 64 MiB
@@ -44,7 +44,7 @@ def compare(repeats: int) -> list[Comparison]:
 def _compare(swap: SwapFile, path: Path, turns: int) -> list[Comparison]:
     how = "direct" if swap.direct else "through the page cache"
     starts = range(0, RECORDS * WIDTH, WIDTH)
-    shard = SwappedShard(swap, "optimizer", starts.stop, torch.float32, starts)
+    shard = SwappedTensor(swap, "optimizer", starts.stop, torch.float32, starts)
     buffers = [aligned_buffer(shard.largest).random_() for _ in range(RECORDS)]
     results = []
     for verb in ("write", "read"):
@@ -69,7 +69,7 @@ def _compare(swap: SwapFile, path: Path, turns: int) -> list[Comparison]:
 
 
 def _ours(
-    shard: SwappedShard, buffers: list[torch.Tensor], verb: str
+    shard: SwappedTensor, buffers: list[torch.Tensor], verb: str
 ) -> Callable[[], float]:
     launch = shard.write if verb == "write" else shard.read
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -27,9 +29,7 @@ from minizero.lab.plots.style import (
     single,
 )
 from minizero.memory.plan import PRECISIONS, Plan
-from minizero.offload.async_io import aligned_buffer
-from minizero.offload.nvme import Activity
-from minizero.offload.swap_file import SwapFile
+from minizero.offload.swap_file import SwapFile, Transfer, aligned_buffer
 from minizero.overlap.simulator import Interval
 
 
@@ -169,12 +169,47 @@ def depth_figure(rates: Mapping[int, tuple[float, float]]) -> Figure:
     return figure
 
 
-def lanes_figure(timelines: Mapping[str, Sequence[Activity]]) -> Figure:
+def watched_step(net: Any) -> list[Interval]:
+    """Let a net step whose state is on disk; a bar for each read, update and write.
+
+    The update of a slice needs as many reads, and as many writes, as that of any other.
+    """
+    bars, storage = [], net.storage
+    transfers: dict[str, list[Transfer]] = {"read": [], "write": []}
+    names = {flat: unit.name for unit in net.units for flat in unit.flats}
+    units: list[str] = []
+
+    def noted(lane: str, launch: Callable[..., Transfer]) -> Callable[..., Transfer]:
+        def call(*arguments: Any) -> Transfer:
+            transfers[lane].append(launch(*arguments))
+            return transfers[lane][-1]
+
+        return call
+
+    def step(flats: Any, *rest: Any) -> None:
+        start = time.perf_counter()
+        type(storage).step(storage, flats, *rest)
+        units.append(names[flats[0]])
+        bars.append(
+            Interval("step", "step", units[-1], start, time.perf_counter())
+        )
+
+    with (
+        mock.patch.object(storage, "step", step),
+        mock.patch.object(storage.swap, "read", noted("read", storage.swap.read)),
+        mock.patch.object(storage.swap, "write", noted("write", storage.swap.write)),
+    ):
+        net.step()
+    for lane, found in transfers.items():
+        for i, transfer in enumerate(found):
+            unit = units[i * len(units) // len(found)]
+            times = transfer.started, transfer.finished
+            bars.append(Interval(lane, lane, unit, *times))
+    return bars
+
+
+def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     """Three lanes for each run, in milliseconds; units in the bars."""
-    runs = {
-        name: [Interval(s.lane, s.lane, s.unit, s.started, s.finished) for s in spans]
-        for name, spans in timelines.items()
-    }
     return stacked(runs, DISK_LANES)
 
 
