@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,12 @@ class LazyTensor:
             b = min(a + CHUNK // self.dtype.itemsize, end)
             yield self.read(a, b).contiguous()
             a = b
+
+    def to(self, dtype: torch.dtype | None) -> LazyTensor:
+        """The same in another dtype, if it is floating-point."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return self
+        return replace(self, dtype=dtype, read=lambda a, b: self.read(a, b).to(dtype))
 
     def copied(self) -> LazyTensor:
         """The same, read now: later changes do not reach it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ _writer = ThreadPoolExecutor(1, "checkpoint")
 _under_way: Saving | None = None
 
 
+@dataclass
 class Saving:
     """A save that was begun. `path`: the checkpoint's folder."""
 
-    def __init__(self, path: Path, done: Future[None] | None) -> None:
-        self.path, self._done = path, done
+    path: Path
+    _done: Future[None] | None = None
 
     def wait(self) -> None:
         """Return when the checkpoint is complete: on all ranks or on none.
@@ -108,8 +110,6 @@ def save(
         def write() -> None:
             name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
             with agreeing(CheckpointError):
-                # a node that has just looked may not see the folder without this
-                written.mkdir(exist_ok=True)
                 facts = write_tensors(written / name, tensors)
             index.files = comm.gather_objects((name, *facts))
             with agreeing(CheckpointError):
@@ -120,7 +120,7 @@ def save(
             _under_way = Saving(path, _writer.submit(write))
             return _under_way
         write()
-        return Saving(path, None)
+        return Saving(path)
 
 
 # ---- what is saved
