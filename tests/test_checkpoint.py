@@ -408,13 +408,12 @@ def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: Any) -> None:
     def swept(path: Path, *args: Any) -> Any:
         facts = write(path, *args)
         shutil.rmtree(path.parent)
-        path.parent.mkdir()
         return facts
 
     net = net_of()
     save(net, tmp_path, "good")
     monkeypatch.setattr(MODULE, "write_tensors", swept)
-    with pytest.raises(CheckpointError, match="give every job a folder of its own"):
+    with pytest.raises(CheckpointError, match="No such file.*a.tmp-"):
         save(net, tmp_path, "a")
     monkeypatch.undo()
     assert load(net, tmp_path).tag == "good"

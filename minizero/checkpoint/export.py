@@ -21,8 +21,8 @@ from .load import SavedRun
 
 def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
     """A checkpoint whose files have all been verified."""
-    path = find(Path(folder), tag)[1]
-    run = SavedRun(path.parent, path.read_bytes())
+    _, name, raw = find(Path(folder), tag)
+    run = SavedRun(Path(folder, name), raw)
     run.verify()
     return run
 

@@ -56,8 +56,8 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def prepare(folder: Path, tag: str) -> tuple[Path, int]:
-    """Make a folder for the files of a new checkpoint; it, and the save's number."""
+def prepare(folder: Path, tag: str) -> tuple[Path, Path, int]:
+    """Make a folder to write a checkpoint in: the checkpoint's path, it, and a number."""
     bad = Path(tag).name != tag or tag.strip() != tag or tag in ("", "..", LATEST)
     if bad or not tag.isprintable() or _ASIDE.fullmatch(tag):
         raise CheckpointError(
@@ -67,7 +67,8 @@ def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     sweep(folder)
     written = aside(folder / tag, "tmp")
     written.mkdir(parents=True)
-    return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
+    numbers = [index.number for _, index in checkpoints(folder)]
+    return folder / tag, written, max(numbers, default=0) + 1
 
 
 def commit(
@@ -80,11 +81,6 @@ def commit(
     that a `load` without a tag takes the new one. Old ones go last: all but `keep`, and
     what `latest` names, and what was given another name.
     """
-    if not all((written / name).exists() for name, _, _ in index.files):
-        raise CheckpointError(
-            f"{written}: a file was deleted during the save; give every job a folder of "
-            "its own. The checkpoint before this one is intact"
-        )
     replace_file(written / INDEX, index.dumps())
     if (path / INDEX).exists():
         os.rename(path, aside(path, "old"))
@@ -137,8 +133,8 @@ def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     return sorted(complete, key=lambda pair: pair[1].number)
 
 
-def find(folder: Path, tag: str | None = None) -> tuple[str, Path]:
-    """The tag of the checkpoint that is meant, and the path of its index.
+def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
+    """Which checkpoint is meant: its tag, its folder's name, its index file.
 
     Without a tag: the one that `latest` names or, where there is no such file, the
     newest that is complete. Raises CheckpointError.
@@ -157,7 +153,7 @@ def find(folder: Path, tag: str | None = None) -> tuple[str, Path]:
         what = repr(tag) if tag is not None else "in this folder"
         have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
         raise CheckpointError(f"{where}: there is no checkpoint {what}{have}")
-    return tag, paths[tag]
+    return tag, paths[tag].parent.name, paths[tag].read_bytes()
 
 
 def sweep(folder: Path) -> None:

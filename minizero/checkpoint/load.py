@@ -62,11 +62,8 @@ def load(
     finish()
     with comm.phase("checkpoint"):
         net.synchronize()
-        mine = None
         with agreeing(CheckpointError):
-            if rank() == 0:
-                tag, path = find(Path(folder), tag)
-                mine = tag, path.parent.name, path.read_bytes()
+            mine = find(Path(folder), tag) if rank() == 0 else None
         tag, name, raw = comm.gather_objects(mine)[0]
         with agreeing(CheckpointError):
             run = SavedRun(Path(folder, name), raw)

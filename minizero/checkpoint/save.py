@@ -100,10 +100,8 @@ def save(
             on_disk = "nvme" in (net.plan.parameters.on, net.plan.optimizer.on)
             if background and not on_disk:
                 tensors = [tensor.copied() for tensor in tensors]
-        mine = None
         with agreeing(CheckpointError):
-            if rank() == 0:
-                mine = Path(folder, tag), *prepare(Path(folder), tag)
+            mine = prepare(Path(folder), tag) if rank() == 0 else None
         # of rank 0 on all ranks: a tag may hold the time
         path, written, index.number = comm.gather_objects(mine)[0]
 
