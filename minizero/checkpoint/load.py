@@ -215,7 +215,7 @@ def fill(
                     follows = dtype == saved.dtypes["parameters"]
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    state[key] = net.storage.store(zeros, "optimizer", flat)
+                    state[key] = net.storage.store(zeros, "optimizer")
                 read(flat, what, state[key])
             net.optimizer.state[flat.master] = state
 
