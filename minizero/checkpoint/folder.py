@@ -31,9 +31,6 @@ def aside(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-# ---- a save becomes a checkpoint
-
-
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
@@ -93,9 +90,6 @@ def commit(
         if tag != latest_tag(path.parent):
             os.rename(path.parent / tag, aside(path.parent / tag, "tmp"))
     sweep(path.parent)
-
-
-# ---- it is found
 
 
 def indexes(folder: Path) -> dict[str, Path]:

@@ -131,9 +131,6 @@ class SavedRun:
         return unpack(self.file(number).get_tensor(f"values/{name}"))
 
 
-# ---- compare
-
-
 def match(
     net: DataParallel, index: Index, strict: bool, optimizer: bool
 ) -> dict[str, Place]:
@@ -171,9 +168,6 @@ def match(
     return found
 
 
-# ---- read
-
-
 def fill(
     net: DataParallel, run: SavedRun, found: dict[str, Place], optimizer: bool
 ) -> None:
@@ -193,7 +187,7 @@ def fill(
     for flat in net.flats:
         if not flat.trainable and not net.plan.parameters.sharded:
             read(flat, "parameters", flat.full)  # nobody sends it: each rank reads all
-        elif not flat.trainable or flat.master is flat.shard:
+        elif flat.master is flat.shard:
             read(flat, "parameters", flat.shard)
         else:
             read(flat, "parameters", flat.master, flat.shard)

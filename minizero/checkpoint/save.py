@@ -124,15 +124,13 @@ def save(
 # ---- what is saved
 
 
-def describe(
-    net: DataParallel, tag: str, extra: dict[str, Any]
-) -> tuple[Index, list[LazyTensor]]:
+def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyTensor]]:
     """The index, without its files; and what this rank is to write."""
     names, scalars = names_of(net.model), dict[str, dict[str, Any]]()
     flats, tensors = [], []
     for number, flat in enumerate(net.flats):
         key = f"flat-{number}"
-        stored = {"parameters": flat.master if flat.trainable else flat.shard}
+        stored = {"parameters": flat.master}
         scalars[key] = {}
         for state, value in net.optimizer.state.get(flat.master, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.master.shape:
@@ -140,14 +138,14 @@ def describe(
             else:
                 scalars[key][state] = value
         size = flat.padded // world_size()
-        ranks = flat.padded // stored["parameters"].numel()
+        ranks = flat.padded // flat.master.numel()
         # ranks that store the same elements each write another part of them
         start = rank() // ranks * size
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
             tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
         slots = [
-            SavedSlot(names[s.parameter], list(s.shape), s.offset) for s in flat.slots
+            SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]
         dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
         flats.append(SavedFlat(key, size, ranks, dtypes, slots))
@@ -157,14 +155,11 @@ def describe(
     values: dict[str, Any] = {"random": random_states(), "modules": modules}
     if rank() == 0:
         groups = net.optimizer.param_groups
-        values |= {
-            "extra": extra,
-            "scalars": scalars,
-            "precision": net.precision.state_dict(),
-            "groups": [
-                {k: v for k, v in g.items() if k not in _NOT_SAVED} for g in groups
-            ],
-        }
+        values["groups"] = [
+            {k: v for k, v in g.items() if k not in _NOT_SAVED} for g in groups
+        ]
+        precision = net.precision.state_dict()
+        values |= {"extra": extra, "scalars": scalars, "precision": precision}
     tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
     tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
     return Index(tag, facts_of(net), flats), tensors
