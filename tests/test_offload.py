@@ -222,7 +222,9 @@ def test_bytes(pool: Pool, precision: str) -> None:
                 nans = live["buffers"] - blocked[where]
                 assert 0 <= nans <= 4 * seen["masters"] * here, case
             shard = seen["padded"] // len(results)
-            assert seen["crossed"] == tuple(n * shard for n in crossing(plan, precision))
+            assert seen["crossed"] == tuple(
+                n * shard for n in crossing(plan, precision)
+            )
 
 
 def big(plan: Plan, budget: float) -> dict[str, Any]:
@@ -352,7 +354,13 @@ DELAYED = [Plan.stage(1, "cpu"), Plan.stage(2, "cpu"), FULL]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"micro_batches": 2}, {"overlap": True}, {"precision": "bf16"}],
+    [
+        {},
+        {"micro_batches": 2},
+        {"overlap": True},
+        {"precision": "bf16"},
+        {"optimizer": "muon"},
+    ],
     ids=str,
 )
 def test_delay_is_one_step(two: Pool, options: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class DataParallel:
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
         self.storage = storage or Storage(self.plan)
-        self.storage.attach(self.plan, self.schedule)
+        self.storage.attach(self.plan, self.schedule, optimizer)
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
         self._reduced: set[Unit] = set()
@@ -452,8 +452,8 @@ class DataParallel:
         """Let masters take over what was written to parameters or shards.
 
         `step` calls it when it notices writes. All ranks must call it.
+        RuntimeError while a delayed update runs, which would undo the writes.
         """
-        self.flush()
         for flat in self.trained:
             self.storage.refresh(flat, self.precision)
         note_writes(self)
