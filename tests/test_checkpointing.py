@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import parallelize
-from minizero.activations import functions
+from minizero.activations import CHECKPOINT, Offloaded
 from minizero.deepspeed import checkpointing
 from minizero.memory.labels import label
 from minizero.memory.plan import Plan
@@ -28,7 +28,7 @@ def as_it_was() -> Iterator[None]:
     """What is configured is configured for the process."""
     yield
     checkpointing.configure()
-    functions.configured = False
+    checkpointing._configured = False
 
 
 class Layer(nn.Module):
@@ -172,29 +172,28 @@ def test_it_is_configured_once_for_the_process() -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     checkpointing.configure(deepspeed_config=config)
-    store = functions.how.store
-    assert type(store).__name__ == "Offloaded"
+    store = CHECKPOINT.store
+    assert isinstance(store, Offloaded)
     checkpointing.reset()
-    assert functions.how.store is not store
-    assert type(functions.how.store).__name__ == "Offloaded"
-    # arguments go first, and what is left out is at its default again
+    assert CHECKPOINT.store is not store and isinstance(CHECKPOINT.store, Offloaded)
+    # arguments take precedence, and what is left out is at its default again
     checkpointing.configure(deepspeed_config=config, checkpoint_in_cpu=False)
-    assert functions.how.store is None
+    assert CHECKPOINT.store is None
     checkpointing.configure(checkpoint_in_cpu=True)
     checkpointing.configure()
-    assert functions.how.store is None
+    assert CHECKPOINT.store is None
 
 
-def test_what_has_no_effect_is_told() -> None:
-    for option, key in (
-        ({"partition_activations": True}, "partition_activations"),
-        ({"contiguous_checkpointing": True}, "contiguous_memory_optimization"),
-        ({"num_checkpoints": 4}, "number_checkpoints"),
-        ({"synchronize": True}, "synchronize_checkpoint_boundary"),
-        ({"profile": True}, "profile"),
+def test_options_without_effect() -> None:
+    for name in (
+        "partition_activations",
+        "contiguous_checkpointing",
+        "num_checkpoints",
+        "synchronize",
+        "profile",
     ):
-        with pytest.warns(UserWarning, match=f"^{key} has no effect: "):
-            checkpointing.configure(**option)
+        with pytest.warns(UserWarning, match=f"^{name} has no effect"):
+            checkpointing.configure(**{name: True})
 
 
 def test_tensor_parallelism_is_refused() -> None:

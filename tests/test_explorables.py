@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Callable
 from itertools import product
-from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,12 +17,10 @@ import pytest
 import traitlets
 from conftest import LIVE, ROOT, Show, find
 
-from minizero.lab.bench.planner import CASES, MEASURED
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.base import _read as read_files
 from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.figures import (
-    WAYS,
     ActivationExplorer,
     BlockTime,
     Exchanges,
@@ -32,19 +29,11 @@ from minizero.lab.explorables.figures import (
     StepCost,
 )
 from minizero.lab.explorables.formats import FormatExplorer
-from minizero.lab.explorables.interval import (
-    SaveInterval,
-    best_interval,
-    duration,
-    lost,
-)
+from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import MemoryExplorer
-from minizero.lab.explorables.predict import Predict, choice, curve, number, told
-from minizero.lab.explorables.published import OURS, Published
+from minizero.lab.explorables.predict import Predict, choice, curve, number
+from minizero.lab.explorables.published import Published
 from minizero.lab.explorables.timeline import Timeline
-from minizero.lab.plots.style import amount
-from minizero.scale.candidates import candidates
-from minizero.scale.planner import Result
 
 ALL: list[type[Explorable]] = [
     MemoryExplorer,
@@ -60,19 +49,11 @@ ALL: list[type[Explorable]] = [
     Published,
     Timeline,
 ]
+pytestmark = pytest.mark.thorough
 EVERY = [*ALL, Predict]
 """Those of questions too, which have nothing to set."""
 FRAME = "explorable-frame"
 each = pytest.mark.parametrize("kind", ALL)
-
-
-def parts(row: Any) -> list[list[Any]]:
-    """What a bar shows: [name, number] of each part."""
-    return json.loads(row.get_dom_attribute("data-parts"))
-
-
-def bars(root: Any) -> list[list[list[Any]]]:
-    return [parts(row) for row in root.find_elements("css selector", "[data-parts]")]
 
 
 # --- What holds for each of them ---
@@ -127,30 +108,6 @@ def test_all_fit_on_a_page(browser: Any, show: Show, width: int) -> None:
         selector = "input, select, button, textarea"
         controls = root.find_elements("css selector", selector)
         assert controls and all(control.accessible_name for control in controls)
-
-
-@pytest.mark.parametrize(
-    ("theme", "page", "text"),
-    [
-        ("light", "rgb(255, 255, 255)", "rgb(34, 40, 50)"),
-        ("dark", "rgb(18, 18, 18)", "rgb(206, 214, 221)"),
-    ],
-)
-def test_all_follow_the_theme(
-    browser: Any, show: Show, theme: str, page: str, text: str
-) -> None:
-    style = (
-        f"html {{ --pst-color-text-base: {text}; color-scheme: {theme};"
-        f" background: {page}; color: {text} }}"
-    )
-    roots = show(*(kind().static_html() for kind in ALL), theme=theme, style=style)
-    for root in roots:
-        for selector in (".box", ".name", "select", "input", ".words"):
-            for element in root.find_elements("css selector", selector):
-                colour = element.value_of_css_property("color")
-                assert colour.replace("rgba", "rgb").replace(", 1)", ")") == text
-                scheme = element.value_of_css_property("color-scheme")
-                assert scheme == theme
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not Published])
@@ -267,23 +224,6 @@ def test_numbers_are_those_of_python(
             setattr(widget, name, value)
         assert same(found, widget.numbers()), setting
         assert not missing
-
-
-def test_answers_are_told_as_in_python(browser: Any, show: Show) -> None:
-    """Those of 1,000 questions at random."""
-    rng = random.Random(0)
-    asked = []
-    for i in range(1000):
-        numbers = [10 ** rng.uniform(-3, 12) for _ in range(3)]
-        unit, why = rng.choice([("", ""), ("GB", "Because.")])
-        asked.append(
-            curve("?", ["a", "b", "c"], numbers, unit, why)
-            if i % 3
-            else number("?", numbers[0], unit, why)
-        )
-    source = module("predict").replace("export default", "window.figure =")
-    found = in_page(browser, show, source, "inWords", *asked)
-    assert found == [f"The answer: {told(question)}" for question in asked]
 
 
 # --- What every figure has ---
@@ -446,22 +386,6 @@ def test_forced_colours_keep_what_colours_tell(browser: Any, show: Show) -> None
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_address_sets_nothing_that_a_control_could_not(
-    browser: Any, show: Show
-) -> None:
-    (root,) = show(MemoryExplorer().static_html())
-    page, before = browser.current_url, captions([root])
-    for query in (
-        *("n_params=1e13", "n_params=", "n_params=many", "world_size=12", "stage=4"),
-        *("offload_param=1", "precision=int8", "palette=red", "no_such=1"),
-    ):
-        browser.get("about:blank")
-        browser.get(f"{page}?memory.{query}")
-        root = browser.find_element("class name", FRAME).shadow_root
-        assert captions([root]) == before
-        assert find(root, ".tools button").get_property("disabled")
-
-
 def test_numbers_are_a_table_on_request(browser: Any, show: Show) -> None:
     kinds = [kind for kind in ALL if kind is not FormatExplorer]  # a table itself
     roots = show(*(kind().static_html() for kind in kinds))
@@ -498,25 +422,6 @@ def test_paper_shows_the_picture_and_its_setting(browser: Any, show: Show) -> No
             "Offload to the host, optimizer state: no; "
             "Offload to the host, parameters: no."
         )
-    finally:
-        browser.execute_cdp_cmd(media, {"media": ""})
-
-
-def test_paper_shows_words_and_lines(browser: Any, show: Show) -> None:
-    """A word that was lit has ink there, and a line to draw has its axes."""
-    word = '<p><span class="timeline-word">gathers</span></p>'
-    _, root = show(
-        word, Timeline(moment=0.155).static_html(), Predict(QUESTIONS[2]).static_html()
-    )
-    lit = browser.find_element("class name", "timeline-word")
-    assert "lit" in lit.get_dom_attribute("class")
-    media = "Emulation.setEmulatedMedia"
-    browser.execute_cdp_cmd(media, {"media": "print"})
-    try:
-        ink = browser.find_element("css selector", "p").value_of_css_property("color")
-        assert lit.value_of_css_property("color") == ink
-        assert find(root, "svg").is_displayed()
-        assert not find(root, "form button").is_displayed()
     finally:
         browser.execute_cdp_cmd(media, {"media": ""})
 
@@ -580,22 +485,6 @@ def test_questions_show_their_answers_once_answered(browser: Any, show: Show) ->
     assert not any(e.text for e in root.find_elements("class name", "told"))
 
 
-def test_a_line_is_drawn(browser: Any, show: Show) -> None:
-    actions = pytest.importorskip("selenium.webdriver").ActionChains
-    (root,) = show(Predict(QUESTIONS[2]).static_html())
-    drawing = find(root, "svg")
-    width, height = drawing.size["width"], drawing.size["height"]
-    left = -width / 2 + 40 * width / 450  # the axis
-    drag = actions(browser).move_to_element_with_offset(drawing, int(left + 30), 0)
-    drag.click_and_hold().move_by_offset(int(width * 0.3), -int(height / 4))
-    drag.move_by_offset(int(width * 0.3), 0).release().perform()
-    places = [
-        float(e.get_property("value"))
-        for e in root.find_elements("css selector", "input[type=range]")
-    ]
-    assert places[0] < places[1] == places[2]
-
-
 def test_questions_without_javascript() -> None:
     page = Predict(*QUESTIONS).static_html()
     folds = re.findall(r"<p>(.*?)</p><details>.*?</summary>(.*?)</details>", page)
@@ -608,156 +497,6 @@ def test_questions_without_javascript() -> None:
         choice("a choice", ["one", "two"], "three")
     with pytest.raises(ValueError, match="2 points for 1 places"):
         curve("a line", ["1"], [1.0, 2.0])
-
-
-def test_amounts_and_durations_are_written_as_in_python(
-    browser: Any, show: Show
-) -> None:
-    source = module("interval").replace("export default", "window.figure =")
-    numbers = [0, 0.4, 7, 999.5, 1e3, 1.5e6, 26.25e9, 38.5e9, 112e9, 1.64e12, 16e15]
-    found = in_page(browser, show, source, "amount", *numbers)
-    assert found == [amount(number) for number in numbers]
-    times = [0.25, 12, 84, 1139, 5317, 86_400, 1e9]
-    found = in_page(browser, show, source, "duration", *times)
-    assert found == [duration(seconds) for seconds in times]
-
-
-def sent(way: str, ranks: int) -> list[float]:
-    """Elements that each rank sends in all, as shares of the buffer."""
-    share = (ranks - 1) / ranks
-    if way == "rank 0":  # everybody to it, and it to everybody
-        return [ranks - 1.0] + [1.0] * (ranks - 1)
-    return [2 * share] * ranks
-
-
-def test_exchanges(browser: Any, show: Show) -> None:
-    """At the end every rank holds every sum, and has sent what the formula says."""
-    cases = list(product(WAYS, (2, 3, 8)))
-    widgets = [Exchanges(way=way, ranks=ranks, step=99) for way, ranks in cases]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for (way, ranks), root in zip(cases, roots, strict=True):
-        words = find(root, ".words")
-        found = json.loads(words.get_dom_attribute("data-sent"))
-        assert found == pytest.approx(sent(way, ranks))
-        last = 2 * (ranks - 1) if way == "ring" else 2
-        assert words.text.startswith(f"Step {last} of {last}.")
-        held = [cell.text for cell in root.find_elements("css selector", "td")][1:]
-        assert len(held) == ranks**2
-        everybody = sorted("".join(map(str, range(ranks))))
-        assert all(sorted(who) == everybody for who in held)
-    (root,) = show(Exchanges(ranks=4, step=0).static_html())
-    on = find(root, "button[aria-label='one step on']")
-    for _ in range(8):
-        on.click()
-    assert find(root, ".words").text == "Step 6 of 6. Each rank has sent 1.5 Ψ."
-
-
-def test_shards(show: Show) -> None:
-    cases = list(product((1, 5, 8), (1, 7, 32)))
-    widgets = [Shards(ranks=ranks, bucket=bucket) for ranks, bucket in cases]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        size = -(-24 // widget.ranks)
-        columns = max(1, widget.bucket // widget.ranks)
-        words = find(root, ".words")
-        assert json.loads(words.get_dom_attribute("data-layout")) == {
-            "padded": size * widget.ranks,
-            "calls": -(-size // columns),
-            "most": min(columns, size) * widget.ranks,
-            "sent": pytest.approx(widget.sent()),
-        }
-        cells = root.find_elements("css selector", ".cell")
-        assert len(cells) == size * widget.ranks
-
-
-def test_formats(show: Show) -> None:
-    cases = [(0.0, -10.0), (-19.0, -26.0), (15.0, 3.25), (0.25, 0.0), (-8.0, -16.5)]
-    widgets = [FormatExplorer(weight=w, update=u) for w, u in cases]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        lines = root.find_elements("css selector", "tbody tr")
-        found = [float(line.get_dom_attribute("data-kept")) for line in lines]
-        for share, right in zip(found, widget.kept().values(), strict=True):
-            if math.isfinite(share):  # not too large for the format
-                # the page adds exactly, where Python rounds the sum to fp32 first
-                assert share == pytest.approx(right, abs=1e-6)
-
-
-def test_step_cost(show: Show) -> None:
-    widgets = [StepCost(compute=400), StepCost(tokens=256, latency=1000, unit=0.1)]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        found = [number for ((_, number),) in bars(root)]
-        assert found == pytest.approx(widget.times())
-    assert "ZeRO-2 40 % of the step" in find(roots[0], ".words").text
-
-
-def test_block_time(show: Show) -> None:
-    """Both bars, on either side of the number of tokens from which calls hide."""
-    widgets = [BlockTime(tokens=tokens) for tokens in (256, 2048, 131_072)]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        compute, move = widget.times()
-        at_once, overlapped = ([number for _, number in bar] for bar in bars(root))
-        assert at_once == pytest.approx([compute, move, 2 * compute, 2 * move])
-        wait = max(0.0, move - compute)
-        want = [compute, wait, 2 * compute, 2 * wait]
-        assert overlapped == pytest.approx(want, abs=1e-18)
-        words = find(root, ".words").text
-        assert f"hides from {widget.least_tokens():,.0f} tokens" in words
-        gain = (compute + move) / max(compute, move)
-        assert f"{gain:.2f} times as fast" in words
-        hidden = widget.tokens >= widget.least_tokens()
-        assert hidden == (not any(overlapped[1::2]))
-
-
-def test_save_interval(show: Show) -> None:
-    widgets = [
-        SaveInterval(n_params=70e9, bandwidth=10, nodes=128),
-        SaveInterval(n_params=1e13, bandwidth=0.1, nodes=16_384, node_days=1),
-    ]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        best = best_interval(widget.save, widget.between)
-        for factor, bar in zip((0.25, 0.5, 1, 2, 4), bars(root), strict=True):
-            (_, saves), (_, again) = bar
-            share = lost(factor * best, widget.save, widget.between)
-            assert saves + again == pytest.approx(share)
-            standing = widget.save / (factor * best + widget.save)
-            assert saves == pytest.approx(min(share, standing))
-        assert find(root, ".words").text == widget.describe()
-
-
-def test_our_runs_stand_beside_their_prediction(show: Show) -> None:
-    """Each that was timed for the book, with the error; choosing ours shows them."""
-    want = {}
-    for case in json.loads(MEASURED.read_text())["comparisons"]:
-        name = case["name"].partition(":")[0]
-        job = CASES[name].job
-        for side in "ab":
-            (plan,) = (c for c in candidates(job) if str(c) == case[side])
-            told = Result(job, plan).prediction.step_seconds
-            seen = median(case[f"{side}_values"])
-            tokens = job.sequences * job.sequence / job.gpus
-            want[f"{name}; {plan}"] = [tokens / seen, tokens / told, seen / told - 1]
-    (root,) = show(Published().static_html())
-    select = pytest.importorskip("selenium.webdriver.support.select").Select
-    machine, model = (select(e) for e in root.find_elements("css selector", "select"))
-    machine.select_by_visible_text(OURS)
-    assert model.first_selected_option.text == "toy GPT"
-    find(root, "summary").click()
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-    rows = ("css selector", ".numbers tr")  # made when it has opened
-    lines = wait(root, 10).until(lambda root: root.find_elements(*rows))[1:]
-    assert len(lines) == len(want) > len(CASES)
-    for line in lines:
-        title = find(line, "th").text
-        *numbers, error = (c.text for c in line.find_elements("css selector", "td"))
-        assert [float(n) for n in numbers] == pytest.approx(want[title][:2], abs=1)
-        found = float(error.replace("−", "-").rstrip(" %"))
-        assert found == pytest.approx(100 * want[title][2], abs=0.1)
-    model.select_by_visible_text("mpt-7b")
-    assert machine.first_selected_option.text == "a100-40gb"
 
 
 # --- In the notebooks ---

@@ -14,17 +14,17 @@ from conftest import LIVE, Cells, Show, find
 
 from minizero import estimate
 from minizero.config import ConfigError
-from minizero.lab.explorables import measured
 from minizero.lab.explorables.config import ConfigExplorer, plans
 from minizero.lab.explorables.memory import (
-    STATES,
     MemoryExplorer,
     coefficients,
     explorer,
+    measured,
 )
 from minizero.lab.plots.style import amount
 from minizero.memory.plan import OPTIMIZERS
 
+pytestmark = pytest.mark.thorough
 FOUND = ("css selector", ".found")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -38,30 +38,6 @@ CASES: list[dict[str, Any]] = [
     {"n_params": 70e9, "offload_optimizer": True, "offload_param": True},
     {"n_params": 13e9, "world_size": 4, "offload_param": True, "device_memory": 141},
 ]
-
-
-def fewest(widget: MemoryExplorer, stage: int) -> float:
-    """Fewest GPUs at which a stage fits, by search; infinite beyond 10^9."""
-
-    def fits(world_size: int) -> bool:
-        there = estimate(
-            widget.n_params,
-            world_size,
-            stage,
-            widget.precision,
-            widget.optimizer,
-            offload_optimizer="cpu" if widget.offload_optimizer and stage else None,
-            offload_param="cpu" if widget.offload_param and stage == 3 else None,
-        )
-        return there.total <= widget.device_memory * 1e9
-
-    low, high = 0, 10**9
-    if not fits(high):
-        return float("inf")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 # --- Numbers ---
@@ -162,19 +138,6 @@ def test_output_holds_widget_page_and_text() -> None:
     assert data["text/html"] == bundle(explorer())["text/html"]
 
 
-def test_rendered_book_takes_the_page() -> None:
-    """With the override that the book's configuration makes."""
-    render = pytest.importorskip("myst_nb.core.render")
-    kinds = set(bundle(explorer()))
-
-    def first(overrides: list[list[Any]]) -> str:
-        order = render.get_mime_priority("html", overrides)
-        return next(kind for kind in order if kind in kinds)
-
-    assert first([]) == WIDGET
-    assert first([["html", "text/html", 5]]) == "text/html"
-
-
 def test_page_without_javascript_shows_the_numbers() -> None:
     cells = Cells(explorer().static_html()).cells
     assert cells == ["0", "112 GB", "1", "38.5 GB", "2", "26.25 GB", "3", "14 GB"]
@@ -185,26 +148,6 @@ def test_page_without_javascript_shows_the_numbers() -> None:
 
 def rows(root: Any) -> list[Any]:
     return root.find_elements("css selector", ".row")
-
-
-def test_page_shows_the_bytes_of_estimate(show: Show) -> None:
-    widgets = [explorer(**state) for state in CASES]
-    roots = show(*(widget.static_html() for widget in widgets))
-    assert len(roots) == len(widgets)
-    for widget, root in zip(widgets, roots, strict=True):
-        for stage, row in enumerate(rows(root)):
-            there = widget.breakdown(stage)
-            want = [there.parameters, there.gradients, there.optimizer]
-            shown = json.loads(row.get_dom_attribute("data-bytes"))
-            assert shown == pytest.approx([*want, there.host.total], rel=1e-12)
-            fits = there.total <= widget.device_memory * 1e9
-            verdict = find(row, ".verdict")
-            assert ("yes" in verdict.get_dom_attribute("class")) == fits
-            assert ("does not fit" not in verdict.text) or not fits
-            least = float(row.get_dom_attribute("data-least").lower())
-            assert least == fewest(widget, stage)
-        chosen = [row for row in rows(root) if find(row, "input").is_selected()]
-        assert chosen == [rows(root)[widget.stage]]
 
 
 def test_page_says_it_in_words(show: Show) -> None:
@@ -225,27 +168,12 @@ def test_page_says_it_in_words(show: Show) -> None:
     assert bar == "parameters 14 GB, gradients 14 GB, optimizer 84 GB"
 
 
-def test_bars_are_in_proportion(show: Show) -> None:
-    (root,) = show(explorer(n_params=7e9, world_size=8).static_html())
-    widths = [
-        [part.size["width"] for part in row.find_elements("css selector", ".bar > div")]
-        for row in rows(root)
-    ]
-    track = find(root, ".track").rect
-    unit = track["width"] / 112  # the longest bar takes all of its track
-    assert widths[0] == pytest.approx([14 * unit, 14 * unit, 84 * unit], abs=1)
-    assert widths[3] == pytest.approx([1.75 * unit, 1.75 * unit, 10.5 * unit], abs=1)
-    tag = find(root, ".capacity span").rect
-    middle = tag["x"] + tag["width"] / 2 - track["x"]
-    assert middle == pytest.approx(80 * unit, abs=1)
-
-
 def test_measured_bytes_stand_beside_the_estimate(show: Show) -> None:
     """They are the file's, and differ by step counters and padding alone."""
     (root,) = show(explorer().static_html())
     assert not any(found.is_displayed() for found in root.find_elements(*FOUND))
     buttons = root.find_elements("css selector", "[aria-label='Measured runs'] button")
-    for button, run in zip(buttons, measured.runs(), strict=True):
+    for button, run in zip(buttons, measured(), strict=True):
         button.click()
         widget = explorer(n_params=run["n_params"], world_size=run["world_size"])
         for stage, found in enumerate(root.find_elements(*FOUND)):
@@ -256,106 +184,6 @@ def test_measured_bytes_stand_beside_the_estimate(show: Show) -> None:
             )
     find(root, "input[type=checkbox]").click()  # nothing was measured with this
     assert not any(found.is_displayed() for found in root.find_elements(*FOUND))
-
-
-def test_published_peaks_stand_beside_the_estimate(show: Show) -> None:
-    """What they differ by, from few GPUs to many, with the error of the estimate."""
-    (root,) = show(explorer().static_html())
-    note = find(root, ".published")
-    assert not note.is_displayed()
-    buttons = root.find_elements("css selector", "[aria-label='Published runs'] button")
-    assert [one.text for one in buttons] == [f"{n} GPUs" for n in (8, 32, 64, 128)]
-    for button, wanted in zip(buttons, (3, 1, 1, 3), strict=True):
-        button.click()
-        number = int(button.text.split()[0])
-        runs = [r for r in measured.published() if number in (r["few"], r["many"])]
-        assert len(runs) == wanted
-        for run in runs:
-            few, many = (
-                estimate(run["n_params"], run[at], 3, "fp32").total
-                for at in measured.ENDS
-            )
-            found = run["peaks"][0] - run["peaks"][1]
-            error = f"{100 * ((few - many) / found - 1):.1f} %"
-            assert f"{amount(found)} {amount(few - many)} {error}" in note.text
-    find(root, "[aria-label=GPUs]").send_keys("\ue014")
-    assert not note.is_displayed()
-
-
-def test_keyboard_reaches_and_moves_every_control(browser: Any, show: Show) -> None:
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
-    actions = pytest.importorskip("selenium.webdriver").ActionChains
-    (root,) = show(explorer().static_html())
-
-    def press(*sequence: str) -> None:
-        actions(browser).send_keys(*sequence).perform()
-
-    def focused() -> str:
-        return browser.execute_script(
-            "const e = document.activeElement.shadowRoot?.activeElement;"
-            "return e && (e.ariaLabel || e.closest('label')?.innerText ||"
-            " e.innerText).split('\\n')[0].trim()"
-        )
-
-    reached = []
-    for _ in range(25):
-        press(keys.TAB)
-        reached.append(focused())
-    assert reached == [
-        *("Parameters, as a number", "Parameters"),
-        *("1.5B", "7B", "13B", "70B", "175B"),
-        *("GPUs", "Precision", "Optimizer", "Memory of a GPU"),
-        *("optimizer state", "parameters", "1 rank", "2 ranks", "4 ranks"),
-        *("8 GPUs", "32 GPUs", "64 GPUs", "128 GPUs"),
-        *(
-            "ZeRO-3",
-            *("Link to this setting", "Numbers"),
-            None,
-            "Parameters, as a number",
-        ),
-    ]
-
-    def total(stage: int) -> str:
-        return find(rows(root)[stage], ".total").text
-
-    find(root, "[aria-label=GPUs]").send_keys(keys.ARROW_RIGHT)
-    assert (total(0), total(3)) == ("112 GB", "7 GB")
-    assert find(root, "output").text == "On 16 GPUs"
-    press(keys.TAB)
-    assert focused() == "Precision"
-    press(keys.ARROW_DOWN)  # fp32: 4 + 4 + 8 bytes, as many as bf16's 2 + 2 + 12
-    assert (total(0), total(1)) == ("112 GB", "59.5 GB")
-    rows(root)[3].find_element("css selector", "input").send_keys(keys.ARROW_UP)
-    assert find(root, ".words").text.startswith("ZeRO-2 on 16 GPUs: ")
-
-
-def test_number_of_parameters_is_typed(browser: Any, show: Show) -> None:
-    (root,) = show(explorer().static_html())
-    field = find(root, "input[type=text]")
-
-    def type_in(text: str) -> str:
-        field.clear()
-        field.send_keys(text + "\n")
-        return field.get_property("value")
-
-    for text, shown in [
-        ("175B", "175B"),
-        ("7.5e9", "7.5B"),
-        ("350 m", "0.35B"),
-        ("1,000,000,000,000", "1T"),
-    ]:
-        assert type_in(text) == shown
-        assert find(root, ".error").text == ""
-    commas = ("1,5B", "0,350B", "1,00B", "10,0000M", "1,000,00M")
-    for text in ("", "many", "99M", "2T", "-7B", "7BB", *commas):
-        assert type_in(text) == text
-        assert field.get_dom_attribute("aria-invalid") == "true"
-        assert find(root, ".error").text == (
-            "Write a number from 0.1B to 1T, decimals after a point, such as 7.5B."
-        )
-        assert find(rows(root)[0], ".total").text == "16 TB"  # the last that held
-    assert type_in("7B") == "7B"
-    assert field.get_dom_attribute("aria-invalid") == "false"
 
 
 def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
@@ -434,25 +262,6 @@ def test_config_explorer_without_javascript() -> None:
     assert html.escape(repr(wrong)) in wrong.fallback()
     with pytest.raises(ConfigError, match='no key "enable"'):
         wrong.breakdown()
-
-
-def test_config_explorer_shows_the_bytes_of_estimate(show: Show) -> None:
-    widgets = [
-        ConfigExplorer(source, n_params=n, world_size=ranks)
-        for source in CONFIGS
-        for n, ranks in ((7e9, 8), (1.31e9, 64))
-    ]
-    roots = show(*(widget.static_html() for widget in widgets))
-    for widget, root in zip(widgets, roots, strict=True):
-        there = widget.breakdown()
-        for place, part in (
-            ("device", there), ("cpu", there.host), ("nvme", there.disk)
-        ):  # fmt: skip
-            row = find(root, f'[data-place="{place}"]')
-            shown = dict(json.loads(row.get_dom_attribute("data-parts")))
-            want = {name: getattr(part, name) for name in STATES}
-            assert shown == pytest.approx(want, rel=1e-12)
-            assert find(row, ".after").text == amount(part.total)
 
 
 def test_config_explorer_says_what_is_wrong(show: Show) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from minizero import estimate
 from minizero.comm.ledger import Call
 from minizero.lab import plots
-from minizero.lab.models import corpus, gpt
+from minizero.lab.models import gpt
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, SIZES, GPTConfig
 from minizero.lab.plots import style
@@ -64,24 +60,6 @@ def test_unknown_size_names_the_known_ones() -> None:
         GPTConfig.named("2m")
 
 
-def test_named_size_takes_changes() -> None:
-    assert GPTConfig.named("1M", checkpoint=True) == GPTConfig(
-        layers=5, hidden=128, heads=4, checkpoint=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": 17}, "hidden is 17 and does not divide into 2 heads"),
-        ({"layers": 0}, "layers is 0; it must be at least 1"),
-    ],
-)
-def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**{"layers": 2, "hidden": 16, "heads": 2, **changes})
-
-
 def test_forward_gives_logits_or_their_cross_entropy() -> None:
     torch.manual_seed(0)
     model, x, y = GPT(TINY), tokens(), tokens()
@@ -114,39 +92,6 @@ def test_head_is_tied_to_the_embedding() -> None:
     model = GPT(TINY)
     assert model.head.weight is model.tokens.weight
     assert len(list(model.parameters())) == 2 + 12 * TINY.layers + 2
-
-
-def test_block_is_final_when_it_is_built() -> None:
-    """Building the rest of the model, or the model itself, changes no weight."""
-    torch.manual_seed(0)
-    seen: list[tuple[torch.nn.Module, list[torch.Tensor]]] = []
-    original = gpt.Block.__init__
-
-    def build(self: gpt.Block, config: GPTConfig) -> None:
-        original(self, config)
-        seen.append((self, [p.detach().clone() for p in self.parameters()]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt.Block, "__init__", build)
-        GPT(TINY)
-    assert len(seen) == TINY.layers
-    for block, weights in seen:
-        for p, weight in zip(block.parameters(), weights, strict=True):
-            assert torch.equal(p, weight)
-
-
-def test_residual_layers_start_smaller() -> None:
-    torch.manual_seed(0)
-    config = GPTConfig(layers=8, hidden=128, heads=4)
-    block = gpt.Block(config)
-    for layer, std in [
-        (block.attention.qkv, 0.02),
-        (block.mlp.up, 0.02),
-        (block.attention.out, 0.02 / 4),
-        (block.mlp.down, 0.02 / 4),
-    ]:
-        assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
-        assert not layer.bias.any()
 
 
 def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
@@ -184,15 +129,6 @@ def test_generate_continues_the_prompt() -> None:
     assert draw(0, temperature=0) == draw(1, temperature=0)
     likeliest = model(torch.tensor([list(b"def ")]))[0, -1].argmax()
     assert draw(0, temperature=0)[0] == likeliest
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((b"", 1), "prompt is empty"), ((b"x", 1, -1.0), "temperature is -1")],
-)
-def test_generate_refuses(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPT(TINY).generate(*arguments)
 
 
 def test_decay_groups_hold_each_trained_parameter_once() -> None:
@@ -250,14 +186,6 @@ def test_batches_depend_on_seed_and_step(stdlib: Corpus) -> None:
     assert bytes(valid[0].tolist()) in bytes(stdlib.valid.numpy())
 
 
-def test_every_byte_of_a_text_can_be_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(bytes(range(100)))
-    x, y = Corpus(file).batch(0, 0, 1, 2000, 4)
-    assert set(x.flatten().tolist()) == set(range(89))
-    assert set(y.flatten().tolist()) == set(range(1, 90))
-
-
 @pytest.mark.parametrize(
     ("batch", "world_size", "message"),
     [
@@ -288,56 +216,14 @@ def test_folder_is_read_in_order_and_without_binaries(tmp_path: Path) -> None:
     assert "8 files" in str(read)
 
 
-def test_reading_stops_at_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "LIMIT", 100)
-    for name in "abc":
-        (tmp_path / name).write_bytes(name.encode() * 60)
-    read = Corpus(tmp_path)
-    text = bytes(torch.cat([read.train, read.valid]).numpy())
-    assert text == b"a" * 60 + b"b" * 40
-    assert "cut at the limit" in str(read)
-    assert "limit" not in str(Corpus(tmp_path / "a"))
-
-
-def test_missing_empty_and_odd_paths_are_one_sentence(tmp_path: Path) -> None:
+def test_paths_without_text_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, kind, words in [
-        ("nowhere", FileNotFoundError, "There is no file or folder"),
-        ("empty", ValueError, "is empty; give one"),
-        ("pipe", ValueError, "neither a file nor a folder"),
-        ("folder", ValueError, "has no text in it"),
-    ]:
-        with pytest.raises(kind, match=words) as caught:
+    for name in ("empty", "folder"):
+        with pytest.raises(ValueError, match="has no text in it; give another"):
             Corpus(tmp_path / name)
-        assert str(tmp_path / name) in str(caught.value)
-        assert str(caught.value).count(".") - str(tmp_path).count(".") == 1
-
-
-@pytest.mark.parametrize("name", ["file", "folder"])
-def test_unreadable_path_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Patched, as whoever runs the tests may be allowed to read everything."""
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-    else:
-        path.write_text("x")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError) as caught:
-        Corpus(path)
-    assert str(caught.value) == (
-        f"{path} cannot be read (permission denied); check its permissions."
-    )
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Corpus(tmp_path / "nowhere")
 
 
 def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
@@ -355,87 +241,15 @@ def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 WHITE, DARK = "#FFFFFF", "#121212"
 
-# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
-EYES = {
-    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "protan": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deutan": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritan": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
-}
-
-
-def cielab(colour: str, eye: str = "normal") -> np.ndarray:
-    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(
-        channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
-    )
-    to_xyz = np.array(
-        [
-            [0.4124564, 0.3575761, 0.1804375],
-            [0.2126729, 0.7151522, 0.0721750],
-            [0.0193339, 0.1191920, 0.9503041],
-        ]
-    )
-    xyz = to_xyz @ np.clip(np.array(EYES[eye]) @ linear, 0, 1)
-    xyz /= np.array([0.95047, 1, 1.08883])
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("eye", EYES)
-def test_palette_is_told_apart_by_every_eye(eye: str) -> None:
-    colours = [cielab(c, eye) for c in style.CATEGORY_COLOURS.values()]
-    gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(colours, 2)]
-    assert min(gaps) > 20
-
-
-def test_palette_is_told_apart_in_greyscale() -> None:
-    light = sorted(cielab(c)[0] for c in style.CATEGORY_COLOURS.values())
-    assert min(np.diff(light)) > 11
-
-
-def test_text_reads_on_both_pages_and_on_every_fill() -> None:
-    assert style.contrast(WHITE, "#000000") == pytest.approx(21)
-    for page in (WHITE, DARK):
-        # The best that one grey can do on both is 4.3.
+def test_palette_covers_every_category_and_reads_on_every_page() -> None:
+    for page in ("#FFFFFF", "#121212"):
+        # the best that one grey can do on both is 4.3
         assert style.contrast(style.GREY, page) > 4.25
         assert all(style.contrast(line, page) > 2 for line in style.LINES)
     for fill in (*style.CATEGORY_COLOURS.values(), *style.OP_COLOURS.values()):
         assert style.contrast(style.ink(fill), fill) > 4.5
-
-
-def test_palette_covers_every_category() -> None:
     assert tuple(style.CATEGORY_COLOURS) == CATEGORIES
     assert tuple(style.CATEGORY_HATCHES) == CATEGORIES
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (2048, "2.05 kB"),
-        (26.25e9, "26.25 GB"),
-        (112e9, "112 GB"),
-        (38.5e9, "38.5 GB"),
-        (123_456_789, "123.5 MB"),
-        (16e12, "16 TB"),
-    ],
-)
-def test_amount(nbytes: float, text: str) -> None:
-    assert style.amount(nbytes) == text
 
 
 def texts(figure: plots.Figure) -> list[str]:
@@ -486,18 +300,6 @@ def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:
     assert top == 70_010
     with pytest.raises(ValueError, match="no samples"):
         plots.memory_over_step([])
-
-
-def test_memory_over_step_draws_a_measured_step() -> None:
-    model, x = GPT(TINY), tokens()
-    with Tracker(model) as tracker:
-        tracker.mark("forward")
-        loss = model(x, x)
-        tracker.mark("backward")
-        loss.backward()
-    shown = texts(plots.memory_over_step(tracker.samples))
-    assert f"peak {style.amount(tracker.peak)}" in shown
-    assert {"parameters", "gradients", "activations"} <= set(shown)
 
 
 def test_timeline_hatches_the_wait() -> None:
@@ -587,14 +389,6 @@ def test_toy_gpu_refuses_what_does_not_fit() -> None:
     )
 
 
-def test_toy_gpu_takes_exactly_its_capacity() -> None:
-    with ToyGPU(4000) as gpu:
-        kept = torch.zeros(1000)
-        assert gpu.total == kept.untyped_storage().nbytes() == gpu.capacity
-    with ToyGPU(3999), pytest.raises(torch.OutOfMemoryError, match="that is empty"):
-        torch.zeros(1000)
-
-
 def test_toy_gpu_counts_freed_and_resized_storages() -> None:
     with ToyGPU(10_000) as gpu:
         flat = torch.zeros(2000)
@@ -611,16 +405,6 @@ def test_toy_gpu_counts_freed_and_resized_storages() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 4 kB"):
             flat.untyped_storage().resize_(12_000)
         assert gpu.total == flat.untyped_storage().nbytes() == 8000
-
-
-def test_toy_gpu_does_not_keep_the_refused_result() -> None:
-    """Not by the traceback either, which a notebook keeps until the next error."""
-    with Tracker() as outer, pytest.raises(torch.OutOfMemoryError) as caught:
-        with ToyGPU(100):
-            torch.ones(1000)
-    assert caught.value.__traceback__ is not None
-    assert outer.peak == 4000
-    assert outer.total == 0
 
 
 def test_toy_gpu_names_the_largest_category() -> None:
@@ -647,11 +431,6 @@ def test_state_that_is_there_before_may_not_fit() -> None:
     assert torch.UntypedStorage.resize_ is resize
     with ToyGPU(1e6):
         assert model(tokens()).shape == (2, 16, 256)
-
-
-def test_toy_gpu_needs_a_capacity() -> None:
-    with pytest.raises(ValueError, match="capacity is 0 bytes; .* 1 or more"):
-        ToyGPU(0)
 
 
 def test_toy_gpu_holds_in_a_rank() -> None:

@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
-from .host_copies import UnitCopies
-from .watching import note
+from ..memory.labels import host_empty
 from ..ranks.launch import rank, world_size
+from .saved_tensors import note
 
 # %% auto #0
-__all__ = ['Store', 'Sharded', 'Offloaded']
+__all__ = ['Store', 'Sharded', 'join', 'check_identical', 'HostCopy', 'copy_stream', 'Copies', 'Offloaded']
 
 # %% ../../notebooks/09_activations.ipynb #stores-store
 class Store:
-    """Keeps what a unit saves for backward: here, where it is.
+    """Keeps what a unit saves for backward: here, on the device.
 
-    `begin` is called when a unit's forward begins; what it returns comes back
-    with every `pack` of that forward. `unpack` gives back what was packed,
-    bit for bit.
+    `begin` is called when a unit's forward begins; its result is passed to
+    every `pack` of that forward. `unpack` returns what was packed, bit for
+    bit.
     """
 
-    # whether it needs what every rank has alike: a unit's input, at most
+    # whether it takes only what is identical on all ranks, as a unit's input
     replicated = False
 
     def begin(self, unit: str) -> Any:
@@ -47,22 +49,18 @@ class Store:
 class Sharded(Store):
     """Each rank keeps one shard; an all-gather restores the rest (P_a).
 
-    Rajbhandari et al. 2020, sec. 6.1. It saves (N-1)/N of what is *alike on
-    all ranks*: what enters a block of a tensor-parallel model. Ranks of data
-    parallelism hold different activations, and a shard of another rank's is
-    of no use to them. So the first time that a unit packs, the shards are put
-    together again and compared, and all ranks raise ValueError if any finds
-    another tensor than its own. `verify=False` leaves that out.
+    Rajbhandari et al. 2020, sec. 6.1. It saves (N-1)/N of what is *identical
+    on all ranks*: the inputs of a tensor-parallel block. Ranks of data
+    parallelism hold different activations: when a unit packs for the first
+    time, the ranks compare sums, and all raise ValueError if these differ.
 
     `inner`: where the shard waits (default: on the device).
     """
 
     replicated = True
 
-    def __init__(
-        self, inner: Store | None = None, verify: bool = True
-    ) -> None:
-        self.inner, self.verify = inner or Store(), verify
+    def __init__(self, inner: Store | None = None) -> None:
+        self.inner = inner or Store()
         self._verified: set[str] = set()
 
     def begin(self, unit: str) -> tuple[str, Any]:
@@ -78,34 +76,31 @@ class Sharded(Store):
         own = flat[rank() * size : (rank() + 1) * size]
         shard = flat.new_zeros(size)  # padded, if it is the last
         shard[: own.numel()] = own
-        if self.verify and unit not in self._verified:
-            _check(unit, flat, shard)
+        if unit not in self._verified:
+            check_identical(unit, flat)
             self._verified.add(unit)
         held = self.inner.pack(shard, inner)
         return held, numel, dense.shape, dense.stride()
 
     def unpack(self, held: Any) -> Tensor:
         shard, numel, shape, stride = held
-        whole = _join(self.inner.unpack(shard), numel)
-        return whole.as_strided(shape, stride)
+        full = join(self.inner.unpack(shard), numel)
+        return full.as_strided(shape, stride)
 
 # %% ../../notebooks/09_activations.ipynb #stores-check
-def _join(shard: Tensor, numel: int) -> Tensor:
+def join(shard: Tensor, numel: int) -> Tensor:
     """The shards of all ranks, without the padding: [numel]."""
-    whole = shard.new_empty(shard.numel() * world_size())
+    full = shard.new_empty(shard.numel() * world_size())
     with comm.phase(unit="activations"):
-        comm.all_gather(whole, shard)
-    return whole[:numel]
+        comm.all_gather(full, shard)
+    return full[:numel]
 
 
-def _check(unit: str, flat: Tensor, shard: Tensor) -> None:
-    """Raise ValueError on all ranks, unless each finds its own tensor."""
-    joined = _join(shard, flat.numel())
-    differ = not torch.equal(joined.view(torch.uint8), flat.view(torch.uint8))
-    found = flat.new_full((1,), differ, dtype=torch.float32)
-    with comm.phase(unit="activations"):
-        comm.all_reduce(found)
-    if found.item():
+def check_identical(unit: str, x: Tensor) -> None:
+    """Raise ValueError on all ranks if the sums of `x` differ."""
+    # as integers, so that NaN equals NaN
+    own = x.sum(dtype=torch.float64).view(1).view(torch.int64)
+    if (join(own, world_size()) != own).any():
         raise ValueError(
             f"rank {rank()}: the ranks hold different inputs of unit "
             f"{unit!r}, so they cannot keep a shard of it each; shard "
@@ -114,34 +109,105 @@ def _check(unit: str, flat: Tensor, shard: Tensor) -> None:
             "Offloaded() under data parallelism"
         )
 
+# %% ../../notebooks/09_activations.ipynb #stores-copies
+class HostCopy:
+    """A copy of one storage in host memory, until backward fetches it.
+
+    On a GPU it is copied beside the computation, on a stream of its own.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        n = x.untyped_storage().nbytes() // x.itemsize
+        full = x.as_strided((n,), (1,), 0)
+        self.device = x.device
+        self.back: Tensor | None = None
+        self.host = host_empty((n,), x.dtype, "activations", passing=True)
+        self._event = self._copy(self.host, full)
+        self._leaving = full if self._event else None  # until it is copied
+
+    def _copy(self, out: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        if self.device.type == "cpu":
+            out.copy_(source)
+            return None
+        stream = copy_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            out.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self) -> None:
+        """Let the computation wait for the copy; then free the source."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+        self._event = self._leaving = None
+
+    __del__ = wait  # a graph may be dropped while a copy is under way
+
+    def fetch(self) -> None:
+        """Start copying it back, once."""
+        if self.back is None:
+            self.wait()
+            # by shape: what is made of host tensors alone counts as host
+            shape, dtype = self.host.shape, self.host.dtype
+            self.back = torch.empty(shape, dtype=dtype, device=self.device)
+            self._event = self._copy(self.back, self.host)
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU's copies of activations."""
+    return torch.cuda.Stream(device)
+
+
+class Copies:
+    """The host copies of one forward of a unit.
+
+    `before`: a weak reference to those of the forward before.
+    """
+
+    def __init__(self, before: Callable[[], Copies | None]) -> None:
+        self.before = before
+        self.of_storage: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+
+    def fetch(self) -> None:
+        """Start copying everything back."""
+        for copy in self.copies:
+            copy.fetch()
+
 # %% ../../notebooks/09_activations.ipynb #stores-offloaded
 class Offloaded(Store):
     """Waits in host memory; backward fetches it a unit ahead (P_a+cpu).
 
-    Rajbhandari et al. 2020, sec. 6.1; Ren et al. 2021. On CUDA the host copy
-    is pinned, and the copies run beside the computation, each way on a stream
-    of its own: what a unit saves is on the device until the next has begun.
-    Each storage is copied once, however many views are saved.
+    Rajbhandari et al. 2020, sec. 6.1; Ren et al. 2021. What a unit saves is
+    on the device until the next unit has begun. Each storage is copied once,
+    however many views of it are saved.
     """
 
     def __init__(self) -> None:
-        self._last: Callable[[], UnitCopies | None] = lambda: None
+        self._last: Callable[[], Copies | None] = lambda: None
 
-    def begin(self, unit: str) -> UnitCopies:
+    def begin(self, unit: str) -> Copies:
         before = self._last()
-        if before is not None:
-            before.let_go()
-        copies = UnitCopies(before=self._last)
+        for copy in before.copies if before else ():
+            copy.wait()
+        copies = Copies(self._last)
         self._last = weakref.ref(copies)
         return copies
 
-    def pack(self, x: Tensor, copies: UnitCopies) -> Any:
+    def pack(self, x: Tensor, copies: Copies) -> Any:
         x = x.detach()
         # a small window of something large: its own bytes only
         if x.untyped_storage().nbytes() > 8 * x.nbytes:
             x = x.clone()
-        copy, offset = copies.copy_of(x), x.storage_offset()
-        return copies, copy, x.shape, x.stride(), offset
+        storage = x.untyped_storage()
+        version, found = copies.of_storage.get(storage, (None, lambda: None))
+        copy = found()
+        if copy is None or version != x._version:
+            copy = HostCopy(x)
+            copies.of_storage[storage] = x._version, weakref.ref(copy)
+            copies.copies.add(copy)
+        return copies, copy, x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, held: Any) -> Tensor:
         copies, copy, shape, stride, offset = held
@@ -149,4 +215,5 @@ class Offloaded(Store):
         before = copies.before()
         if before is not None:
             before.fetch()
-        return copy.use().as_strided(shape, stride, offset)
+        copy.wait()
+        return copy.back.as_strided(shape, stride, offset)

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from ..activations import functions
-from ..activations.functions import checkpoint, reset
+from ..activations import CHECKPOINT, Offloaded
 from ..config import read
-from ..config.keys import keys
-from ..config.sections import ActivationCheckpointing
-from ..config.source import Source
 from ..ranks.launch import world_size
 
-__all__ = ["Source", "checkpoint", "configure", "is_configured", "reset", "use"]
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+
+_configured = False
 
 
-def use(section: ActivationCheckpointing) -> None:
-    """From now on `checkpoint` keeps arguments as a config's section says.
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which only the arguments are kept.
 
-    A `configure` that comes later overrules that, and so does an engine's config.
+    The rest is computed again in backward, with the same random numbers (Chen et al.
+    2016). In an evaluation nothing is kept.
     """
-    functions.use(section.cpu_checkpointing)
+    return CHECKPOINT(function, *args, **kwargs)
 
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Source | None = None,
+    deepspeed_config: str | dict[str, Any] | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -34,50 +34,42 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` keeps arguments, for the whole process.
+    """Set where `checkpoint` keeps arguments, for the whole process.
 
-    `deepspeed_config`: a config, of which `activation_checkpointing` is
-    taken. The other arguments are DeepSpeed's names of its keys, and go
-    first; what neither gives is at its default. Only `checkpoint_in_cpu`
-    has an effect here, and a warning names the others that ask for one.
-    `mpu_` may not ask for tensor parallelism: ValueError.
+    `deepspeed_config`: a config, of which `activation_checkpointing` is taken. The other
+    arguments are DeepSpeed's and take precedence. Only `checkpoint_in_cpu` has an effect
+    here; a warning names the others. `mpu_` may not ask for tensor parallelism.
     """
-    _check_unit(mpu_)
-    given = {
+    global _configured
+    size = getattr(mpu_, "get_tensor_model_parallel_world_size", None)
+    size = size or getattr(mpu_, "get_model_parallel_world_size", int)
+    if (size() or 1) > 1:
+        raise ValueError(
+            f"mpu_ says that {size()} ranks share a layer, and here each rank computes "
+            "whole layers; leave mpu_ out"
+        )
+    for name, value in {
         "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "synchronize_checkpoint_boundary": synchronize,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
+        "synchronize": synchronize,
         "profile": profile,
-    }
-    on_host = bool(checkpoint_in_cpu)
-    if deepspeed_config is not None:
-        section = read(deepspeed_config, world_size()).activation_checkpointing
-        if checkpoint_in_cpu is None:
-            on_host = section.cpu_checkpointing
-    known = keys(ActivationCheckpointing)
-    for key, value in given.items():
+    }.items():
         if value:
-            why = known[key].ignored
-            warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    functions.use(on_host)
-    functions.configured = True
+            warnings.warn(f"{name} has no effect", stacklevel=2)
+    on_host = checkpoint_in_cpu
+    if on_host is None and deepspeed_config is not None:
+        section = read(deepspeed_config, world_size()).activation_checkpointing
+        on_host = section.cpu_checkpointing
+    CHECKPOINT.store = Offloaded() if on_host else None
+    _configured = True
 
 
-def _check_unit(mpu: Any) -> None:
-    """Refuse an object of Megatron's that splits layers over ranks."""
-    for name in (
-        "get_tensor_model_parallel_world_size",
-        "get_model_parallel_world_size",
-    ):
-        size = getattr(mpu, name, int)() or 1
-        if size > 1:
-            raise ValueError(
-                f"mpu_ says that {size} ranks share a layer, and here each "
-                "rank computes whole layers; leave mpu_ out"
-            )
+def reset() -> None:
+    """Forget the forwards that no backward will follow."""
+    CHECKPOINT.store = Offloaded() if CHECKPOINT.store else None
 
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return functions.configured
+    return _configured

@@ -37,16 +37,16 @@ def layers_of(
     cast = (size + reduced) * (size != reduced)
     handled = (2 * size + cast + 2 * reduced) * (world_size > 1)
     # a quantized block has a scale of one byte; it is encoded and decoded
-    coded = tuple(
+    sent = tuple(
         n / 8 + 1 / BLOCK if n else full
         for n, full in zip(bits, (size, reduced), strict=True)
     )
-    decoded = (size + coded[0]) * bool(bits[0])
-    coding = decoded + 2 * (reduced + coded[1]) * bool(bits[1])
+    decoded = (size + sent[0]) * bool(bits[0])
+    coding = decoded + 2 * (reduced + sent[1]) * bool(bits[1])
 
     def layer(name: str, n: int, forward: float, backward: float) -> Layer:
         padded = -(-n // world_size) * world_size
-        flat = Buffer(padded, size, reduced=reduced, coded=coded)
+        flat = Buffer(padded, size, reduced=reduced, sent=sent)
         forward += costs.memory(decoded * n)
         backward += costs.memory((handled + coding) * n)
         return Layer(name, [flat], forward, backward, update * n)

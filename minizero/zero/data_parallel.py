@@ -171,7 +171,7 @@ class DataParallel:
                     if part.is_floating_point():
                         wide = torch.promote_types(part.dtype, master.dtype)
                         part = part.to(wide)
-                    value = self.storage.store(part, "optimizer", flat)
+                    value = self.storage.store(part, "optimizer")
                 self.optimizer.state[master][key] = value
             if isinstance(self.optimizer, Muon):
                 self.optimizer.take(master, flat)
@@ -404,6 +404,7 @@ class DataParallel:
             with closing(update):  # type: ignore[type-var]
                 for units in update:
                     self._updated(units)
+            labels.label_states(self.optimizer)
         self.zero_grad()
         note_writes(self)
         labels.mark("step")
@@ -416,14 +417,13 @@ class DataParallel:
             for flat in unit.changed:
                 flat.changed()
             self.run(self.schedule.updated(unit))
-        if units:
-            labels.label_states(self.optimizer)
 
     def flush(self) -> None:
         """Wait for an update that the storage has left running."""
         arrived = self.storage.flush()
         self._updated(arrived)
         if arrived:
+            labels.label_states(self.optimizer)
             self.wait()
             note_writes(self)
 

@@ -48,7 +48,8 @@ class ShardedFlat(Flat):
                 if source is not None:
                     source.unshard()
                 before = source
-            view.copy_(p.detach())
+            with torch._C.DisableTorchFunction():  # `zero.Init` would gather
+                view.copy_(p.detach())
             p.sharded_in = self
             p.__deepcopy__ = partial(copy_unsharded, p)
             p.__reduce_ex__ = partial(reduce_unsharded, p)
@@ -65,10 +66,11 @@ class ShardedFlat(Flat):
         self.freed = [nan.expand(slot.shape) for slot in self.slots]
 
     def point(self, tensors: list[Tensor]) -> None:
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            p: Any = slot.parameter
-            if p.sharded_in is self:
-                p.data = tensor
+        with torch._C.DisableTorchFunction():
+            for slot, tensor in zip(self.slots, tensors, strict=True):
+                p: Any = slot.parameter
+                if p.sharded_in is self:
+                    p.data = tensor
         self._noted = self._state()
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -79,7 +81,7 @@ class ShardedFlat(Flat):
     def keep(self, storage: Storage) -> None:
         """Store what this rank keeps, and free the rest."""
         self.storage, kept = storage, self.kept(self.full)
-        self.shard = self.stored = storage.store(kept, "parameters", self)
+        self.shard = self.stored = storage.store(kept, "parameters")
         self.free()
 
     def gather(self) -> Work | None:
@@ -144,10 +146,11 @@ class ShardedFlat(Flat):
 
     def take_over(self, modifier_rank: int) -> None:
         """Keep what that rank has written to the parameters, everywhere."""
-        for slot, view in zip(self.slots, self.whole, strict=True):
-            p = slot.parameter
-            if p.data_ptr() != view.data_ptr() and p.sharded_in is self:  # type: ignore[attr-defined]
-                view.copy_(p.data)  # after `p.data = values`
+        with torch._C.DisableTorchFunction():
+            for slot, view in zip(self.slots, self.whole, strict=True):
+                p: Any = slot.parameter
+                if p.sharded_in is self and p.data_ptr() != view.data_ptr():
+                    view.copy_(p.data)  # after `p.data = values`
         comm.broadcast(self.full, modifier_rank, group=self.ranks)
         self.storage.write_shard(self.stored, self.kept(self.full))
 
@@ -156,11 +159,13 @@ class ShardedFlat(Flat):
         self._noted = self._state()
 
     def _state(self) -> list[tuple[int, int]]:
+        """Of each parameter, what tells that somebody has written to it."""
         every = [slot.parameter for slot in self.slots]
-        return [
-            (0 if p.is_inference() else p._version, p.data_ptr())
-            for p in every
-        ]
+        with torch._C.DisableTorchFunction():
+            return [
+                (0 if p.is_inference() else p._version, p.data_ptr())
+                for p in every
+            ]
 
     def _check_unwritten(self) -> None:
         """Raise RuntimeError for what was written to freed parameters."""

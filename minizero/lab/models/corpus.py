@@ -29,20 +29,34 @@ SKIPPED = {
 class Corpus:
     """The bytes of a text, the last tenth held out.
 
-    path: a file, whatever is in it; a folder, whose text files are read in the order
-        of their names; or None for the source of Python's standard library, without
-        its tests. In a folder, hidden files and those with a zero byte in their first
-        8 KiB are passed over. At most :data:`LIMIT` bytes are read.
+    path: a file, a folder, whose text files are read in the order of their names, or
+        None for the source of Python's standard library, without its tests. In a
+        folder, hidden files and those with a zero byte in their first 8 KiB are
+        skipped. At most :data:`LIMIT` bytes are read.
 
     train, valid: uint8 tensors, 90 % and 10 % of the bytes.
     description: what was read, in words.
 
-    Raises FileNotFoundError, PermissionError or another OSError for a path that
-    cannot be read, and ValueError for one that holds no text.
+    Raises OSError for a path that cannot be read, and ValueError for one without text.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        data, files, name = _read_stdlib() if path is None else _read(Path(path))
+        if path is None:
+            folder = Path(sysconfig.get_path("stdlib"))
+            every = (file for file in _walk(folder, SKIPPED) if file.suffix == ".py")
+            name = f"the standard library of Python {platform.python_version()}"
+        else:
+            folder, name = Path(path), str(path)
+            every = _walk(folder) if folder.is_dir() else iter([folder])
+        data, files = bytearray(), 0
+        for file in every:
+            room = LIMIT - len(data)
+            text = file.read_bytes()[:room] if room else b""
+            if text and not (folder.is_dir() and b"\0" in text[:8192]):
+                data += text
+                files += 1
+        if not data:
+            raise ValueError(f"{name} has no text in it; give another file or folder.")
         cut = len(data) * 9 // 10
         whole = torch.frombuffer(data, dtype=torch.uint8)
         self.train, self.valid = whole[:cut], whole[cut:]
@@ -83,7 +97,9 @@ class Corpus:
                 f"of {sequence:,} needs {sequence + 1:,}; give a longer text or a "
                 "shorter sequence."
             )
-        generator = torch.Generator().manual_seed(_seed(seed, step, part))
+        # hashed, because a sum of seed and step would repeat batches
+        key = hashlib.blake2b(repr((seed, step, part)).encode(), digest_size=4)
+        generator = torch.Generator().manual_seed(int.from_bytes(key.digest(), "big"))
         starts = torch.randint(len(data) - sequence, (batch,), generator=generator)
         mine = starts[rank * rows : (rank + 1) * rows]
         window = data[mine[:, None] + torch.arange(sequence + 1)].long()
@@ -106,46 +122,9 @@ def rows_per_rank(batch: int, world_size: int) -> int:
     return batch // world_size
 
 
-def _seed(*key: object) -> int:
-    """A seed that differs for any two keys; adding them up would repeat batches."""
-    return int.from_bytes(
-        hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big"
-    )
-
-
-def _read_stdlib() -> tuple[bytearray, int, str]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = [f for f in _walk(folder, SKIPPED) if f.suffix == ".py"]
-    data, count = _gather(files)
-    name = f"the standard library of Python {platform.python_version()}"
-    if not data:
-        raise ValueError(f"{name} has no source in {folder}; give a file or a folder.")
-    return data, count, name
-
-
-def _read(path: Path) -> tuple[bytearray, int, str]:
-    if not path.exists():
-        raise FileNotFoundError(f"There is no file or folder {path}; check the path.")
-    if path.is_dir():
-        data, count = _gather(_walk(path), text_only=True)
-        if not data:
-            raise ValueError(f"The folder {path} has no text in it; give another one.")
-        return data, count, str(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is neither a file nor a folder; give one of these.")
-    data, count = _gather([path])
-    if not data:
-        raise ValueError(f"The file {path} is empty; give one with text in it.")
-    return data, count, str(path)
-
-
 def _walk(folder: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Regular files below a folder, by name, the same on every machine."""
-
-    def refuse(error: OSError) -> None:
-        raise _unreadable(error) from error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    """Regular files below a folder, by name, in the same order on every machine."""
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(
             f for f in folders if f not in skipped and not f.startswith(".")
         )
@@ -153,29 +132,3 @@ def _walk(folder: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
             file = Path(parent, name)
             if not name.startswith(".") and file.is_file():
                 yield file
-
-
-def _gather(files: Iterable[Path], text_only: bool = False) -> tuple[bytearray, int]:
-    """Contents one after the other, up to the limit, and the number of files."""
-    data, count = bytearray(), 0
-    for file in files:
-        if len(data) == LIMIT:
-            break
-        try:
-            with file.open("rb") as handle:
-                head = handle.read(min(8192, LIMIT - len(data)))
-                if not head or (text_only and b"\0" in head):
-                    continue
-                data += head
-                data += handle.read(LIMIT - len(data))
-                count += 1
-        except OSError as error:
-            raise _unreadable(error) from error
-    return data, count
-
-
-def _unreadable(error: OSError) -> OSError:
-    reason = (error.strerror or str(error)).lower()
-    return type(error)(
-        f"{error.filename} cannot be read ({reason}); check its permissions."
-    )
