@@ -18,10 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from nasty import Run, same
-from test_offload import CONFIG, OPTIMIZERS, PRECISIONS, STATE, name, plans
-from test_offload import stepped as made_a_step
-from test_offload import train as train_with
+from test_offload import CONFIG, PRECISIONS, STATE, name, plans
 
 from minizero import NVMe, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
@@ -53,68 +50,6 @@ ON_DEVICE = Plan(Placement(True, "nvme"), Placement(True), Placement(True, "nvme
 # --- the same numbers ---------------------------------------------------------
 
 
-def train(
-    plan: Plan,
-    folder: Path,
-    buffer_size: int = 128,
-    buffer_count: int = 4,
-    **options: Any,
-) -> Run:
-    """A few steps of the nasty model, with its state on disk."""
-    sizes = {"buffer_size": buffer_size, "buffer_count": buffer_count}
-    made: list[NVMe] = []
-
-    def storage(plan: Plan) -> NVMe:
-        made.append(NVMe(plan, folder, **sizes))
-        return made[0]
-
-    try:
-        return train_with(plan, storage, **options)
-    finally:
-        made[0].close()
-
-
-def equal_to(
-    pool: Pool, folder: Path, every: list[Plan], sizes: dict[str, int], **options: Any
-) -> None:
-    reference = pool.run(train_with, Plan.stage(1), **options)
-    assert reference[0].norms.max() > 0.5  # clipping took part
-    for plan in every:
-        got = pool.run(train, plan, folder, **sizes, **options)
-        assert same(got, reference), (name(plan), options)
-    assert not list(folder.iterdir())
-
-
-def test_every_plan_is_equal(pool: Pool, tmp_path: Path) -> None:
-    """All of them on two ranks; on other numbers a part."""
-    ranks = len(pool.run(world_size))
-    some = PLANS if ranks == 2 else PLANS[ranks % 2 :: 3]
-    equal_to(pool, tmp_path, some, {})
-
-
-TWO = [ALL, Plan.stage(3, offload_param="nvme")]
-
-
-@pytest.mark.parametrize(
-    ("every", "sizes", "options"),
-    [
-        *((TWO, {}, {"optimizer": key}) for key in OPTIMIZERS if key != "muon"),
-        (PLANS[::2], {}, {"precision": "fp16", "steps": 6}),
-        (PLANS[::4], {}, {"precision": "bf16", "micro_batches": 2}),
-        (TWO, {}, {"precision": "bf16", "overlap": True}),
-        *(
-            ([ALL], {"buffer_count": count, "buffer_size": size}, {"overlap": True})
-            for count, size in ((1, 192), (2, 64), (3, 1 << 20))
-        ),
-    ],
-    ids=str,
-)
-def test_every_option_is_equal(
-    two: Pool, tmp_path: Path, every: list[Plan], sizes: Any, options: Any
-) -> None:
-    equal_to(two, tmp_path, every, sizes, **options)
-
-
 def test_slices_round_as_the_whole() -> None:
     """Fused AdamW, cut at multiples of 64 elements, on one thread and on all."""
     torch.manual_seed(0)
@@ -131,13 +66,6 @@ def test_slices_round_as_the_whole() -> None:
             for _ in range(3):
                 optimizer.step()
         assert torch.equal(one, torch.cat([*pieces]))
-
-
-def test_state_from_before_is_kept(two: Pool, tmp_path: Path) -> None:
-    reference = two.run(made_a_step, Plan.stage(3), None)[0]
-    storage = partial(NVMe, folder=tmp_path, buffer_size=64)
-    got = two.run(made_a_step, ALL, storage)[0]
-    assert all(torch.equal(reference[key], got[key]) for key in reference)
 
 
 def by_hand(plan: Plan, folder: Path | None, precision: str) -> dict[str, Any]:
@@ -558,25 +486,6 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert not list(folder.iterdir())
-
-
-def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
-    """It ends without closing its parent's file."""
-    code = f"""
-    import os
-    from pathlib import Path
-    from minizero.offload.swap_file import ALIGN, SwapFile, aligned_buffer
-    swap = SwapFile(Path({str(tmp_path)!r}))
-    buffer = aligned_buffer(ALIGN).fill_(7)
-    swap.write(swap.allocate(ALIGN), buffer).wait()
-    if os.fork() == 0:
-        raise SystemExit
-    os.wait()
-    swap.read(0, buffer.zero_()).wait()
-    assert buffer.eq(7).all()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)])
-    assert done.returncode == 0 and not list(tmp_path.iterdir())
 
 
 # --- bad input ----------------------------------------------------------------
