@@ -88,7 +88,7 @@ class Case:
         elif self.plan.group and self.precision != "fp32":
             plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
         elif getattr(self.optimizer, "keywords", {}).get("fused"):
-            plan = Plan.stage(1)  # fused kernels round a tensor's last elements otherwise
+            plan = Plan.stage(1)  # fused: the last elements round otherwise
         return Case(
             plan, self.precision, self.optimizer, self.micro, self.postpone, self.bits,
             self.events, storage,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import comm
 from ..comm import Work
 from ..memory.labels import label
 from ..memory.plan import Plan
 from .flat import Flat
+from .guards import copy_unsharded, reduce_unsharded
 from .seams import Storage
 
 
@@ -178,47 +178,3 @@ class ShardedFlat(Flat):
                     "sharded, and what was written is lost; write to it "
                     "inside zero.GatheredParameters(..., modifier_rank=0)"
                 )
-
-
-class Hook:
-    """Calls a function; the same hook of a copied module calls nothing."""
-
-    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
-
-
-def refuse_sharded_state(module: nn.Module) -> None:
-    """Let `state_dict` and loading raise RuntimeError for sharded parameters."""
-    if not hasattr(module, "_refuses_sharded_state"):
-        module._refuses_sharded_state = True  # type: ignore[assignment]
-        module.register_state_dict_pre_hook(check_unsharded)
-        module.register_load_state_dict_pre_hook(check_unsharded)
-
-
-def check_unsharded(module: nn.Module, *_: Any) -> None:
-    """Raise RuntimeError for a module whose parameters have no values here."""
-    for p in module.parameters():
-        if hasattr(p, "sharded_in") and not p.sharded_in.is_unsharded:
-            raise RuntimeError(
-                "the parameters are sharded and have no values here; do this inside "
-                "zero.GatheredParameters(model.parameters()), with modifier_rank=0 to "
-                "write, or call net.state_dict() (engine.module_state_dict())"
-            )
-
-
-def copy_unsharded(p: Any, memo: Any = None) -> nn.Parameter:
-    """For `copy.deepcopy`: a parameter of its own."""
-    values = p.detach().clone()  # inside `zero.Init` this gathers
-    check_unsharded(nn.ParameterList([p]))
-    return nn.Parameter(values, p.requires_grad)
-
-
-def reduce_unsharded(p: Any, protocol: Any) -> Any:
-    """For pickle and `torch.save`."""
-    return copy_unsharded(p).__reduce_ex__(protocol)
