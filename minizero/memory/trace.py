@@ -111,7 +111,7 @@ class Trace:
                 yield event | {"name": f"live bytes, {place}", "args": args}
 
 
-def _meta(name: str, **args: Any) -> dict[str, Any]:
+def _meta(name: str, /, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": name, "args": args}
 
 

@@ -33,7 +33,8 @@ class LossScale:
         """The inverse. Raises ValueError if the names differ."""
         if state.keys() != set(self.saved):
             raise ValueError(
-                f"this is another loss scale's state: it has {', '.join(state)}"
+                "this is another loss scale's state: it has "
+                f"{', '.join(state)}"
             )
         vars(self).update(state)
 
