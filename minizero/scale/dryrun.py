@@ -30,8 +30,8 @@ from ..comm.ledger import Ledger
 from ..engine import Engine, initialize
 from ..memory import labels
 from ..memory.tracker import Sample, Tracker
-from ..offload import nvme_storage, second_set
-from ..offload.async_io import Transfer
+from ..offload import delayed, nvme
+from ..offload.swap_file import Transfer
 from .shapes import Shape
 
 aten = torch.ops.aten
@@ -177,8 +177,8 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             (nn.Module, "_apply", _apply),
             # a GPU that is there would be given pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
-            (nvme_storage, "SwapFile", NoFile),
-            (second_set, "ThreadPoolExecutor", _in_turn(mode)),
+            (nvme, "SwapFile", NoFile),
+            (delayed, "ThreadPoolExecutor", _in_turn(mode)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())
