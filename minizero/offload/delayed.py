@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..memory.labels import host_empty
 from ..memory.plan import Plan
@@ -61,10 +62,7 @@ class Delayed(Offload):
     # ---- continued
 
     def update(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
         self._units = [unit for unit in units if unit.trainable]

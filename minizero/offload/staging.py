@@ -14,8 +14,8 @@ from ..memory import labels
 from ..memory.labels import aligned
 from ..ranks import device
 from ..zero.flat import Flat, Unit
-from .host import CopyEvent
-from .swap_file import ALIGN, SwappedTensor, Transfer, aligned_buffer
+from .bus import CopyEvent
+from .swap_file import ALIGN, Transfer, aligned_buffer
 
 Use = Transfer | CopyEvent
 
@@ -79,30 +79,23 @@ class StagingBuffers:
 
 
 class StagedTensor:
-    """Elements a to b of a tensor that is stored `on` a place, during their update.
+    """Elements a to b of a tensor of some category, while they are updated.
 
-    `here`: a copy of them `at` the place where the optimizer works; or they
-    themselves, if that is the same. `read`, `written`: whether the update
-    needs their old values, and changes them. `swapped`: where they are if
-    they are on disk; a and b are then the borders of a record. `room`: bytes
-    that they need of a staging buffer.
+    `here`: a copy of them where the optimizer works; or they themselves, if
+    they are stored there. `read`, `written`: whether the update needs their
+    old values, and changes them. `swapped`: where they are if they are on
+    disk; a and b are then the borders of a record. `room`: bytes that they
+    need of a staging buffer. `storage`: an `NVMe`.
     """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        on: str,
-        at: str,
-        a: int,
-        b: int,
-        swapped: SwappedTensor | None,
-        *,
-        read: bool = True,
-        written: bool = True,
+        self, storage: Any, category: str, tensor: Tensor, a: int, b: int
     ) -> None:
-        self.tensor, self.a, self.b, self.swapped = tensor, a, b, swapped
-        self.read, self.written = read, written
+        on, at = getattr(storage.plan, category).on, storage.at
+        self.tensor, self.a, self.b = tensor, a, b
+        self.swapped = storage.swapped(tensor)
         self.reading: Transfer | None = None
+        self.read = self.written = True
         self.goes_up = at == "device" and on != at
         self.room = 0
         if on == "nvme" or (at == "cpu" and on != at):
