@@ -1,4 +1,4 @@
-"""State in host memory, and an update on the processor that keeps the states."""
+"""State in host memory, and an update by the processor that keeps it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Offload(Storage):
         self.down, self.up = CopyStream(), CopyStream()
         # to where the optimizer works, and from there
         streams = (self.down, self.up)
-        self._inward, self._outward = streams if self.at == "cpu" else streams[::-1]
+        streams = streams if self.at == "cpu" else streams[::-1]
+        self._inward, self._outward = streams
         # two blocks each: for the update, and for gradients that arrive
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
@@ -52,7 +53,8 @@ class Offload(Storage):
         A shard that is stored elsewhere is represented by a placeholder.
         """
         if copy is not None:
-            return copy if self.at == "device" else self.store(copy, "optimizer")
+            is_there = self.at == "device"
+            return copy if is_there else self.store(copy, "optimizer")
         if not self.moves_parameters:
             return flat.shard
         master = placeholder(flat.shard, self.at)
@@ -81,7 +83,7 @@ class Offload(Storage):
     # ---- continued: gradients arrive during backward
 
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
-        """Copy the mean to the host now; add it to the shard two calls later."""
+        """Copy the mean to the host now; the host adds it two calls later."""
         if self.plan.gradients.on == "device":
             shard.add_(mean)
             return
@@ -94,7 +96,7 @@ class Offload(Storage):
         self._landing.turn()
         copied = self._landing.take(mean)
         if self.down.stream is not None:
-            mean = mean.clone()  # small: the buffer it is a part of is freed now
+            mean = mean.clone()  # its buffer is freed as soon as we return
         self.down.follow()
         self.down.copy(copied, mean)
         self._arriving.append((shard, copied, mean, self.down.event()))
@@ -113,7 +115,7 @@ class Offload(Storage):
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
-        """Copy in unit i + 1, update unit i, copy out unit i - 1: all at once."""
+        """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
         units = [unit for unit in units if unit.trainable]
         crossing = [
             sum(
@@ -126,7 +128,7 @@ class Offload(Storage):
         self._staging.reserve(max(crossing, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
-            staged += [self._stage(following) for following in units[i + 1 : i + 2]]
+            staged += [self._stage(later) for later in units[i + 1 : i + 2]]
             staged.pop(0).wait(self.at)
             labels.mark("update", unit.name)
             self.step(unit.trainable, optimizer, precision)
@@ -153,7 +155,7 @@ class Offload(Storage):
         return self._inward.event()
 
     def _unstage(self, unit: Unit) -> None:
-        """Launch the copies of the updated shards to where they are stored."""
+        """Launch copies of the updated shards to where they are stored."""
         labels.mark("out", unit.name)
         self._outward.follow()
         for flat in unit.trainable:
@@ -174,7 +176,9 @@ class Offload(Storage):
             precision.shard_to_master(master, self.read_shard(flat.shard))
             self.write_shard(flat.master, master)
 
-    def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
+    def read_shard(
+        self, shard: Tensor, a: int = 0, b: int | None = None
+    ) -> Tensor:
         for stream in (self.down, self.up):
             stream.event().wait("cpu")  # the host reads what they copy
         return super().read_shard(self._stored.get(shard, shard), a, b)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..memory import labels
 from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
@@ -246,11 +247,14 @@ class NVMe(Offload):
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, part in enumerate(todo):
                 for later in todo[launched : i + ahead]:
+                    labels.mark("in", later.unit.name)
                     later.launch_reads(self.buffers.take())
                 launched = max(launched, i + ahead)
                 state = optimizer.state[part.flat.master]
                 part.show(state)
+                labels.mark("update", part.unit.name)
                 self.step([part.flat], optimizer, precision)
+                labels.mark("out", part.unit.name)
                 blank = placeholder(self._stored[part.flat.master], self.at)
                 part.launch_writes(state, blank)
                 self.buffers.give(part.buffer, part.writes)
