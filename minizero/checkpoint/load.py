@@ -20,8 +20,7 @@ from ..memory.labels import label_states
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Flat
 from .files import CheckpointError, LazyTensor, measure, unpack
-from .folder import Folder, find
-from .layout import INDEX, Index, Place, SavedFlat, pieces, places
+from .layout import INDEX, Folder, Index, Place, SavedFlat, find, pieces, places
 from .save import FROZEN, facts_of, finish, names_of, set_random_states
 
 
