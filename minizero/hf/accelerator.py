@@ -5,36 +5,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..config.source import Source
+from ..config import Source
 from ..engine import Engine, initialize
-from ..ranks import init_distributed
-from ..ranks.launch import world_size
-from .environment import check_adapters, keep_in_step
-from .environment import loop_config, plain_cpu
-from .loop import EngineStep
-from .state import State
+from ..ranks import init_distributed, world_size
+from .environment import keep_in_step, loop_config, plain_cpu
 
 # %% auto #0
-__all__ = ['Accelerator', 'start']
+__all__ = ['EngineStep', 'Accelerator']
 
-# %% ../../notebooks/15_huggingface.ipynb #accelerator
-class Accelerator(State):
-    """Trains as a DeepSpeed config says; what is not here is `accelerate`'s.
+# %% ../../notebooks/15_huggingface.ipynb #engine-step
+class EngineStep(AcceleratedOptimizer):
+    """The optimizer that a loop holds: its `step` is the engine's.
+
+    Its groups are those of the optimizer that was prepared, so schedulers
+    made of that one still change its learning rates.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+
+    def step(self, closure: Any = None) -> None:
+        """Update, unless a micro-batch is still to come."""
+        if self.gradient_state.sync_gradients:
+            self.engine.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether gradients were not finite; a schedule then waits."""
+        return not self.engine.was_step_applied()
+
+# %% ../../notebooks/15_huggingface.ipynb #loop
+class Accelerator(accelerate.Accelerator):
+    """Trains as a DeepSpeed config says; the rest is `accelerate`'s.
 
     `config`: a dict, the path of a JSON file, or JSON text; or a function
     that makes the dict for a model.
     """
 
     config: Source | Callable[[nn.Module], dict[str, Any]]
+    engine: Engine | None = None
+    _reduces = True
 
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Add the gradients of a micro-batch, and count it."""
+        engine = self._engine()
+        engine.set_gradient_accumulation_boundary(self._reduces)
+        loss = loss / self.gradient_accumulation_steps
+        engine.backward(loss, retain_graph, scale_wrt_gas=False)
+        engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        if not self.sync_gradients:
+            engine.step()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward inside reduces only where the plan shards gradients."""
+        self._reduces, before = False, self._reduces
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError(
+                "no engine yet: call prepare with a model and its optimizer"
+            )
+        return self.engine
+
+    # continued: loop-clip
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor],
+        max_norm: float, norm_type: int = 2,
+    ) -> Tensor:
+        """Clip the gradients of the model; returns their norm before that."""
+        net = self._engine().net
+        trained = {p for p in net.model.parameters() if p.requires_grad}
+        if norm_type != 2 or trained - {*parameters}:
+            raise ValueError(
+                "clip_grad_norm_ takes all parameters of the model and their "
+                "2-norm: a shard holds pieces of many parameters"
+            )
+        clips = max_norm < float("inf")
+        return net.clip_grad_norm(max_norm) if clips else net.grad_norm()
+
+    # continued: accelerator
     def __init__(self, config: Source, **options: Any) -> None:
         if options.get("mixed_precision", "no") != "no":
             raise ValueError(
@@ -55,13 +121,34 @@ class Accelerator(State):
         if models and not isinstance(models[0], Engine):
             if len(models) != 1 or len(optimizers) != 1:
                 raise ValueError(
-                    f"prepare was given {len(models)} models and "
-                    f"{len(optimizers)} optimizers; give it one of each: the "
-                    "optimizer updates shards of the model"
+                    f"prepare got {len(models)} models and {len(optimizers)} "
+                    "optimizers; give it one of each: the optimizer updates "
+                    "shards of the model"
                 )
-            start(self, models[0], optimizers[0], objects)
+            self._start(models[0], optimizers[0], objects)
         return super().prepare(*objects, device_placement=device_placement)
 
+    def _start(self, model: nn.Module, optimizer: Any, objects: Any) -> None:
+        """Make the engine."""
+        if self.engine is not None:
+            raise ValueError(
+                "the accelerator trains a model already; call its "
+                "free_memory() first, or make another accelerator"
+            )
+        if callable(self.config):
+            config = self.config(model)
+        else:
+            config = loop_config(self, objects)
+        engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+        plugin = self.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO:
+            options = plugin.to_kwargs()
+            engine.compile(options.pop("backend"), options)
+        if engine.net.plan.parameters.sharded and world_size() > 1:
+            keep_in_step(model)
+        self.engine = engine
+
+    # continued: prepare
     def prepare_model(self, model: Any, *_: Any, **__: Any) -> Engine:
         """The engine; `accelerate`'s own would move and copy parameters."""
         self.engine = model if isinstance(model, Engine) else self.engine
@@ -73,38 +160,47 @@ class Accelerator(State):
 
     def prepare_optimizer(self, made: Any, *_: Any, **__: Any) -> EngineStep:
         """What steps the engine."""
-        if isinstance(made, EngineStep):
-            self.engine, self._hidden = made.engine, made.hidden
-        else:
-            self._hidden = {}
-            made = EngineStep(self._engine(), self._hidden)
+        if not isinstance(made, EngineStep):
+            made = EngineStep(self._engine())
         self._optimizers.append(made)
         return made
 
-# %% ../../notebooks/15_huggingface.ipynb #start
-def start(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Optimizer,
-    objects: tuple[Any, ...] = (),
-) -> None:
-    """Make the accelerator's engine."""
-    config = accelerator.config
-    if accelerator.engine is not None:
-        raise ValueError(
-            "the accelerator has a model, and trains one; call its "
-            "free_memory() first, or make another accelerator"
-        )
-    if callable(config):
-        config = config(model)
-    else:
-        config = loop_config(accelerator, model, objects)
-    check_adapters(model, config)
-    engine = initialize(model=model, optimizer=optimizer, config=config)[0]
-    plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO:
-        options = plugin.to_kwargs()
-        engine.compile(options.pop("backend"), options)
-    if engine.zero_optimization_partition_weights() and world_size() > 1:
-        keep_in_step(model)
-    accelerator.engine = engine
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model that the engine trains."""
+        model = model.module if isinstance(model, Engine) else model
+        return super().unwrap_model(model, *args, **kwargs)
+
+    # continued: state
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Full weights, of sharded ones on rank 0 only; all ranks call it."""
+        engine = self.engine
+        if engine is not None and model in (engine, engine.module):
+            return engine.module_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kw: Any) -> Any:
+        """The engine saves the run, `accelerate` the rest; on all ranks."""
+        with self._without_engine() as engine:
+            folder = super().save_state(output_dir, *args, **kw)
+        engine.save_checkpoint(folder)
+        return folder
+
+    def load_state(self, input_dir: Any, *args: Any, **kw: Any) -> None:
+        """The inverse, under any plan."""
+        with self._without_engine() as engine:
+            super().load_state(input_dir, *args, **kw)
+        engine.load_checkpoint(input_dir)
+
+    @contextmanager
+    def _without_engine(self) -> Iterator[Engine]:
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield self._engine()
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As `accelerate`'s; another model may be prepared afterwards."""
+        self.engine = None
+        return super().free_memory(*objects)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..config.source import Source, load
+from ..config import Source, load
 
 # %% auto #0
 __all__ = ['ZeroConfig']
