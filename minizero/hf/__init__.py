@@ -1,6 +1,6 @@
 """Hugging Face's `Trainer`, and `accelerate`'s loop, on the engine.
 
-Read `config` ("auto"), `accelerator` (what replaces DDP), `trainer`, `environment`.
+Read `config` ("auto"), `accelerator` (what replaces DDP), `trainer`.
 """
 
 from .accelerator import Accelerator

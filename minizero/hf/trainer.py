@@ -19,9 +19,9 @@ from ..config import read
 from ..engine.start import make_optimizer, make_scheduler
 from ..ranks import init_distributed, rank, world_size
 from ..zero import GatheredParameters
-from .accelerator import Accelerator
+from .accelerator import Accelerator, plain_cpu
 from .config import ZeroConfig
-from .environment import plain_cpu
+
 
 if TYPE_CHECKING:  # a mixin's `super()` is one of these
     from transformers import Trainer as AnyTrainer

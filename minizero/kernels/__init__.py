@@ -9,13 +9,5 @@ from .choose import muon_options, optimizer_call
 from .launching import launched, runs_on
 from .ops import cross_entropy, layer_norm, rms_norm
 
-__all__ = [
-    "FusedAdam",
-    "cross_entropy",
-    "launched",
-    "layer_norm",
-    "muon_options",
-    "optimizer_call",
-    "rms_norm",
-    "runs_on",
-]
+__all__ = ["FusedAdam", "cross_entropy", "launched", "layer_norm", "muon_options"]
+__all__ += ["optimizer_call", "rms_norm", "runs_on"]
