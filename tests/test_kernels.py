@@ -392,8 +392,11 @@ def test_all_plans_and_storages(pool: Pool) -> None:
     for stage in (1, 2, 3):
         assert nasty.same(pool.run(run, stage), reference), f"stage {stage}"
     plan = Plan.stage(3, "cpu", "cpu")
-    storage = minizero.Offload(plan)
-    assert nasty.same(pool.run(run, plan, storage=storage), reference)
+
+    def offloaded() -> Any:
+        return run(plan, storage=minizero.Offload(plan))
+
+    assert nasty.same(pool.run(offloaded), reference)
 
 
 def engine_run(folder: Path, kind: str) -> tuple[list[float], list[float], int, int]:

@@ -89,7 +89,8 @@ class TrainerMixin(AnyTrainer):
                 f"args= is a {type(self.args).__module__}.{type(self.args).__name__}; "
                 "give it the TrainingArguments of minizero.hf"
             )
-        for name in ("auto_find_batch_size", "fsdp", "parallelism_config"):
+        refused = ("auto_find_batch_size", "fsdp", "parallelism_config")
+        for name in (*refused, "fp16_full_eval", "bf16_full_eval"):
             if getattr(self.args, name, None):
                 raise ValueError(f"{name} does not work with minizero; leave it out")
         self.args.used_by_minizero = True
