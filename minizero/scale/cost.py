@@ -230,8 +230,8 @@ class Costs:
 class Memory:
     """Bytes of one rank at the peak of each category; `host` and `disk` off the device.
 
-    parameters: the shard, and the units that are unsharded at once. gradients: the
-    shard, and one unit's before and while it is reduced. The categories peak at
+    parameters: the shard, and what is unsharded at once: the root and two blocks.
+    gradients: the shard, and one unit's before and while it is reduced. The categories peak at
     different moments, so their sum is a bound on the peak of all.
     """
 
@@ -260,7 +260,7 @@ class Memory:
         state = estimate(shape.parameters, world_size, plan, kind)
         parameter, gradient, _ = PRECISIONS[kind]
         unit = max(shape.block, shape.root)
-        gathered = unit + shape.block if plan.parameters.sharded else 0
+        gathered = shape.root + 2 * shape.block if plan.parameters.sharded else 0
         reducing = unit * (gradient + reduced) if plan.gradients.sharded else 0
         return cls(
             state.parameters + parameter * gathered,

@@ -30,8 +30,8 @@ from ..comm.ledger import Ledger
 from ..engine import Engine, initialize
 from ..memory import labels
 from ..memory.tracker import Sample, Tracker
-from ..offload import nvme_storage, second_set
-from ..offload.async_io import Transfer
+from ..offload import delayed, nvme
+from ..offload.swap_file import Transfer
 from .shapes import Shape
 
 aten = torch.ops.aten
@@ -177,8 +177,8 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             (nn.Module, "_apply", _apply),
             # a GPU that is there would be given pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
-            (nvme_storage, "SwapFile", NoFile),
-            (second_set, "ThreadPoolExecutor", _in_turn(mode)),
+            (nvme, "SwapFile", NoFile),
+            (delayed, "ThreadPoolExecutor", _in_turn(mode)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())
@@ -284,10 +284,10 @@ def dryrun(
                 where = f"step {i // many + 1} of {steps}, micro-batch {i % many + 1} "
                 seen.progress = lambda what, w=where: say(f"{w}of {many}: {what}")  # type: ignore[misc]
                 _micro_step(engine, args)
-        flats = [flat for unit in engine.net.units for flat in unit.flats]
+        count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()
         return DryRun(
-            world_size, rank, budget, sum(flat.numel for flat in flats), seen.peak,
+            world_size, rank, budget, count, seen.peak,
             when, at_peak, seen.peaks, seen.host_peak, making.peak, dict(seen.live),
             calls,
         )  # fmt: skip
