@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from nasty import HIDDEN, VOCABULARY, Block, groups
 from torch import Tensor, nn
 
-from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize
-from minizero.checkpoint.api import load, save
+import minizero
+from minizero import Overlap, Plan, parallelize
+from minizero.checkpoint import load, save
 from minizero.precision import DynamicLossScale, MixedPrecision
-from minizero.ranks.launch import rank, world_size
-from minizero.zero.data_parallel import DataParallel
+from minizero.ranks import rank, world_size
+from minizero.zero import DataParallel
 
 ROWS = 12  # of a global batch: as many for each of 1, 2, 3 or 4 ranks
 Run = tuple[list[Tensor], dict[str, Tensor]]
@@ -77,12 +78,12 @@ def make(
     plan = Plan.stage(stage)
     if on != "device":
         plan = Plan.stage(stage, on, on if stage == 3 else None)
-    home = {
+    storage = {
         "device": lambda: None,
-        "cpu": lambda: Offload(plan),
-        "delayed": lambda: Delayed(plan),
+        "cpu": lambda: minizero.Offload(plan),
+        "delayed": lambda: minizero.Delayed(plan),
         # a row is several records
-        "nvme": lambda: NVMe(plan, buffer_size=64),
+        "nvme": lambda: minizero.NVMe(plan, buffer_size=64),
     }[where]()
     torch.manual_seed(rank())
     model = Small(dropout)
@@ -90,7 +91,7 @@ def make(
         model,
         OPTIMIZERS[optimizer](groups(model)),
         plan,
-        home=home,
+        storage=storage,
         precision=precision_of(precision),
         schedule=Overlap() if overlap else None,
         **options,
@@ -113,8 +114,8 @@ def steps(net: DataParallel, first: int, last: int) -> list[Tensor]:
 
 
 def close(net: DataParallel) -> None:
-    if isinstance(net.home, NVMe):
-        net.home.close()
+    if hasattr(net.storage, "close"):
+        net.storage.close()  # type: ignore[operator]
 
 
 def whole(net: DataParallel) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def unbroken(
     net = make(**kind)
     steps(net, 0, before)
     if folder is not None:
-        save(net, folder, tag, extra={"step": before}, own={"rank": rank()})
+        save(net, folder, tag, extra={"step": before})
     losses = steps(net, before, before + after)
     result = losses, whole(net)
     close(net)
@@ -145,7 +146,6 @@ def resumed(
     steps(net, 5, 5 + spoilt)
     loaded = load(net, folder, tag)
     assert loaded.extra == {"step": before} and loaded.tag == tag
-    assert loaded.own in (None, {"rank": rank()})
     losses = steps(net, before, before + after)
     result = losses, whole(net)
     close(net)

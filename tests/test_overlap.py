@@ -26,7 +26,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.plots.spans import lanes
 from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
-from minizero.overlap import Overlap, exposed
+from minizero.overlap import Overlap
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks.launch import Pool, rank
 from minizero.zero.data_parallel import DataParallel

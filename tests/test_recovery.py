@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import ip
 from recovery import History, Job, history, train
 
 from minizero.__main__ import main
@@ -181,39 +181,6 @@ def test_torchrun_starts_killed_ranks_again_and_then_fewer(
         assert set(range(last)) <= alike  # equal bit for bit
         assert not set(seen.differing) & set(range(last))
     assert seen.losses == pytest.approx(expected, rel=1e-4) and len(seen.losses) == 16
-
-
-@pytest.fixture
-def network() -> Iterator[list[str]]:
-    """Two network namespaces with a wire between them: 10.213.9.1 and 10.213.9.2."""
-    names = [f"mz{os.getpid()}n{i}" for i in range(2)]
-    wires = [f"mz{os.getpid()}w{i}" for i in range(2)]
-    commands = [f"netns add {name}" for name in names]
-    commands += [f"link add {wires[0]} type veth peer name {wires[1]}"]
-    for i, (name, wire) in enumerate(zip(names, wires, strict=True), 1):
-        commands += [
-            f"link set {wire} netns {name}",
-            f"-n {name} link set {wire} name wire",
-            f"-n {name} addr add 10.213.9.{i}/24 dev wire",
-            f"-n {name} link set wire up",
-            f"-n {name} link set lo up",
-        ]
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program `ip` (iproute2)")
-    try:
-        for command in commands:
-            done = ip(command)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            ip(f"netns delete {name}")
-        ip(f"link delete {wires[0]}")
-
-
-def ip(command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *command.split()], capture_output=True, text=True)
 
 
 def test_a_node_is_cut_off_and_comes_back(

@@ -207,8 +207,9 @@ def fill(
             group = net.optimizer.param_groups[flat.group or 0]
             on_device = group.get("fused") or group.get("capturable")
             where = flat.master.device if on_device else "cpu"
+            # copies: several flats may have been one
             state = {
-                key: value.to(where) if isinstance(value, Tensor) else value
+                key: value.to(where, copy=True) if isinstance(value, Tensor) else value
                 for key, value in scalars[saved.key].items()
             }
             for what in saved.dtypes.keys() - {"parameters"}:
@@ -219,7 +220,7 @@ def fill(
                     follows = dtype == saved.dtypes["parameters"]
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    state[key] = net.storage.store(zeros, "optimizer", flat)
+                    state[key] = net.storage.store(zeros, "optimizer")
                 read(flat, what, state[key])
             net.optimizer.state[flat.master] = state
 

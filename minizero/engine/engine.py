@@ -14,7 +14,6 @@ from typing import Any
 import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
 
 from .. import checkpoint
 from ..comm import agreeing, broadcast_bytes
@@ -74,11 +73,11 @@ class Engine(StepLoop, nn.Module):
         self.module, self.device = net.model, device()
         self.training_dataloader, self.collate_fn = loader, collate_fn
         self.monitor, self._loss = Monitor(config), 0.0
-        self.tput_timer = self.meter  # DeepSpeed's name
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
-        self.dp_world_size = world_size()
+        self.dp_world_size, self.get_data_parallel_rank = world_size(), rank
+        self.data_parallel_group = torch.distributed.group.WORLD
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
 
     def __getattr__(self, name: str) -> Any:
@@ -102,8 +101,7 @@ class Engine(StepLoop, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
-        if self._destroyed:
-            raise RuntimeError("this engine was destroyed; make a new one")
+        self._check(trains=False)
         if not torch.is_grad_enabled():
             return self.net(*args, **kwargs)
         with self.meter.phase("forward"), self._profiled():
@@ -127,7 +125,7 @@ class Engine(StepLoop, nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        self._check_trains()
+        self._check(trains=True)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 "backward takes the loss, a tensor with one element, not "
@@ -146,7 +144,7 @@ class Engine(StepLoop, nn.Module):
         return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        self._check_trains()
+        self._check(trains=True)
         if not self.net.syncing:
             raise RuntimeError("call step() outside of no_sync")
         before = self.global_steps
@@ -156,15 +154,16 @@ class Engine(StepLoop, nn.Module):
 
     backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
 
-    def _check_trains(self) -> None:
+    def _check(self, trains: bool) -> None:
+        """Raise RuntimeError if the engine cannot go on, or cannot train."""
         if self._destroyed:
             raise RuntimeError("this engine was destroyed; make a new one")
-        if self.optimizer is None:
+        if trains and self.optimizer is None:
             raise RuntimeError(
                 "this engine has no optimizer, so it only evaluates; give "
                 "minizero.initialize one, or name one in the config"
             )
-        if self._failed:
+        if trains and self._failed:
             raise RuntimeError(
                 "a backward has failed, so gradients are incomplete; call "
                 "engine.zero_grad() before you go on"
@@ -260,15 +259,6 @@ class Engine(StepLoop, nn.Module):
         """Samples and model FLOPs a second, and times of phases, since the last report."""
         return self.meter.recent if self.meter.recent.steps else self.meter.last
 
-    def get_data_parallel_rank(self) -> int:
-        """This rank: all ranks are data-parallel."""
-        return self.global_rank
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """Torch's group of all ranks."""
-        return torch.distributed.group.WORLD
-
     # ---- batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -277,23 +267,12 @@ class Engine(StepLoop, nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """More or fewer micro-batches of the same size, from the next step on."""
-        self._resize(train_batch_size, self.config.train_micro_batch_size_per_gpu, None)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """As many micro-batches of another size, from the next step on.
-
-        `training_dataloader` gives them from its next iterator on.
-        """
-        self._resize(None, micro_batch_size, self.config.gradient_accumulation_steps)
-        if self.training_dataloader is not None:
-            self.training_dataloader.batch_size = micro_batch_size
-
-    def _resize(self, total: int | None, micro: int, steps: int | None) -> None:
         if self._position or self.net.has_gradients:
-            raise RuntimeError("change batch sizes between steps, after the last step()")
-        sizes = batch_sizes(world_size(), total, micro, steps)
+            raise RuntimeError("change the batch size between steps, after a step()")
+        micro = self.config.train_micro_batch_size_per_gpu
+        sizes = batch_sizes(world_size(), train_batch_size, micro, None)
         if min(sizes) < 1:
-            raise ValueError(f"batch sizes are at least 1, not {sizes}")
+            raise ValueError(f"a batch has at least one sample, not {train_batch_size}")
         new = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
         self.config = self.config.model_copy(update=new)
 
@@ -302,32 +281,15 @@ class Engine(StepLoop, nn.Module):
         dataset: Any,
         batch_size: int | None = None,
         route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Sampler[Any] | None = None,
         collate_fn: Collate | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader | DataLoader[Any]:
+    ) -> Loader:
         """A loader of this rank's part of a dataset, by default in micro-batches.
 
-        `route`: "train" shuffles, "eval" and "predict" do not. With a `data_sampler` of
-        this rank's samples it is torch's own `DataLoader`.
+        `route`: "train" shuffles, "eval" and "predict" do not.
         """
-        if route not in ("train", "eval", "predict"):
-            raise ValueError(f'route is "train", "eval" or "predict", not {route!r}')
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         collate, drop = collate_fn or self.collate_fn, self.config.dataloader_drop_last
-        workers = num_local_io_workers or 0
-        if data_sampler is None:
-            return Loader(dataset, size, collate, drop, workers, route == "train")
-        return DataLoader(
-            dataset,
-            size,
-            sampler=data_sampler,
-            collate_fn=collate,
-            drop_last=drop,
-            num_workers=workers,
-            pin_memory=pin_memory and torch.cuda.is_available(),
-        )
+        return Loader(dataset, size, collate, drop, shuffle=route == "train")
 
     # ---- checkpoints
 
@@ -356,14 +318,10 @@ class Engine(StepLoop, nn.Module):
         CheckpointError, on all ranks, if it cannot be written, or if a step is under way;
         existing checkpoints stay as they are.
         """
-        loader, scheduler = self.training_dataloader, self.lr_scheduler
-        engine = {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "data": None if loader is None else loader.state_dict(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "scheduler_type": _name(scheduler),
-        }
+        self._check(trains=False)
+        engine: dict[str, Any] = {"steps": self.global_steps, "samples": self.global_samples}
+        for name, part in self._parts().items():
+            engine[name] = (type(part).__name__, part.state_dict())
         checkpoint.save(
             self.net,
             save_dir,
@@ -396,30 +354,28 @@ class Engine(StepLoop, nn.Module):
         CheckpointError, on all ranks, for what is damaged, missing, or of another model,
         scheduler or data; the run is then as it was.
         """
+        self._check(trains=False)
         found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
         if tag is None and broadcast_bytes(found) == b"0":
             if rank() == 0:
                 warnings.warn(f"no checkpoint in {load_dir}: nothing loaded", stacklevel=2)
             return None, None
-        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
-        loader = self.training_dataloader
-        if load_module_only:
-            scheduler = loader = None
+        parts = {} if load_module_only else self._parts()
+        if not load_lr_scheduler_states:
+            parts.pop("scheduler", None)
 
         def check(loaded: checkpoint.Loaded) -> None:
-            """Raise CheckpointError unless scheduler and loader can go on from it."""
+            """Raise ValueError unless each part can go on from its saved state."""
             saved = loaded.extra.get("engine", {})
-            before, here = saved.get("scheduler_type"), _name(scheduler)
-            if saved.get("scheduler") and scheduler is not None and before != here:
-                raise checkpoint.CheckpointError(
-                    f"the scheduler is {here} here and was {before}; pass "
-                    "load_lr_scheduler_states=False to load without it"
-                )
-            if saved.get("data") and loader is not None:
-                try:
-                    loader.check_state(saved["data"])
-                except ValueError as error:
-                    raise checkpoint.CheckpointError(str(error)) from None
+            for name, part in parts.items():
+                kind, state = saved.get(name, (type(part).__name__, None))
+                if kind != type(part).__name__:
+                    raise ValueError(
+                        f"the {name} is a {type(part).__name__} and was a {kind}; "
+                        "load_lr_scheduler_states=False loads without it"
+                    )
+                if isinstance(part, Loader) and state:
+                    part.check_state(state)
 
         loaded = checkpoint.load(
             self.net,
@@ -430,21 +386,24 @@ class Engine(StepLoop, nn.Module):
             check=check,
         )
         self.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.norm, self.optimizer.overflow = None, False
         saved = loaded.extra.get("engine")
         if saved is None:  # `minizero.checkpoint.save` wrote it, without an engine
             return str(loaded.path), loaded.extra
-        if self.optimizer is not None:
-            self.optimizer.norm, self.optimizer.overflow = None, False
         if not load_module_only:
-            self.global_steps = saved["global_steps"]
-            self.global_samples = saved["global_samples"]
+            self.global_steps, self.global_samples = saved["steps"], saved["samples"]
             self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
             self._position = 0
-        if saved["scheduler"] and scheduler is not None:
-            scheduler.load_state_dict(saved["scheduler"])
-        if saved["data"] and loader is not None:
-            loader.load_state_dict(saved["data"])
+        for name, part in parts.items():
+            if name in saved:
+                part.load_state_dict(saved[name][1])
         return str(loaded.path), loaded.extra["client"]
+
+    def _parts(self) -> dict[str, Any]:
+        """What else has a state: the scheduler and the loader, if there are any."""
+        parts = {"scheduler": self.lr_scheduler, "data": self.training_dataloader}
+        return {name: part for name, part in parts.items() if part is not None}
 
     # ---- weights
 
@@ -459,12 +418,9 @@ class Engine(StepLoop, nn.Module):
         self.net.synchronize()
         if self.net.plan.parameters.sharded:
             return self.net.state_dict(frozen=not exclude_frozen_parameters)
-        frozen = set[str]()
-        if exclude_frozen_parameters:
-            named = self.module.named_parameters(remove_duplicate=False)
-            frozen = {name for name, p in named if not p.requires_grad}
-        found = self.module.state_dict()
-        return {name: value for name, value in found.items() if name not in frozen}
+        named = self.module.named_parameters(remove_duplicate=False)
+        skipped = {n for n, p in named if exclude_frozen_parameters and not p.requires_grad}
+        return {k: v for k, v in self.module.state_dict().items() if k not in skipped}
 
     # Hugging Face's Trainer and Accelerate call it by this name
     _zero3_consolidated_16bit_state_dict = module_state_dict
@@ -519,21 +475,11 @@ class Engine(StepLoop, nn.Module):
             return super().load_state_dict(state_dict, strict)
 
     def load_module_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., None] | None = None,
-        fetch_z3_params: bool = False,
+        self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """The same, names without that prefix; sharded parameters are always fetched.
-
-        `custom_load_fn`: called with `src=state_dict, dst=engine.module` instead.
-        """
+        """The same, names without that prefix."""
         with GatheredParameters(self.module.parameters(), modifier_rank=0):
-            if custom_load_fn is None:
-                self.module.load_state_dict(state_dict, strict)
-            else:
-                custom_load_fn(src=state_dict, dst=self.module)
+            self.module.load_state_dict(state_dict, strict)
 
     # ---- the module
 
@@ -581,8 +527,3 @@ class Engine(StepLoop, nn.Module):
             close = getattr(self.net.storage, "close", None)
             if close is not None:
                 close()
-
-
-def _name(scheduler: Any) -> str:
-    """DeepSpeed's name of one of its schedules; the class of another."""
-    return str(getattr(scheduler, "name", type(scheduler).__name__))

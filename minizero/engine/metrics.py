@@ -49,17 +49,12 @@ class Throughput:
         """Of all ranks; 0.0 before the end of the second step."""
         return self.samples / self.seconds if self.seconds else 0.0
 
-    @property
-    def tflops(self) -> float:
-        """Model FLOPs of this rank, 10^12 a second."""
-        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
-
     def __str__(self) -> str:
         parts = [f"{name}={ms:.1f}ms" for name, ms in self.milliseconds.items()]
         if self.seconds:
             parts.insert(0, f"samples/s={self.samples_per_second:.4g}")
         if self.flops:
-            parts.append(f"model TFLOPS={self.tflops:.3g}")
+            parts.append(f"model TFLOPS={self.flops / self.seconds / 1e12:.3g}")
         return ", ".join(parts)
 
 
@@ -116,10 +111,6 @@ class Meter:
     def reset(self) -> None:
         """Begin a new average."""
         self.recent = Throughput()
-
-    def avg_samples_per_sec(self) -> float:
-        """Of all ranks, since the last report."""
-        return self.recent.samples_per_second
 
 
 def count_flops(depth: int | None = None) -> Any:

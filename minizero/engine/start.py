@@ -14,7 +14,7 @@ from ..config import Config, Source, check_options, read
 from ..kernels import muon_options, optimizer_call
 from ..ranks import init_distributed, rank, world_size
 from ..zero.elementwise import groups_of
-from ..zero.flat import Policy
+from ..zero.units import Policy
 from ..zero.muon import Muon, muon_groups
 from .data import Collate, Loader
 from .engine import Engine
@@ -77,11 +77,11 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]
-    given = [source for source in sources if source is not None]
-    if len(given) != 1:
-        raise ValueError(f"initialize takes one config, config=..., not {len(given)}")
+    found = [source for source in sources if source is not None]
+    if len(found) != 1:
+        raise ValueError(f"initialize takes one config, config=..., not {len(found)}")
     init_distributed()
-    settings = read(given[0], world_size())
+    settings = read(found[0], world_size())
     made = make_optimizer(settings, optimizer, model, model_parameters)
     scheduler = make_scheduler(settings, lr_scheduler, made)
     loader = None
@@ -90,8 +90,15 @@ def initialize(
         loader = Loader(training_data, size, collate_fn, drop)
     if settings.activation_checkpointing.cpu_checkpointing:
         CHECKPOINT.store = Offloaded()
-    said = [*settings.warnings, *_idle(settings, optimizer, lr_scheduler, made)]
-    said += _frozen(model, made) if made is not None else []
+    said = [*settings.warnings, *(_frozen(model, made) if made is not None else [])]
+    both = ("optimizer", optimizer, made), ("scheduler", lr_scheduler, scheduler)
+    for name, given, used in both:
+        if getattr(settings, name) is not None and (given is not None or used is None):
+            why = "there is no optimizer" if used is None else "initialize got another"
+            said.append(f"the config's {name} has no effect: {why}")
+    moved = getattr(scheduler, "optimizer", made)
+    if getattr(moved, "optimizer", moved) is not made:  # a wrapper has it
+        said.append("the lr_scheduler moves another optimizer, so the rate stays")
     for sentence in said if rank() == 0 else ():
         warnings.warn(sentence, stacklevel=2)
     net = wrap(model, made, settings, units)
@@ -154,22 +161,6 @@ def make_scheduler(
             f"an optimizer, not {made!r}"
         )
     return made
-
-
-def _idle(
-    config: Config, optimizer: Any, scheduler: Any, made: torch.optim.Optimizer | None
-) -> list[str]:
-    """A sentence for each section of the config that something else replaces."""
-    found = []
-    if optimizer is not None and config.optimizer is not None:
-        found.append("the config's optimizer has no effect: initialize was given another")
-    if config.scheduler is not None and (scheduler is not None or made is None):
-        why = "there is no optimizer" if made is None else "initialize was given another"
-        found.append(f"the config's scheduler has no effect: {why}")
-    moved = getattr(scheduler, "optimizer", made)
-    if getattr(moved, "optimizer", moved) is not made:
-        found.append("the lr_scheduler was made of another optimizer: rates will not move")
-    return found
 
 
 def _frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -23,7 +23,7 @@ from minizero import comm
 from minizero.comm.ledger import Call
 from minizero.lab.models.gpt import GPT, GPTConfig, decay_groups
 from minizero.memory.plan import Plan
-from minizero.overlap import Overlap, exposed
+from minizero.overlap import Overlap
 from minizero.overlap.simulator import (
     Buffer,
     Interval,
@@ -57,7 +57,7 @@ class Step:
     @property
     def exposed(self) -> float:
         """Seconds in which the rank waits for a call."""
-        return exposed(self.calls)
+        return sum(call.finished - call.waited for call in self.calls)
 
     def intervals(self) -> list[Interval]:
         """The step as the simulator gives it: a lane of computation, a lane of calls.

@@ -4,6 +4,6 @@ Read `schedule`, then `simulator`, which predicts when it pays. Imports `zero` a
 is below it.
 """
 
-from .schedule import Overlap, exposed
+from .schedule import Overlap
 
-__all__ = ["Overlap", "exposed"]
+__all__ = ["Overlap"]

@@ -17,15 +17,12 @@ class Machine:
 
     A collective in which a rank sends b bytes occupies the link for
     `latency` + b / `bandwidth` seconds; collectives queue for the link.
-    `handling`: seconds of the rank's own time to launch one, and `copying`: bytes a
-        second at which it hands over what is sent.
-    `adding`: bytes a second at which the rank sums what it received; infinite where
-        the collective does so on the way.
+    `handling`: seconds that the rank spends to launch one; `copying`, `adding`: bytes a
+        second at which it hands over what is sent and sums what it received.
     `contention`: share of its speed that computation loses while the link is busy.
-    `across`: if these N ranks are one group of several, the groups and the link
-        between them.
+    `across`: if these N ranks are one group of several, the groups and their link.
     `bus`, `disk`: bytes a second between device and host, each way, and of the rank's
-        share of a disk. If infinite, copies take no time.
+        share of a disk.
     """
 
     ranks: int
@@ -44,9 +41,8 @@ class Machine:
 class Buffer:
     """A flat buffer: its elements, a multiple of N, and bytes of each.
 
-    `reduced`: bytes of an element of the gradient as it is reduced (default: as
-    `itemsize`). `states`: of its optimizer state. `sent`: on the link, when it is
-    gathered and when it is reduced, if these are quantized.
+    `reduced`: of the gradient as it is reduced (default: `itemsize`). `states`: of the
+    optimizer state. `sent`: on the link, gathered and reduced, if these are quantized.
     """
 
     padded: int
@@ -87,7 +83,8 @@ class Interval:
     """What one lane did from `begin` to `end`, in seconds since the step began.
 
     `lane`: "compute", "link", "bus" or "disk". `what`: a phase, "wait", the op of a
-    collective, or what a copy does. `nbytes`: how many were sent or copied.
+    collective, or what a copy does. `nbytes`: how many were sent or copied. `after`:
+    seconds that the rank spends when a collective has arrived; None: it has spent them.
     """
 
     lane: str
@@ -96,14 +93,7 @@ class Interval:
     begin: float
     end: float
     nbytes: float = 0
-
-
-@dataclass
-class Transfer(Interval):
-    """A collective on the link; `after`: seconds of the rank when it has arrived."""
-
-    after: float = 0.0
-    has_arrived: bool = False
+    after: float | None = None
 
 
 @dataclass
@@ -133,7 +123,7 @@ class Timeline:
 
 
 class Simulation:
-    """One rank in simulated time: it carries out a schedule's actions without data.
+    """One rank in simulated time, which carries out a schedule's actions without data.
 
     `now`: the time of its thread. `line`: what its lanes have done so far.
     """
@@ -149,19 +139,13 @@ class Simulation:
         self.now, self.line = 0.0, Timeline()
         self._link: list[tuple[float, float]] = []  # its transfers, in order
         self._free: dict[str, float] = {}  # since when: up, down and the disk
-        self._unsharded: dict[Buffer, Transfer] = {}
-        self._under_way: dict[Layer, list[Transfer]] = {}
+        self._unsharded: dict[Buffer, Interval] = {}
+        self._under_way: dict[Layer, list[Interval]] = {}
         self._arrives: dict[Layer, float] = {}  # gradients on the host, then parameters
 
     def step(self, layers: list[Layer], boundary: bool) -> None:
         """One forward, one backward and, at a boundary, the update."""
         schedule, plan, (root, *blocks) = self.schedule, self.plan, layers
-
-        def enter(unit: Layer) -> None:
-            self.run(schedule.needed(unit) if plan.parameters.sharded else [])
-
-        def leave(unit: Layer) -> None:
-            self.run(schedule.done(unit) if plan.parameters.sharded else [])
 
         def reduce(unit: Layer) -> None:
             reduces = boundary or plan.gradients.sharded
@@ -176,22 +160,22 @@ class Simulation:
             self.changed("activations", unit.name, -inside - unit.saved * (not forward))
 
         schedule.forward_begins()
-        enter(root)
+        self.run(schedule.needed(root))
         for unit in blocks:
-            enter(unit)
+            self.run(schedule.needed(unit))
             compute("forward", unit)
-            leave(unit)
+            self.run(schedule.done(unit))
         compute("forward", root)
-        leave(root)
+        self.run(schedule.done(root))
         schedule.backward_begins()
-        enter(root)
+        self.run(schedule.needed(root))
         compute("backward", root)
         for unit in reversed(blocks):
-            enter(unit)
+            self.run(schedule.needed(unit))
             compute("backward", unit)
-            leave(unit)
+            self.run(schedule.done(unit))
             reduce(unit)
-        leave(root)
+        self.run(schedule.done(root))
         reduce(root)
         self.wait(*self._under_way)
         schedule.backward_ends()
@@ -207,7 +191,7 @@ class Simulation:
             layer: Any = unit
             gathered = [flat for flat in layer.flats if flat in self._unsharded]
             if operation == "gather":
-                for flat in layer.flats:
+                for flat in layer.flats if self.plan.parameters.sharded else ():
                     if flat not in gathered:
                         self._gather(layer, flat)
             elif operation == "release":
@@ -235,7 +219,7 @@ class Simulation:
         live = sum(f.padded for f in self._unsharded)
         self.line.most_live = max(self.line.most_live, live)
 
-    def _reduce(self, unit: Layer) -> list[Transfer]:
+    def _reduce(self, unit: Layer) -> list[Interval]:
         op = "reduce_scatter" if self.plan.optimizer.sharded else "all_reduce"
         width, ranks = max(1, self.bucket_size // self.ranks), self.ranks
         return [
@@ -244,18 +228,15 @@ class Simulation:
             for a in range(0, flat.padded // ranks, width)
         ]
 
-    def _publish(self, unit: Layer) -> list[Transfer]:
+    def _publish(self, unit: Layer) -> list[Interval]:
         if self.secondary:  # each group's copy is made of its owners' shards
             sent = sum(f.padded * f.sent[0] / self.ranks for f in unit.trainable)
             flat, after = unit.flats[0], self._across(sent)
             return [self._launch("all_gather", unit, flat, 0, after=after)]
         if self.plan.parameters.sharded or not self.plan.optimizer.sharded:
             return []
-        since = self._arrives.get(unit, 0.0)
-        return [
-            self._launch("all_gather", unit, flat, flat.padded, since)
-            for flat in unit.trainable
-        ]
+        args, since = ("all_gather", unit), self._arrives.get(unit, 0.0)
+        return [self._launch(*args, f, f.padded, since) for f in unit.trainable]
 
     def wait(self, *units: Layer) -> None:
         """Wait for the reductions and publications of these units."""
@@ -269,11 +250,10 @@ class Simulation:
                 if self.plan.gradients.on != "device":
                     self._to_host(unit)
 
-    def _arrive(self, transfer: Transfer) -> None:
+    def _arrive(self, transfer: Interval) -> None:
         """Wait for a transfer, unless it has arrived, and sum what it brought."""
-        if not transfer.has_arrived:
-            transfer.has_arrived = True
-            end = max(self.now, transfer.end) + transfer.after
+        if transfer.after is not None:
+            end, transfer.after = max(self.now, transfer.end) + transfer.after, None
             self.spend("wait", transfer.unit, end)
             if transfer.what == "all_reduce":  # with the second exchange, of sums
                 transfer.end, transfer.nbytes = self.now, 2 * transfer.nbytes
@@ -287,9 +267,8 @@ class Simulation:
         owned = 1 / machine.ranks if plan.optimizer.sharded else 1.0
         if self.secondary and machine.across:
             owned /= machine.across.ranks
-        if on != "device" and plan.gradients.on == "device":
-            for unit in layers:
-                self._to_host(unit)
+        for unit in layers if on != plan.gradients.on == "device" else ():
+            self._to_host(unit)
         states = [
             sum(f.padded * f.states / self.ranks for f in unit.trainable)
             for unit in layers
@@ -299,8 +278,7 @@ class Simulation:
             if on == "nvme":  # this one and the next are read while others are updated
                 for j in range(i and i + 1, min(i + 2, len(layers))):
                     ready[j] = self.copy("read", layers[j].name, states[j], self.now)
-            arrived = max(ready[i], self._arrives.get(unit, 0.0))
-            self.spend("wait", unit.name, arrived)
+            self.spend("wait", unit.name, max(ready[i], self._arrives.get(unit, 0.0)))
             self.compute("update", unit.name, unit.update * owned)
             if on == "nvme":
                 self.copy("write", unit.name, states[i], self.now)
@@ -331,33 +309,29 @@ class Simulation:
         return others.latency + sent / others.bandwidth
 
     def _launch(
-        self,
-        op: str,
-        unit: Layer,
-        flat: Buffer,
-        elements: int,
-        since: float = 0.0,
-        after: float = 0.0,
-    ) -> Transfer:
+        self, op: str, unit: Layer, flat: Buffer, elements: int,
+        since: float = 0.0, after: float = 0.0,
+    ) -> Interval:  # fmt: skip
         """Queue for the link, from `since` on, with so many elements of a buffer."""
         machine, gathers = self.machine, op == "all_gather"
         shard = elements * flat.sent[not gathers] / machine.ranks
         nbytes = shard * (machine.ranks - 1)
-        seconds = machine.latency + nbytes / machine.bandwidth if nbytes else 0.0
+        seconds = machine.latency + nbytes / machine.bandwidth
         if not gathers:
             after += nbytes / machine.adding
-        if op == "all_reduce":  # the sums are exchanged as well
-            after += machine.latency + nbytes / machine.bandwidth
-        if not gathers:  # among copies: all-reduced, or only reduced to its owner
+            after += seconds * (op == "all_reduce")  # the sums are exchanged as well
+            # among copies: all-reduced, or only reduced to its owner
             after += (1 if self.secondary else 2) * self._across(shard)
-        handed = machine.handling + nbytes / machine.copying
-        self.compute("launch", unit.name, handed if nbytes else 0.0)
+        if nbytes:
+            handed = machine.handling + nbytes / machine.copying
+            self.compute("launch", unit.name, handed)
         begin = max(self.now, self._link[-1][1] if self._link else 0.0, since)
-        end = begin + seconds
+        end = begin + seconds * bool(nbytes)
         self._link = [b for b in self._link if b[1] > self.now] + [(begin, end)]
-        done = Transfer("link", op, unit.name, begin, end, nbytes, after)
-        self.line.intervals.append(done)
-        return done
+        self.line.intervals.append(
+            Interval("link", op, unit.name, begin, end, nbytes, after)
+        )
+        return self.line.intervals[-1]
 
     def copy(self, what: str, unit: str, nbytes: float, since: float) -> float:
         """Queue for the bus, "up" or "down", or to "read" or "write" the disk.

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from .pool import Pool as Pool
+from .pool import RankError as RankError
 from .pool import default_ranks as default_ranks
-from .processes import RankError as RankError
-from .processes import pack
-from .processes import report as report
 from .rendezvous import TIMEOUT as TIMEOUT
 from .rendezvous import init_distributed as init_distributed
+from .reports import report as report
+from .worker import pack
 
 # %% auto #0
-__all__ = ['ACCELERATOR', 'rank', 'world_size', 'device', 'launch']
+__all__ = ["ACCELERATOR", "rank", "world_size", "device", "launch"]
 
 # %% ../../notebooks/02_ranks.ipynb #launch-rank
 ACCELERATOR = "cuda"  # tests have one that is not there
@@ -61,6 +61,7 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device(ACCELERATOR, torch.cuda.current_device())
     return torch.device("cpu")
+
 
 # %% ../../notebooks/02_ranks.ipynb #launch-launch
 def launch(

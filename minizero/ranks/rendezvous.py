@@ -10,16 +10,18 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     FileStore,
     HashStore,
+    PrefixStore,
     Store,
     TCPStore,
 )
+
+from .reports import one_rank_speaks
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
@@ -40,13 +42,13 @@ def choose_backend(wanted: str | None, ranks: int) -> str:
     return wanted
 
 
-def check_timeout(timeout: float | None) -> float:
+def check_timeout(timeout: float | datetime.timedelta | None) -> float:
     """A timeout in seconds; the usual one for None."""
-    if timeout is None:
-        return TIMEOUT
-    if not timeout > 0:
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; give a positive number of seconds.")
-    return timeout
+    return TIMEOUT if timeout is None else timeout
 
 
 def init_distributed(
@@ -55,7 +57,7 @@ def init_distributed(
     *,
     dist_backend: str | None = None,
 ) -> None:
-    """Makes this process a rank, if it is not one yet.
+    """Make this process a rank, if it is not one yet.
 
     Within `launch` and `Pool` there is nothing to do. Under torchrun the environment
     says which rank of how many. Elsewhere the process is rank 0 of 1.
@@ -65,40 +67,34 @@ def init_distributed(
         timeout: seconds that a collective may take, or a timedelta.
         dist_backend: DeepSpeed's name of `backend`.
     """
+    one_rank_speaks()
     if dist.is_initialized():
         return
-    backend = backend or dist_backend
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
     ranks = os.environ.get("WORLD_SIZE", "1")
     here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
     if here == ranks:
         use_loopback()
     else:
         use_network(os.environ.get("MASTER_ADDR", ""))
-    join(choose_backend(backend, int(here)), check_timeout(timeout))
+    join(choose_backend(backend or dist_backend, int(here)), check_timeout(timeout))
     atexit.register(leave)
 
 
 def use_loopback() -> None:
-    """Lets gloo talk within this machine, with or without a network."""
+    """Let gloo talk within this machine, with or without a network."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
-_SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
-
-
 def use_network(master: str) -> None:
-    """Lets gloo talk to other machines, over the network to rank 0.
+    """Let gloo talk to other machines, by the interface that reaches rank 0.
 
-    Left alone, it takes the address that the host's own name has, and that
-    is often a loopback address, which no other machine can reach.
+    By itself it takes the address of the host's own name, which is often a loopback
+    address that no other machine can reach.
     """
-    given = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    if not given.startswith("lo"):
-        return  # a choice; "lo" is inherited from a process alone
+    if not os.environ.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
+        return  # it was chosen; "lo" is inherited from a process alone
     with contextlib.suppress(ImportError, OSError):
         from fcntl import ioctl
 
@@ -108,77 +104,52 @@ def use_network(master: str) -> None:
             for _, name in socket.if_nameindex():
                 query = name.encode().ljust(256, b"\0")
                 with contextlib.suppress(OSError):  # it has no address
-                    found = ioctl(probe.fileno(), _SIOCGIFADDR, query)
-                    if found[20:24] == mine:
+                    address = ioctl(probe.fileno(), 0x8915, query)[20:24]  # SIOCGIFADDR
+                    if address == mine:
                         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _fresh_store() -> Store:
-    """Where the ranks of this start leave their addresses for each other.
+    """Where the ranks of this start find each other.
 
-    Torchrun has a store for that, but keeps it when it starts the ranks
-    anew: a quick rank would read the address of one that is dead (PyTorch's
-    issue 135712). So rank 0 opens one that ends with it, and torchrun's only
-    says where. It is returned when all ranks have found it: they may start
-    at very different times, even where a collective's timeout is short.
+    Torchrun has a store for that, but keeps it when it starts ranks anew: a quick rank
+    would read the address of a dead one (PyTorch's issue 135712). So each rank leaves
+    its own mark in a part of the store that rank 0 names, and rank 0 confirms all
+    marks. Ranks may start at very different times, whatever a collective's timeout.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    me, ranks = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     patience = datetime.timedelta(seconds=START)
     kept = TCPStore(host, port, is_master=False, timeout=patience)
-    if os.environ["RANK"] == "0":
-        store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=patience
-        )
-        name = uuid.uuid4().hex
-        store.set("name", name)
-        kept.set("minizero", f"{store.port} {name}")
-    else:
-        store = _find_store(kept, host)
-    here = store.add("here", 1)
-    if here == int(os.environ["WORLD_SIZE"]):
-        store.set("all", "here")
-    try:
-        store.wait(["all"])
-    except dist.DistStoreError:  # it has waited too long
-        raise RuntimeError(
-            f"{store.add('here', 0)} of {os.environ['WORLD_SIZE']} ranks "
-            f"have started in {START:g} s; see what the others have printed."
-        ) from None
-    return store
-
-
-def _find_store(kept: Store, host: str) -> TCPStore:
-    """The store that rank 0 of this start has opened, or will open."""
-    patience = datetime.timedelta(seconds=START)
-    end = time.monotonic() + START
+    mark, end = uuid.uuid4().hex, time.monotonic() + START
+    if me == "0":
+        kept.set("minizero", mark)
+    everyone = [str(r) for r in range(ranks)]
     while time.monotonic() < end:
-        time.sleep(0.05)
-        if not kept.check(["minizero"]):
-            continue
-        found, name = kept.get("minizero").decode().split()
-        # nothing answers there if it is of a start that is over
-        with contextlib.suppress(OSError, dist.DistError):
-            socket.create_connection((host, int(found)), 1.0).close()
-            store = TCPStore(host, int(found), is_master=False, timeout=patience)
-            if store.check(["name"]) and store.get("name") == name.encode():
+        if kept.check(["minizero"]):
+            store = PrefixStore(kept.get("minizero").decode(), kept)
+            store.set(me, mark)
+            if me == "0" and store.check(everyone):
+                store.set("all", b" ".join(map(store.get, everyone)))
+            if store.check(["all"]) and mark in store.get("all").decode():
                 return store
+        time.sleep(0.05)
     raise RuntimeError(
-        f"rank {os.environ['RANK']} has not found rank 0 at {host} in "
-        f"{START:g} s; see whether rank 0 has started, and whether a "
-        "firewall is between them."
+        f"not all of the {ranks} ranks have started in {START:g} s; see what the others "
+        f"have printed, and whether a firewall keeps them from {host}."
     )
 
 
 def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
-    """Makes this process one of the ranks, as its environment names it.
+    """Make this process one of the ranks, as its environment names it.
 
-    The ranks find each other through the file `rendezvous`, or else as
-    torchrun says.
+    The ranks find each other through the file `rendezvous`, or else as torchrun says.
     """
-    # Buffers come and go in a step, and their memory goes back to the system. Torch, which
-    # reads this at its first tensor, asks for huge pages: else a new buffer costs a fault
-    # for every 4 KiB, which is many times what it costs to fill it.
+    # torch reads this at its first large tensor: a new buffer costs far fewer page faults
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    with contextlib.suppress(AttributeError, OSError):  # it is Linux's
+        # gloo's thread, which spins, does not take the core of the thread that it waits for
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     store: Store | None = None
     if rendezvous is not None:
@@ -193,39 +164,19 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
         gpu = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     nccl = backend == "nccl"
-    with contextlib.nullcontext() if nccl else _batch_threads():
-        dist.init_process_group(
-            # NCCL moves no host memory, where models may live too
-            "cpu:gloo,cuda:nccl" if nccl else backend,
-            device_id=gpu if nccl else None,
-            store=store,
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=ranks,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-
-
-@contextlib.contextmanager
-def _batch_threads() -> Iterator[None]:
-    """Threads that are started inside wait their turn on a core, on Linux.
-
-    Gloo's thread wakes for each message, and spins as long as another thread holds its
-    connection's lock. Where ranks share few cores, it would take the core from the very
-    thread that holds it.
-    """
-    normal = getattr(os, "SCHED_OTHER", None)
-    if normal is None or os.sched_getscheduler(0) != normal:
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, normal, os.sched_param(0))
+    dist.init_process_group(
+        # NCCL moves no host memory, where models may live too
+        "cpu:gloo,cuda:nccl" if nccl else backend,
+        device_id=gpu if nccl else None,
+        store=store,
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
 
 
 def leave() -> None:
-    """Ends the process group. Without it some runs abort at exit."""
+    """End the process group. Without it some runs abort at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()

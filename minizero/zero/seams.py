@@ -165,9 +165,7 @@ class Storage:
                 )
         self.schedule = schedule
 
-    def store(
-        self, values: Tensor, category: str, flat: Flat | None = None
-    ) -> Tensor:
+    def store(self, values: Tensor, category: str) -> Tensor:
         """A copy of `values`, a shard's, where the plan stores `category`."""
         if getattr(self.plan, category).on == "device":
             return label(values.clone(), category)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import comm
 from ..comm import Work
 from ..memory.labels import label
 from ..memory.plan import Plan
 from .flat import Flat
+from .guards import copy_unsharded, reduce_unsharded
 from .seams import Storage
 
 
@@ -48,7 +48,8 @@ class ShardedFlat(Flat):
                 if source is not None:
                     source.unshard()
                 before = source
-            view.copy_(p.detach())
+            with torch._C.DisableTorchFunction():  # `zero.Init` would gather
+                view.copy_(p.detach())
             p.sharded_in = self
             p.__deepcopy__ = partial(copy_unsharded, p)
             p.__reduce_ex__ = partial(reduce_unsharded, p)
@@ -65,10 +66,11 @@ class ShardedFlat(Flat):
         self.freed = [nan.expand(slot.shape) for slot in self.slots]
 
     def point(self, tensors: list[Tensor]) -> None:
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            p: Any = slot.parameter
-            if p.sharded_in is self:
-                p.data = tensor
+        with torch._C.DisableTorchFunction():
+            for slot, tensor in zip(self.slots, tensors, strict=True):
+                p: Any = slot.parameter
+                if p.sharded_in is self:
+                    p.data = tensor
         self._noted = self._state()
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -79,7 +81,7 @@ class ShardedFlat(Flat):
     def keep(self, storage: Storage) -> None:
         """Store what this rank keeps, and free the rest."""
         self.storage, kept = storage, self.kept(self.full)
-        self.shard = self.stored = storage.store(kept, "parameters", self)
+        self.shard = self.stored = storage.store(kept, "parameters")
         self.free()
 
     def gather(self) -> Work | None:
@@ -144,10 +146,11 @@ class ShardedFlat(Flat):
 
     def take_over(self, modifier_rank: int) -> None:
         """Keep what that rank has written to the parameters, everywhere."""
-        for slot, view in zip(self.slots, self.whole, strict=True):
-            p = slot.parameter
-            if p.data_ptr() != view.data_ptr() and p.sharded_in is self:  # type: ignore[attr-defined]
-                view.copy_(p.data)  # after `p.data = values`
+        with torch._C.DisableTorchFunction():
+            for slot, view in zip(self.slots, self.whole, strict=True):
+                p: Any = slot.parameter
+                if p.sharded_in is self and p.data_ptr() != view.data_ptr():
+                    view.copy_(p.data)  # after `p.data = values`
         comm.broadcast(self.full, modifier_rank, group=self.ranks)
         self.storage.write_shard(self.stored, self.kept(self.full))
 
@@ -156,11 +159,13 @@ class ShardedFlat(Flat):
         self._noted = self._state()
 
     def _state(self) -> list[tuple[int, int]]:
+        """Of each parameter, what tells that somebody has written to it."""
         every = [slot.parameter for slot in self.slots]
-        return [
-            (0 if p.is_inference() else p._version, p.data_ptr())
-            for p in every
-        ]
+        with torch._C.DisableTorchFunction():
+            return [
+                (0 if p.is_inference() else p._version, p.data_ptr())
+                for p in every
+            ]
 
     def _check_unwritten(self) -> None:
         """Raise RuntimeError for what was written to freed parameters."""
@@ -173,47 +178,3 @@ class ShardedFlat(Flat):
                     "sharded, and what was written is lost; write to it "
                     "inside zero.GatheredParameters(..., modifier_rank=0)"
                 )
-
-
-class Hook:
-    """Calls a function; the same hook of a copied module calls nothing."""
-
-    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
-
-
-def refuse_sharded_state(module: nn.Module) -> None:
-    """Let `state_dict` and loading raise RuntimeError for sharded parameters."""
-    if not hasattr(module, "_refuses_sharded_state"):
-        module._refuses_sharded_state = True  # type: ignore[assignment]
-        module.register_state_dict_pre_hook(check_unsharded)
-        module.register_load_state_dict_pre_hook(check_unsharded)
-
-
-def check_unsharded(module: nn.Module, *_: Any) -> None:
-    """Raise RuntimeError for a module whose parameters have no values here."""
-    for p in module.parameters():
-        if hasattr(p, "sharded_in") and not p.sharded_in.is_unsharded:
-            raise RuntimeError(
-                "the parameters are sharded and have no values here; do this inside "
-                "zero.GatheredParameters(model.parameters()), with modifier_rank=0 to "
-                "write, or call net.state_dict() (engine.module_state_dict())"
-            )
-
-
-def copy_unsharded(p: Any, memo: Any = None) -> nn.Parameter:
-    """For `copy.deepcopy`: a parameter of its own."""
-    values = p.detach().clone()  # inside `zero.Init` this gathers
-    check_unsharded(nn.ParameterList([p]))
-    return nn.Parameter(values, p.requires_grad)
-
-
-def reduce_unsharded(p: Any, protocol: Any) -> Any:
-    """For pickle and `torch.save`."""
-    return copy_unsharded(p).__reduce_ex__(protocol)

@@ -24,7 +24,7 @@ class ZeRO2(ZeRO1):
         flat.shard = self.owned(flat.full, flat)
         if flat.trainable:
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
-            flat.mean = self.storage.store(zeros, "gradients", flat)
+            flat.mean = self.storage.store(zeros, "gradients")
 
     def reduced(self, flat: Flat) -> None:
         """Add the own shard's mean to the stored one; free the buffer."""

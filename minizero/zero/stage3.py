@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..memory.plan import Plan
 from .flat import Flat, Unit
-from .sharded import Hook, ShardedFlat, refuse_sharded_state
+from .guards import Hook, refuse_sharded_state
+from .sharded import ShardedFlat
 from .stage2 import ZeRO2
 
 

@@ -1,0 +1,186 @@
+"""What runs in a rank that a pool has started: take a task, run it, send the reply.
+
+Three things join a rank and its parent: a pipe for tasks and replies, a pipe for all
+that the rank prints, and the board, a file that both have mapped.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import faulthandler
+import gc
+import linecache
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from .board import Board
+from .reports import report_to
+
+
+class Reply(NamedTuple):
+    """What a rank sends back: a pickled result, or how the task failed, and when."""
+
+    time: float
+    result: bytes | None = None
+    summary: str = ""  # "raised ValueError: too short", to follow the rank's name
+    details: str = ""  # the traceback
+
+
+def serve(
+    rank: int,
+    ranks: int,
+    folders: list[Path],
+    method: str | None,
+    environment: dict[str, str],
+    tasks: Connection,
+    output: Connection,
+) -> None:
+    """The life of a rank, from its start to an empty task.
+
+    `folders`: of the pool, and multiprocessing's; they go with a parent that is killed.
+    """
+    gc.freeze()  # a collection would copy the pages that are shared with the server
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # all ranks have the server's state
+    os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(folders,), daemon=True).start()
+    for fd, name in (1, "stdout"), (2, "stderr"):  # so also what C++ libraries print
+        os.dup2(output.fileno(), fd)
+        setattr(sys, name, open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False))
+    output.close()
+    multiprocessing.set_start_method(method, force=True)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    report_to(Board(folders[0] / "board", ranks).writer(rank))
+    stack = open(folders[0] / f"stack{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.enable(all_threads=False)
+    sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
+    with contextlib.suppress(EOFError, OSError):
+        while task := tasks.recv_bytes():
+            tasks.send_bytes(pickle.dumps(attempt(task)))
+    vars(sys.modules["__main__"]).clear()  # so that open files are written
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0)  # torch takes a while to be torn down, and may crash
+
+
+def _end_with_parent(folders: list[Path]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    ends: list[Any] = [parent.sentinel]
+    with contextlib.suppress(OSError, AttributeError):
+        # what the parent has forked may hold its end of the pipe, and live on
+        ends.append(os.pidfd_open(parent.pid))
+    wait(ends)
+    while any(folder.exists() for folder in folders):  # others still write there
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # and what this rank has started
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a task may have closed or replaced it
+            stream.flush()
+
+
+def attempt(task: bytes) -> Reply:
+    """Run a task; whatever it raises becomes a reply too."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            reply = Reply(time.monotonic(), _perform(task))
+        except BaseException as error:
+            reply = _failure(error)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt as error:  # it came while another error was described
+        reply = _failure(error)
+    _flush()
+    return reply
+
+
+def _perform(task: bytes) -> bytes:
+    sources, function, args, kwargs = cloudpickle.loads(task)
+    linecache.cache.update(sources)  # a notebook's cells are in no file
+    result = function(*args, **kwargs)
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        kind = type(result).__name__
+        raise TypeError(f"the result, a {kind}, cannot be pickled: {error}") from None
+
+
+def _failure(error: BaseException) -> Reply:
+    """The error as text, without the frames of this module that lead to the task."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    details = "".join(traceback.format_exception(type(error), error, frames))
+    summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    how = f"left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else ""
+    return Reply(time.monotonic(), None, how or f"raised {summary}", details)
+
+
+def pack(function: Any, *args: Any, **kwargs: Any) -> bytes:
+    """A task: a call, pickled with what cells and `__main__` define.
+
+    Raises TypeError if `function` is none, or if a part of the call cannot be pickled.
+    """
+    if not callable(function):
+        raise TypeError(f"ranks run a function, and {function!r} is not one.")
+    # a cell is a source without a file, and so without a modification time
+    entries = linecache.cache.items()
+    sources = {name: e for name, e in entries if len(e) == 4 and e[1] is None}
+    try:
+        return bytes(cloudpickle.dumps((sources, function, args, kwargs)))
+    except Exception as error:
+        what = f"{getattr(function, '__name__', function)} and its arguments"
+        raise TypeError(f"{what} cannot be sent to the ranks: {error}") from None
+
+
+def execute(source: str, name: str) -> str | None:
+    """Run `source` in this rank's namespace, as a notebook runs a cell.
+
+    Prints the value of a last expression, unless it is None, and returns its repr.
+    """
+    linecache.cache[name] = len(source), None, source.splitlines(True), name
+    names = vars(sys.modules["__main__"])
+    body = ast.parse(source, name).body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    # dont_inherit: the cell would get this module's __future__ imports
+    exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+    value = eval(code, names)
+    if value is None or source.rstrip().endswith(";"):
+        return None
+    names["_"] = value
+    print(text := repr(value))
+    return text
+
+
+def lookup(name: str) -> Any:
+    """The value of a variable of this rank's namespace."""
+    names = vars(sys.modules["__main__"])
+    if name not in names:
+        raise NameError(f"no variable {name!r} in this rank's namespace")
+    return names[name]
