@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .. import comm
-from ..comm.ledger import Ledger
+from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
 from ..memory.tracker import Sample, Tracker
@@ -182,6 +182,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())
+        stack.enter_context(patch.dict(collectives.sequences, clear=True))
         own = "backend" if device == "cuda" else "direct"
         stack.enter_context(comm.algorithm(own))
         stack.enter_context(mode)
