@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from pathlib import Path
 
 from .files import CheckpointError, write_all
@@ -23,15 +24,11 @@ Folder = str | os.PathLike[str]
 
 # what saves leave in a folder; nothing else is ever deleted
 _ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
-_OURS = re.compile(r"rank-\d+-of-\d+\.safetensors|index\.json(\.tmp)?")
 
 
 def aside(path: Path, kind: str) -> Path:
     """Another name for a folder or file, which no save had before."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
-
-
-# ---- a save becomes a checkpoint
 
 
 def sync_folder(folder: Path) -> None:
@@ -56,8 +53,8 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def prepare(folder: Path, tag: str) -> tuple[Path, int]:
-    """Make a folder for the files of a new checkpoint; it, and the save's number."""
+def prepare(folder: Path, tag: str) -> tuple[Path, Path, int]:
+    """Make a folder to write a checkpoint in: the checkpoint's path, it, and a number."""
     bad = Path(tag).name != tag or tag.strip() != tag or tag in ("", "..", LATEST)
     if bad or not tag.isprintable() or _ASIDE.fullmatch(tag):
         raise CheckpointError(
@@ -67,7 +64,8 @@ def prepare(folder: Path, tag: str) -> tuple[Path, int]:
     sweep(folder)
     written = aside(folder / tag, "tmp")
     written.mkdir(parents=True)
-    return written, max((i.number for _, i in checkpoints(folder)), default=0) + 1
+    numbers = [index.number for _, index in checkpoints(folder)]
+    return folder / tag, written, max(numbers, default=0) + 1
 
 
 def commit(
@@ -77,13 +75,9 @@ def commit(
 
     One rename decides. A checkpoint that has the name already makes room first; until
     the new one is there it is found under its other name. Then `latest` is replaced, so
-    that a `load` without a tag takes the new one. Old ones go last.
+    that a `load` without a tag takes the new one. Old ones go last: all but `keep`, and
+    what `latest` names, and what was given another name.
     """
-    if not all((written / name).exists() for name, _, _ in index.files):
-        raise CheckpointError(
-            f"{written}: a file was deleted during the save; give every job a folder of "
-            "its own. The checkpoint before this one is intact"
-        )
     replace_file(written / INDEX, index.dumps())
     if (path / INDEX).exists():
         os.rename(path, aside(path, "old"))
@@ -91,12 +85,11 @@ def commit(
     sync_folder(path.parent)
     if latest:
         replace_file(path.parent / LATEST, f"{path.name}\n".encode())
-    if keep is not None:
-        retire(path.parent, keep)
+    own = [tag for tag, index in checkpoints(path.parent) if tag == index.tag]
+    for tag in own[:-keep] if keep else ():
+        if tag != latest_tag(path.parent):
+            os.rename(path.parent / tag, aside(path.parent / tag, "tmp"))
     sweep(path.parent)
-
-
-# ---- it is found
 
 
 def indexes(folder: Path) -> dict[str, Path]:
@@ -119,6 +112,12 @@ def exists(folder: Folder) -> bool:
     return (Path(folder) / LATEST).exists() or bool(indexes(Path(folder)))
 
 
+def latest_tag(folder: Path) -> str | None:
+    """What `latest` names, if there is such a file."""
+    latest = folder / LATEST
+    return latest.read_text(errors="replace").strip() if latest.exists() else None
+
+
 def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     """The tags and indexes of the complete checkpoints, oldest first."""
     complete = []
@@ -128,50 +127,31 @@ def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     return sorted(complete, key=lambda pair: pair[1].number)
 
 
-def find(folder: Path, tag: str | None = None) -> tuple[str, Path]:
-    """The tag of the checkpoint that is meant, and the path of its index.
+def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
+    """Which checkpoint is meant: its tag, its folder's name, its index file.
 
     Without a tag: the one that `latest` names or, where there is no such file, the
     newest that is complete. Raises CheckpointError.
     """
-    latest, paths = folder / LATEST, indexes(folder)
-    tags = [tag for tag, _ in checkpoints(folder)]
-    where = f"{folder}"
-    if tag is None and latest.exists():
-        tag, where = latest.read_text(errors="replace").strip(), f"named in {latest}"
-    elif tag is None and any(folder.glob("*/mp_rank_*_model_states.pt")):
+    paths, tags = indexes(folder), [tag for tag, _ in checkpoints(folder)]
+    where = folder
+    if tag is None and (tag := latest_tag(folder)) is not None:
+        where = folder / LATEST
+    if tag is None and any(folder.glob("*/mp_rank_*_model_states.pt")):
         raise CheckpointError(
             f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
             "zero_to_fp32.py in it, and load the weights into the model"
         )
-    elif tag is None and tags:
-        tag = tags[-1]
+    tag = tags[-1] if tag is None and tags else tag
     if tag not in paths:
-        what = (
-            "no checkpoint in this folder" if tag is None else f"no checkpoint {tag!r}"
-        )
+        what = repr(tag) if tag is not None else "in this folder"
         have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
-        raise CheckpointError(f"{where}: there is {what}{have}")
-    return tag, paths[tag]
-
-
-# ---- it goes
-
-
-def retire(folder: Path, keep: int) -> None:
-    """Rename all but the newest `keep` checkpoints, so that `sweep` deletes them.
-
-    What `latest` names stays, and so does what was given another name.
-    """
-    latest = (folder / LATEST).read_text().strip() if (folder / LATEST).exists() else ""
-    own = [tag for tag, index in checkpoints(folder) if tag == index.tag]
-    for tag in own[:-keep]:
-        if tag != latest:
-            os.rename(folder / tag, aside(folder / tag, "tmp"))
+        raise CheckpointError(f"{where}: there is no checkpoint {what}{have}")
+    return tag, paths[tag].parent.name, paths[tag].read_bytes()
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed saves and `retire` have left.
+    """Delete what killed saves have left, and what `commit` has renamed.
 
     What made room for a checkpoint that has not come gets its name back.
     """
@@ -180,10 +160,6 @@ def sweep(folder: Path) -> None:
         if found and found["kind"] == "old" and not (folder / found["tag"]).exists():
             os.rename(path, folder / found["tag"])
         elif found and path.is_dir():
-            for file in path.iterdir():
-                if _OURS.match(file.name):
-                    file.unlink()
-            with contextlib.suppress(OSError):  # somebody else's files are in it
-                path.rmdir()
+            shutil.rmtree(path)
         elif found:
             path.unlink()

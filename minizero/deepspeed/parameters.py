@@ -44,7 +44,7 @@ class View:
     def read(self, stored: Tensor) -> Tensor:
         """This rank's part of a stored buffer, on the device, in fp32."""
         part = self.net.storage.read_shard(stored, self.a, self.b)
-        return part.to(self.flat.full.device, torch.float32)
+        return part.to(self.flat.full.device, torch.float32, copy=True)
 
     def write(self, stored: Tensor, part: Tensor) -> None:
         """The inverse of `read`."""

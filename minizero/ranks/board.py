@@ -114,7 +114,8 @@ class Board:
             return "the ranks are out of step: they have called different collectives."
         last = {r: self.last(r, since) for r in waiting}
         stuck = [each for each in last.values() if each.state == "waits"]
-        if len(stuck) == len(waiting) and now - max(s.time for s in stuck) > LATE:
+        all_stuck = stuck and len(stuck) == len(waiting)
+        if all_stuck and now - max(each.time for each in stuck) > LATE:
             for r in (r for r in ranks if r not in waiting):
                 made = [(each.members, each.number) for each in self.kept(r)]
                 for call in stuck:
