@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Case:
     events: bool = False  # steps that fail, overflow, are saved and loaded
 
     storage: str | None = None  # a name of minizero; "Delayed" is another arithmetic
-    buffers: int | None = None  # that NVMe has
+    buffers: tuple[int, int] = (4, 128)  # that NVMe has, and elements of a slice
     overlap: tuple[int, int, int] | None = None  # ahead, live, kept
     recompute: tuple[str, bool] = ("none", False)  # mode, offloaded
     bucket_size: int = 500
@@ -109,13 +110,11 @@ class Case:
         if self.overlap:
             options["schedule"] = Overlap(*self.overlap)
         if self.storage is not None:
-            there: dict[str, Any] = {"folder": folder, "buffer_size": 128}
-            if self.buffers:
-                there["buffer_count"] = self.buffers
-            kind = getattr(minizero, self.storage)
-            options["storage"] = kind(
-                self.plan, **there if self.storage == "NVMe" else {}
-            )
+            there: dict[str, Any] = {}
+            if self.storage == "NVMe":
+                count, size = self.buffers
+                there = {"folder": folder, "buffer_count": count, "buffer_size": size}
+            options["storage"] = getattr(minizero, self.storage)(self.plan, **there)
         if any(self.bits):
             options["weight_bits"], options["gradient_bits"] = self.bits
         optimizer = self.optimizer(nasty.groups(model))
@@ -195,13 +194,19 @@ CASES: dict[str, Case] = {
     "host, states alone": Case(at(1, "cpu"), "bf16", storage="Offload"),
     "host, Muon": Case(at(2, "cpu"), "bf16", muon, storage="Offload"),
     "files, fp32": Case(at(3, "nvme", "nvme"), storage="NVMe"),
+    "files, short slices": Case(
+        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(2, 64)
+    ),
+    "files, long slices": Case(
+        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(3, 1 << 20)
+    ),
     "delayed, fp32": Case(at(2, "cpu"), storage="Delayed"),
     # everything at once, with steps that fail
     "files": Case(
         at(3, "nvme", "nvme"), **both, storage="NVMe", overlap=(2000, 3000, NONE)
     ),
     "files, kept": Case(
-        at(3, "nvme", "nvme"), **both, storage="NVMe", buffers=1,
+        at(3, "nvme", "nvme"), **both, storage="NVMe", buffers=(1, 192),
         overlap=(ALL, ALL, ALL), recompute=("full", True),
     ),
     "files and host": Case(
@@ -234,6 +239,23 @@ CASES: dict[str, Case] = {
         at(3), "bf16", bits=(8, 4), micro=2, overlap=(2000, 3000, 900)
     ),
 }  # fmt: skip
+
+
+def offloaded() -> Iterator[tuple[str, Case]]:
+    """Every plan that stores something off the device, in fp32 and in fp16."""
+    for stage, on in product((1, 2, 3), product(("device", "cpu", "nvme"), repeat=3)):
+        pairs = list(zip((stage == 3, stage >= 2, True), on, strict=True))
+        if on[1] == "nvme" or any(o != "device" and not s for s, o in pairs):
+            continue
+        plan = Plan(*(Placement(*pair) for pair in pairs))
+        storage = "NVMe" if "nvme" in on else "Offload"
+        if on != ("device",) * 3:
+            yield f"{stage} {' '.join(on)}", Case(plan, micro=2, storage=storage)
+            fp16 = Case(plan, "fp16", micro=2, storage=storage, events=True)
+            yield f"{stage} {' '.join(on)}, fp16", fp16
+
+
+PLACES = dict(offloaded())
 GROUPS: dict[str, Case] = {
     **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
     "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
@@ -280,6 +302,20 @@ def test_equal(two: Pool, tmp_path: Path, reference: Any, name: str) -> None:
     check(two, CASES[name], reference, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(key, marks=pytest.mark.thorough if "fp16" in key else ())
+        for key in PLACES
+    ],
+)
+def test_equal_in_every_place(
+    two: Pool, tmp_path: Path, reference: Any, name: str
+) -> None:
+    check(two, PLACES[name], reference, tmp_path)
+    assert not list((tmp_path / "files").glob("*"))
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_equal_in_groups(four: Pool, tmp_path: Path, reference: Any, name: str) -> None:
     check(four, GROUPS[name], reference, tmp_path)
@@ -312,7 +348,15 @@ OPTIMIZERS = {
 def test_any_elementwise_optimizer(
     two: Pool, tmp_path: Path, reference: Any, name: str
 ) -> None:
-    check(two, Case(at(3), optimizer=OPTIMIZERS[name]), reference, tmp_path)
+    options = {"optimizer": OPTIMIZERS[name]}
+    for case in (
+        Case(at(3), **options),
+        Case(at(3, "cpu", "cpu"), **options, storage="Offload"),
+        Case(at(3, None, "cpu"), **options, storage="Offload"),
+        Case(at(3, "nvme", "nvme"), **options, storage="NVMe"),
+        Case(at(3, None, "nvme"), **options, storage="NVMe"),
+    ):
+        check(two, case, reference, tmp_path)
 
 
 # against torch
@@ -372,7 +416,9 @@ def test_other_algorithms_are_close(two: Pool, algorithm: str) -> None:
     close(two.run(nasty.train, 3, algorithm=algorithm)[0], two.run(nasty.train, 3)[0])
 
 
-def stepped(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
+def stepped(
+    plan: Plan, storage: str | None = None
+) -> tuple[list[Any], dict[str, Tensor]]:
     """An optimizer that has made steps before it is handed over, and a scheduler."""
     torch.manual_seed(0)
     model = Nasty()
@@ -382,7 +428,8 @@ def stepped(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
     optimizer.step()
     optimizer.zero_grad()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-    net = parallelize(model, optimizer, Plan.stage(stage))
+    kept = getattr(minizero, storage)(plan) if storage else None
+    net = parallelize(model, optimizer, plan, storage=kept)
     losses = []
     for x, y in batches(6, 1, rows=2):
         loss = net(own(x, 2), own(y, 2))
@@ -395,9 +442,15 @@ def stepped(stage: int) -> tuple[list[Any], dict[str, Tensor]]:
 
 
 def test_state_and_schedules_from_before_are_kept(two: Pool) -> None:
-    losses, weights = two.run(stepped, 0)[0]
-    for stage in (1, 3):
-        seen, got = two.run(stepped, stage)[0]
+    losses, weights = two.run(stepped, at(0))[0]
+    for plan, storage in (
+        (at(1), None),
+        (at(3), None),
+        (at(2, "cpu"), "Offload"),
+        (at(3, "cpu", "cpu"), "Offload"),
+        (at(3, "nvme", "nvme"), "NVMe"),
+    ):
+        seen, got = two.run(stepped, plan, storage)[0]
         assert seen == losses
         assert all(torch.equal(weights[name], got[name]) for name in got)
     fresh = two.run(nasty.train, 0, steps=6)[0].weights

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..zero import Action, nets_of
-from ..zero.guards import note_writes
 
 
 class View:
@@ -154,7 +153,7 @@ def safe_set_full_fp32_param(
     unit.changed = [flat]
     net.run([Action("release", unit), *net.schedule.updated(unit)])
     net.wait()
-    note_writes(net)
+    net.note_writes()
 
 
 def safe_get_full_optimizer_state(

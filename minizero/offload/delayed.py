@@ -129,4 +129,3 @@ class Delayed(Offload):
                 "write inside zero.GatheredParameters(..., modifier_rank=0)"
             )
         super().refresh(flat, precision)
-

@@ -143,9 +143,7 @@ class Offload(Storage):
         self.down, self.up = CopyStream(), CopyStream()
         # to where the optimizer works, and from there
         streams = (self.down, self.up)
-        self._inward, self._outward = (
-            streams if self.at == "cpu" else streams[::-1]
-        )
+        self._inward, self._outward = streams if self.at == "cpu" else streams[::-1]
         # two blocks each: for the update, and for gradients that arrive
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")

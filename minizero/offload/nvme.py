@@ -16,7 +16,7 @@ from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
 from ..zero.flat import Flat, Unit
-from ..zero.seams import Precision
+from ..zero.seams import Precision, Schedule
 from .host import Offload, empty, placeholder
 from .staging import Slice, StagedTensor, StagingBuffers
 from .swap_file import SwapFile, SwappedTensor, Transfer
@@ -72,6 +72,16 @@ class NVMe(Offload):
 
     # ---- continued: placeholders, and what goes wrong
 
+    def attach(
+        self, plan: Plan, schedule: Schedule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().attach(plan, schedule, optimizer)
+        if any(group.get("use_muon") for group in optimizer.param_groups):
+            raise ValueError(
+                "Muon needs whole matrices, and NVMe updates slices; use Offload, or "
+                "AdamW for all groups"
+            )
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """After an error inside, every later use is refused."""
@@ -116,9 +126,7 @@ class NVMe(Offload):
         self._swapped[made] = swapped
         return made
 
-    def store(
-        self, values: Tensor, category: str, flat: Flat | None = None
-    ) -> Tensor:
+    def store(self, values: Tensor, category: str, flat: Flat | None = None) -> Tensor:
         if getattr(self.plan, category).on != "nvme":
             return super().store(values, category)
         if values.ndim == 0:  # a step counter
@@ -198,7 +206,8 @@ class NVMe(Offload):
     def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:
         """Launch the read of this record, and of later ones while buffers are free."""
         coming = [(swapped, later) for later in range(record, swapped.records)]
-        for flat in (f for unit in self.schedule.upcoming() for f in unit.flats):
+        upcoming = self.schedule.upcoming() if self.schedule else []
+        for flat in (flat for unit in upcoming for flat in unit.flats):
             following = self._swapped.get(flat.shard)
             if following is not None and not flat.is_unsharded:
                 coming += [(following, r) for r in range(following.records)]
@@ -267,9 +276,7 @@ class NVMe(Offload):
         fresh = not states
         if fresh:
             assert flat.group is not None
-            layout = state_layout(
-                optimizer, optimizer.param_groups[flat.group], master
-            )
+            layout = state_layout(optimizer, optimizer.param_groups[flat.group], master)
             for key, dtype in layout.items():
                 like = torch.empty(master.shape, dtype=dtype, device="meta")
                 states[key] = self._allocate(like, "optimizer")
@@ -278,15 +285,25 @@ class NVMe(Offload):
         apart = stored is not flat.shard
         for a in range(0, master.numel(), self.buffer_size):
             b = min(a + self.buffer_size, master.numel())
-            place = a, b, master.device, self._swapped
-            values = StagedTensor(flat.shard, *place, read=not apart)
+
+            def stage(
+                tensor: Tensor,
+                category: str,
+                ends: tuple[int, int] = (a, b),
+                **options: bool,
+            ) -> StagedTensor:
+                on = getattr(self.plan, category).on
+                swapped = self._swapped.get(tensor)
+                return StagedTensor(tensor, on, self.at, *ends, swapped, **options)
+
+            values = stage(flat.shard, "parameters", read=not apart)
             yield Slice(
                 unit,
                 flat,
                 values,
-                StagedTensor(flat.mean, *place, written=False),
-                StagedTensor(stored, *place) if apart else values,
-                {k: StagedTensor(v, *place, read=not fresh) for k, v in states.items()},
+                stage(flat.mean, "gradients", written=False),
+                stage(stored, "optimizer") if apart else values,
+                {k: stage(v, "optimizer", read=not fresh) for k, v in states.items()},
                 others,
                 fresh,
             )

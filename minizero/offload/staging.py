@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..memory import labels
 from ..memory.labels import aligned
+from ..ranks import device
 from ..zero.flat import Flat, Unit
 from .host import CopyEvent
 from .swap_file import ALIGN, SwappedTensor, Transfer, aligned_buffer
@@ -79,32 +79,33 @@ class StagingBuffers:
 
 
 class StagedTensor:
-    """Elements a to b of a stored tensor, while they are updated.
+    """Elements a to b of a tensor that is stored `on` a place, during their update.
 
-    `here`: a copy of them on `device`, where the optimizer works; or they
-    themselves, if they are stored there. `read`, `written`: whether
-    the update needs their old values, and changes them. `swapped`: their
-    place if they are on disk; a and b are then the borders of a record.
-    `room`: bytes that they need of a staging buffer.
+    `here`: a copy of them `at` the place where the optimizer works; or they
+    themselves, if that is the same. `read`, `written`: whether the update
+    needs their old values, and changes them. `swapped`: where they are if
+    they are on disk; a and b are then the borders of a record. `room`: bytes
+    that they need of a staging buffer.
     """
 
     def __init__(
         self,
         tensor: Tensor,
+        on: str,
+        at: str,
         a: int,
         b: int,
-        device: torch.device,
-        on_disk: Mapping[Tensor, SwappedTensor],
+        swapped: SwappedTensor | None,
         *,
         read: bool = True,
         written: bool = True,
     ) -> None:
-        self.tensor, self.a, self.b, self.device = tensor, a, b, device
-        self.swapped = on_disk.get(tensor)
+        self.tensor, self.a, self.b, self.swapped = tensor, a, b, swapped
         self.read, self.written = read, written
         self.reading: Transfer | None = None
+        self.goes_up = at == "device" and on != at
         self.room = 0
-        if self.swapped or (device.type == "cpu" and tensor.device != device):
+        if on == "nvme" or (at == "cpu" and on != at):
             self.room = aligned((b - a) * tensor.itemsize, ALIGN)
 
     def launch_read(self, section: Tensor) -> None:
@@ -124,8 +125,8 @@ class StagedTensor:
         if self.reading is not None:
             self.reading.wait()
         self.here = self.near
-        if self.near.device != self.device:
-            copied = self.near.to(self.device)
+        if self.goes_up:
+            copied = self.near.to(device(), copy=True)
             self.here = labels.label(copied, "buffers", on="device")
 
     def launch_write(self) -> list[Transfer]:

@@ -67,7 +67,7 @@ class Net:
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
         self.storage = storage or Storage(self.plan)
-        self.storage.attach(self.plan, self.schedule)
+        self.storage.attach(self.plan, self.schedule, optimizer)
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
         self._reduced: set[Unit] = set()

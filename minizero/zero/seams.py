@@ -146,7 +146,9 @@ class Storage:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def attach(self, plan: Plan, schedule: Schedule) -> None:
+    def attach(
+        self, plan: Plan, schedule: Schedule, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Called once, by the net that it serves; ValueError if it cannot."""
         if self.schedule is not None:
             raise ValueError(
