@@ -54,17 +54,6 @@ class Values(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Mode(FakeTensorMode):
-    """Fake tensors whose storages are not kept in the keys of torch's cache."""
-
-    def _cached_dispatch_impl(
-        self, func: Any, types: Any, args: Any, kwargs: Any
-    ) -> Any:
-        if any(isinstance(x, UntypedStorage) for x in args):
-            return self._dispatch_impl(func, types, args, kwargs)
-        return super()._cached_dispatch_impl(func, types, args, kwargs)
-
-
 class FakeTracker(Tracker):
     """A tracker of storages without memory; `progress` is called at each mark."""
 
@@ -111,16 +100,12 @@ class NoFile:
         self.size += nbytes
         return self.size - nbytes
 
-    def free(self, at: int, nbytes: int) -> None:
-        pass
-
     def read(self, offset: int, buffer: Tensor) -> Transfer:
         return Transfer(self.path, time.perf_counter(), [])
 
     write = read
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 def _in_turn(mode: FakeTensorMode) -> type[ThreadPoolExecutor]:
@@ -146,18 +131,6 @@ def _address(tensor: Tensor) -> int:
     return (storage._cdata << 44) + tensor.storage_offset() * tensor.itemsize
 
 
-def _apply(
-    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
-    """`nn.Module._apply`; torch's own swaps tensors, which fake tensors do not allow."""
-    for part in module.modules() if recurse else [module]:
-        for p in part.parameters(recurse=False):
-            p.data = fn(p.data)
-        for name, buffer in part.named_buffers(recurse=False):
-            part._buffers[name] = fn(buffer)
-    return module
-
-
 @contextmanager
 def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMode]:
     """Inside, this process is `rank` of `world_size`, and tensors have no memory."""
@@ -171,10 +144,9 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
         stack.callback(dist.destroy_process_group)
-        mode = Mode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         for owner, name, value in (
             (FakeTensor, "data_ptr", _address),
-            (nn.Module, "_apply", _apply),
             # a GPU that is there would be given pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
             (nvme, "SwapFile", NoFile),
