@@ -562,11 +562,11 @@ def test_backward_after_clipping_is_refused() -> None:
         (lambda: MixedPrecision(torch.float64), "not of torch.float64"),
         (lambda: MixedPrecision(BF16, reduce=torch.int8), "not of torch.int8"),
         (lambda: LossScale(0), "above 0 and finite, not 0"),
-        (lambda: DynamicLossScale(0, min_loss_scale=2), "at most the first scale, 1"),
-        (lambda: DynamicLossScale(hysteresis=0), "at least 1, not 1000 and 0"),
+        (lambda: DynamicLossScale(0, min_loss_scale=2), "not 1000, 2 and 2"),
+        (lambda: DynamicLossScale(hysteresis=0), "at least 1, .*, not 1000, 0 and"),
         (
             lambda: LossScale().load_state_dict(DynamicLossScale().state_dict()),
-            "another loss scale: it has scale, lives, good_steps",
+            "another loss scale's state: it has scale, lives, good_steps",
         ),
         (
             lambda: MixedPrecision(BF16).load_state_dict(
