@@ -587,7 +587,7 @@ ONE = {"train_batch_size": 1}
         ({"config": ONE, "config_params": ONE}, "not 2"),
         ({"config": {}}, "train_batch_size"),
         ({"config": ONE, "lr_scheduler": lambda o: 3}, "needs an optimizer"),
-        ({"config": ONE, "mpu": object()}, "mpu= is not supported"),
+        ({"config": ONE, "mpu": object()}, "all ranks are data-parallel"),
         ({"config": ONE, "model": None}, "takes a torch.nn.Module, not None"),
         ({"config": ONE, "optimizer": lambda p: p}, "makes one of parameters"),
         (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
 from .data import Collate, Loader
-from .metrics import Monitor, count_flops
+from .metrics import Monitor, profiled
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
@@ -108,23 +108,11 @@ class Engine(StepLoop, nn.Module):
         if self._reported:
             self.meter.reset()
             self._reported = False
-        with self.meter.phase("forward"), self._profiled():
-            return self.net(*args, **kwargs)
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Write a table of FLOPs by module, in the step that `flops_profiler` names."""
         asked = self.config.flops_profiler
         now = self.global_steps == asked.profile_step and self._position == 0
-        if not (asked.enabled and now and rank() == 0):
-            yield
-            return
-        with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
-            yield
-        if asked.output_file is None:
-            print(counter.get_table(), flush=True)
-        else:
-            Path(asked.output_file).write_text(f"{counter.get_table()}\n")
+        profile = asked.enabled and now and rank() == 0
+        with self.meter.phase("forward"), profiled(asked) if profile else nullcontext():
+            return self.net(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -379,7 +367,7 @@ class Engine(StepLoop, nn.Module):
             load_dir,
             tag,
             strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            optimizer=bool(load_optimizer_states and not load_module_only and self.optimizer),
             check=check,
         )
         self.zero_grad()

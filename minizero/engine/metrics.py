@@ -103,6 +103,17 @@ def count_flops(depth: int | None = None) -> Any:
     return FlopCounterMode(None, deepest, False, {on_cpu: attention})
 
 
+@contextmanager
+def profiled(asked: Any) -> Iterator[None]:
+    """Write a table of the block's FLOPs by module, as `flops_profiler` asks."""
+    with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
+        yield
+    if asked.output_file is None:
+        print(counter.get_table(), flush=True)
+    else:
+        Path(asked.output_file).write_text(f"{counter.get_table()}\n")
+
+
 class Monitor:
     """Writes values on rank 0, where `csv_monitor` and `tensorboard` of the config say.
 
