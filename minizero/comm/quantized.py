@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .algorithms import ordered_sum
 from .groups import Group
-from .transport import Cuts, Finish, Rows, exchange, store
+from .transport import Finish, Rows, exchange, store
 
 # %% auto #0
 __all__ = ['BLOCK', 'Quantized', 'quantized_reduce_scatter', 'quantized_all_gather']
@@ -116,7 +116,7 @@ def quantized_all_gather(
     """Gather quantized rows, and decode all of them, the own one too."""
     own = how.encode(inp[: out[group.rank].numel()])
     received = own.new_empty(group.size * own.numel())
-    wait = gather(Cuts(received, group.size), own, tag, group)
+    wait = gather(Rows(received, group.size), own, tag, group)
 
     def finish() -> None:
         wait()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import checkpoint
-from ..comm.agreement import broadcast_bytes
+from ..comm import gather_objects
 from ..ranks.launch import device, rank
 from ..zero.absent import is_sharded, owners
 from .config import ZeroConfig
@@ -142,4 +142,4 @@ def plain_cpu() -> Iterator[None]:
 def saved_run(folder: str | os.PathLike[str]) -> bool:
     """Whether rank 0 finds a checkpoint of an engine there."""
     found = rank() == 0 and checkpoint.exists(Path(folder))
-    return broadcast_bytes(b"1" if found else b"0") == b"1"
+    return bool(gather_objects(found)[0])

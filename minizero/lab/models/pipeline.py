@@ -49,7 +49,7 @@ class Neighbours:
         receives = {} if arrives is None else {peer: arrives}
         with comm.phase(unit="pipeline"):
             for t in sends.values():
-                comm.enter("send", t.numel(), t.numel(), t.dtype)
+                comm.enter("send", t, t.numel(), t.numel(), self.group)
             comm.exchange(sends, receives, group=self.group)()
         return arrives
 

@@ -17,6 +17,22 @@ from ... import comm
 __all__ = ['Swap', 'UlyssesAttention']
 
 # %% ../../../notebooks/17_beyond.ipynb #other-ulysses-swap
+def all_to_all(out: Tensor, inp: Tensor, group: comm.Group) -> None:
+    """Row j of `inp` goes to rank j; row j of `out` comes from rank j."""
+    if inp.shape != out.shape or len(inp) != group.size:
+        raise ValueError(
+            f"all_to_all: {group.size} rows of one shape are needed, for as "
+            f"many ranks, not {tuple(inp.shape)} and {tuple(out.shape)}"
+        )
+    me, row = group.rank, inp[0]
+    out[me] = inp[me]
+    sends, receives = dict(enumerate(inp)), dict(enumerate(out))
+    del sends[me], receives[me]
+    sent = inp.numel() - row.numel()
+    comm.enter("all_to_all", row, inp.numel(), sent, group)
+    comm.exchange(sends, receives, group=group)()
+
+
 class Swap(torch.autograd.Function):
     """An all-to-all of rows, [P, ...]; its backward is the same again."""
 
@@ -24,7 +40,7 @@ class Swap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
         ctx.group, out = group, torch.empty_like(x)
         with comm.phase(unit="ulysses"):
-            comm.all_to_all(out, x, group=group)
+            all_to_all(out, x, group)
         return out
 
     @staticmethod
