@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ... import comm
 
 # %% auto #0
-__all__ = ['Swap', 'UlyssesAttention']
+__all__ = ['all_to_all', 'Swap', 'UlyssesAttention']
 
 # %% ../../../notebooks/17_beyond.ipynb #other-ulysses-swap
 def all_to_all(out: Tensor, inp: Tensor, group: comm.Group) -> None:
