@@ -52,6 +52,8 @@ class Quantized:
         blocks = -(-segment // BLOCK) * segments
         return blocks * (BLOCK * self.bits // 8 + 1)
 
+    # continued: code-encode
+
     def encode(self, row: Tensor) -> Tensor:
         """A row, [n], as bytes: all integers, then all scales."""
         x = row.float().view(-1, self.segment or max(row.numel(), 1))
