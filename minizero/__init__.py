@@ -5,8 +5,6 @@ Names under `minizero.` are the public surface; each is told of in its chapter.
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +23,9 @@ from .zero import parallelize
 if TYPE_CHECKING:
     from . import checkpoint, scale
     from .checkpoint import consolidate
-    from .deepspeed import checkpointing
+    from .deepspeed import parameters as checkpointing
     from .deepspeed import parameters as utils
-    from .deepspeed.arguments import add_config_arguments
+    from .deepspeed.compat import add_config_arguments
     from .engine import Engine, initialize, trace
     from .offload import Delayed, NVMe, Offload
     from .overlap import Overlap
@@ -73,7 +71,7 @@ _LATER = {
     "NVMe": "offload",
     "Offload": "offload",
     "Overlap": "overlap",
-    "add_config_arguments": "deepspeed.arguments",
+    "add_config_arguments": "deepspeed",
     "checkpoint": "checkpoint",
     "checkpointing": "deepspeed.checkpointing",
     "consolidate": "checkpoint",
@@ -98,24 +96,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-class _ShortNames(MetaPathFinder, Loader):
-    """`import minizero.utils` is `import minizero.deepspeed.utils`, likewise others.
-
-    As DeepSpeed has them, so that a script needs one word changed.
-    """
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        package, _, short = name.rpartition(".")
-        told = package == __name__ and short in ("checkpointing", "utils")
-        return ModuleSpec(name, self) if told else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        short = module.__name__.rpartition(".")[2]
-        # what stands here when this returns is what the import gives
-        sys.modules[module.__name__] = import_module(f".{_LATER[short]}", __name__)
+def _find_later(name: str) -> None:
+    """Let `import minizero.utils` find a module whose names are looked up later."""
+    module = ModuleType(f"{__name__}.{name}", f"DeepSpeed's `deepspeed.{name}`.")
+    vars(module)["__getattr__"] = lambda attribute: getattr(
+        import_module(f".deepspeed.{name}", __name__), attribute
+    )
+    sys.modules[module.__name__] = module
 
 
-sys.meta_path.append(_ShortNames())
+for _name in ("checkpointing", "utils"):
+    _find_later(_name)
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -32,9 +32,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import minizero.comm.backend
 import minizero.comm.transport
 import minizero.memory.labels
-import minizero.offload.async_io
-import minizero.offload.nvme_storage
-import minizero.offload.second_set
+import minizero.offload.swap_file
+import minizero.offload.nvme
+import minizero.offload.delayed
 import minizero.zero.data_parallel
 from minizero.ranks import device
 
@@ -522,8 +522,8 @@ def install(rank: int, ranks: int) -> None:
     dist.all_reduce, dist.broadcast = _all_reduce, _broadcast
     dist.new_group = lambda *args, **options: object()
     minizero.memory.labels.page_locked = _page_locked
-    minizero.offload.second_set.ThreadPoolExecutor = Inline
-    minizero.offload.nvme_storage.SwapFile = Swap
+    minizero.offload.delayed.ThreadPoolExecutor = Inline
+    minizero.offload.nvme.SwapFile = Swap
     resize_ = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minizero import comm, parallelize
-from minizero.memory.plan import Plan
-from minizero.ranks.launch import rank, world_size
+from minizero import Plan, comm, parallelize
+from minizero.ranks import rank, world_size
 
 VOCABULARY, HIDDEN, STEPS = 17, 12, 20
 
@@ -83,23 +82,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    """Of torch: what has no gradient keeps its value and its states.
-
-    All but the count of steps, which parameters in one buffer share.
-    """
-    idle = [p for p in params if p.grad is None]
-    state = optimizer.state
-    kept = [(p.detach().clone(), {**state[p]}) for p in idle]
-    kept = [(p, {k: v.clone() for k, v in s.items() if v.ndim}) for p, s in kept]
-    for p in idle:
-        p.grad = torch.zeros_like(p)
+    """Of torch: what has no gradient has a zero one."""
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
     optimizer.step()
-    with torch.no_grad():
-        for p, (value, before) in zip(idle, kept, strict=True):
-            p.copy_(value)
-            for key, now in state[p].items():
-                if now.ndim:
-                    now.copy_(before[key] if key in before else torch.zeros_like(now))
     optimizer.zero_grad()
 
 

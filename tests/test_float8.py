@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minizero import parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.plan import Plan
+from minizero import Plan
 from minizero.memory.tracker import Tracker
 from minizero.precision.float8 import (
     E4M3,
@@ -21,7 +21,7 @@ from minizero.precision.float8 import (
     quantise,
     use_float8,
 )
-from minizero.precision.mixed import MixedPrecision
+from minizero.precision import MixedPrecision
 from minizero.ranks.launch import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)

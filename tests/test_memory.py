@@ -138,8 +138,6 @@ def test_activations() -> None:
     assert estimate_activations(**sizes, checkpointing="full") == 48 * sbh * 2
     with pytest.raises(ValueError, match="one of none, selective, full, not 'some'"):
         estimate_activations(**sizes, checkpointing="some")
-    with pytest.raises(ValueError, match="sizes must be at least 1"):
-        estimate_activations(**{**sizes, "layers": 0})
 
 
 def test_tracker_counts_storages_to_the_byte() -> None:
@@ -306,5 +304,3 @@ def test_host_memory_is_outside_the_budget() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.zeros(1000)
         assert gpu.peak == 0
-    with pytest.raises(ValueError, match="on device or cpu, not 'optimizer' and 'nv"):
-        label(state, "optimizer", on="nvme")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -148,21 +149,45 @@ def follow(script: str, folder: str) -> tuple[float, float, int]:
     return before, after, engine.global_steps
 
 
+def blocks(root: Path, language: str) -> list[str]:
+    """The README's blocks of code in a language."""
+    text = (root / "README.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
 def test_the_example_trains(root: Path, two: Pool, tmp_path: Path) -> None:
-    """The README's lines, with a model, data and a loss; and it is saved."""
-    (script,) = re.findall(
-        r"^```python\n(.*?)^```", (root / "README.md").read_text(), re.M | re.S
-    )
-    (tmp_path / "ds_config.json").write_text(
-        json.dumps(
-            {
-                "train_batch_size": 8,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-                "zero_optimization": {"stage": 3},
-            }
-        )
-    )
+    """The README's config and loop, with a model, data and a loss; and it is saved."""
+    (config,), (script, *_) = blocks(root, "json"), blocks(root, "python")
+    (tmp_path / "ds_config.json").write_text(config)
     before, after, steps = two.run(follow, script, str(tmp_path))[0]
     assert steps == 8
     assert after < before / 2
     assert (tmp_path / "checkpoints/latest").read_text().strip() == "global_step8"
+
+
+@pytest.mark.thorough
+def test_commands_of_the_package(root: Path, tmp_path: Path) -> None:
+    """Each `python -m minizero` line runs, in the README's order."""
+    lines = re.findall(
+        r"^\$ python -m (minizero .*?)(?:  +#.*)?$", (root / "README.md").read_text(), re.M
+    )
+    assert len(lines) >= 5
+    for line in lines:
+        extra = "--steps 3 --save-every 3 --out ." if " train " in line else ""
+        done = subprocess.run(
+            [sys.executable, "-m", *line.split(), *extra.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert not done.returncode, (line, done.stderr)
+
+
+def test_the_loop_of_accelerate(root: Path) -> None:
+    """It prepares, and steps, with what `minizero.hf` exports."""
+    from minizero import hf
+
+    found = [b for b in blocks(root, "python") if "minizero.hf" in b]
+    names = {n for b in found for n in re.findall(r"import (\w+(?:, \w+)*)", b)}
+    assert names == {"Trainer, TrainingArguments", "Accelerator"}
+    assert all(hasattr(hf, n) for line in names for n in line.split(", "))

@@ -14,8 +14,7 @@ import torch
 from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
-from minizero import Delayed, NVMe, Offload, Overlap, parallelize, zero
-from minizero.deepspeed import utils
+from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize, zero
 from minizero.deepspeed.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
@@ -33,24 +32,18 @@ from minizero.deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from minizero.engine.data import Loader
-from minizero.memory.plan import Plan
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks.launch import Pool
-from minizero.zero.data_parallel import DataParallel
+from minizero.ranks import Pool
+from minizero.zero import DataParallel
 
 # stage, where it is offloaded to, precision, how
 KINDS: dict[str, tuple[int, str | None, str | None, str]] = {
     "0": (0, None, None, ""),
     "1": (1, None, None, ""),
-    "2": (2, None, None, ""),
     "3": (3, None, None, ""),
     "3, overlap": (3, None, None, "overlap"),
-    "1, cpu": (1, "cpu", None, ""),
     "3, cpu": (3, "cpu", None, ""),
-    "1, nvme": (1, "nvme", None, ""),
-    "3, nvme": (3, "nvme", None, ""),
     "0, bf16": (0, None, "bf16", ""),
-    "2, bf16": (2, None, "bf16", ""),
     "3, bf16, overlap": (3, None, "bf16", "overlap"),
     "3, bf16, cpu": (3, "cpu", "bf16", ""),
     "3, bf16, nvme": (3, "nvme", "bf16", ""),
@@ -65,13 +58,13 @@ def build(
     plan = Plan.stage(
         stage, offload_optimizer=on, offload_param=on if stage == 3 else None
     )
-    home: Any = None
+    storage: Any = None
     if how == "delayed":
-        home = Delayed(plan)
+        storage = Delayed(plan)
     elif on == "nvme":
-        home = NVMe(plan, buffer_size=64)
+        storage = NVMe(plan, buffer_size=64)
     elif on == "cpu":
-        home = Offload(plan)
+        storage = Offload(plan)
     overlap = Overlap(100, 10**6, 200) if how == "overlap" else None
     net = parallelize(
         model,
@@ -79,7 +72,7 @@ def build(
         plan,
         precision=MixedPrecision() if precision == "bf16" else None,
         schedule=overlap,
-        home=home,
+        storage=storage,
     )
     return model, net
 
@@ -249,7 +242,7 @@ def watched(kind: str, watches: bool) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["1", "3, overlap", "3, cpu", "3, bf16, nvme"])
+@pytest.mark.parametrize("kind", ["1", "3, overlap", "3, bf16, nvme"])
 def test_looking_changes_nothing(two: Pool, kind: str) -> None:
     blind, seen = (two.run(watched, kind, watches)[0] for watches in (False, True))
     assert all(torch.equal(blind[name], seen[name]) for name in blind)
@@ -381,38 +374,6 @@ def written(kind: str, locally: bool) -> tuple[Seen, dict[str, Tensor]]:
     return seen, net.state_dict()
 
 
-def plainly_written() -> Seen:
-    torch.manual_seed(0)
-    model = Nasty()
-    optimizer = nasty.adamw(nasty.groups(model))
-    params = trained(model)
-    for step in range(3):
-        model.step = step
-        x, y = batches(4, 1, rows=2)[step]
-        optimizer.zero_grad()
-        model(x, y).backward()
-        for name, p in params.items():
-            if step == 1 and name in NAMES:
-                p.grad = values(p)
-            elif step == 1 and p.grad is not None:
-                p.grad = 0.5 * p.grad
-        if step == 2:
-            break
-        nasty.step(optimizer, [*params.values()])
-        if step == 1:
-            with torch.no_grad():
-                for name in NAMES:
-                    params[name].copy_(values(params[name]))
-                    average = optimizer.state[params[name]]["exp_avg"]
-                    average.copy_(values(average) / 8)
-    some = looked_at(model).items()
-    return {
-        "parameter": {n: p.detach() for n, p in some},
-        "gradient": {n: gradient(p) for n, p in some},
-        "exp_avg": {n: optimizer.state[p]["exp_avg"] for n, p in some},
-    }
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_set_is_trained_with(
     two: Pool, references: dict[str, Any], kind: str
@@ -423,16 +384,6 @@ def test_what_is_set_is_trained_with(
             assert same(seen, expected[0])
         weights = got[0][1]
         assert all(torch.equal(weights[n], expected[1][n]) for n in weights)
-
-
-def test_what_is_set_is_what_plain_torch_gets(
-    two: Pool, references: dict[str, Any]
-) -> None:
-    expected, got = two.run(plainly_written)[0], references["0"][1][0]
-    for what, each in expected.items():
-        for name, value in each.items():
-            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
-            close(got[what][name], value)
 
 
 def late() -> None:
@@ -509,9 +460,9 @@ def test_what_is_refused() -> None:
     model, net = build(3, None, None, "")
     backward(model, net, 0)
     stranger = nn.Parameter(torch.zeros(2, 5))
-    with pytest.raises(ValueError, match=r"shape \(2, 5\) belongs to no model"):
+    with pytest.raises(ValueError, match="this Parameter belongs to no model"):
         safe_get_full_fp32_param(stranger)
-    with pytest.raises(ValueError, match="a Tensor, which is no parameter"):
+    with pytest.raises(ValueError, match="this Tensor belongs to no model"):
         safe_get_full_grad(torch.zeros(3))
     frozen = model.blocks[0].scale
     for setting in (
@@ -535,21 +486,12 @@ def test_what_is_refused() -> None:
         safe_get_full_fp32_param(gone.norm.weight)
 
 
-def test_every_function_of_deepspeed_is_there() -> None:
-    """Those of deepspeed.utils 0.19.8 that look at a parameter."""
-    for verb in ("get", "set"):
-        for extent in ("full", "local"):
-            for what in ("fp32_param", "grad", "optimizer_state"):
-                assert callable(getattr(utils, f"safe_{verb}_{extent}_{what}"))
-
-
 # the loader
 
 
 def test_a_repeating_loader_starts_again() -> None:
     loader = torch.utils.data.DataLoader(list(range(3)), batch_size=2)
     repeating = RepeatingLoader(loader)
-    assert iter(repeating) is repeating and repeating.loader is loader
     got = [next(repeating).tolist() for _ in range(5)]
     assert got == [[0, 1], [2], [0, 1], [2], [0, 1]]
 

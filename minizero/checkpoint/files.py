@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from zlib_ng.zlib_ng import crc32  # the same as zlib's, several times as fast
 
 from ..memory.labels import view
 
-CHUNK = 1 << 24  # bytes of a tensor that are in host memory at once
-BLOCK = 1 << 18  # bytes that stay in the cache from the checksum to the write
+CHUNK = 1 << 21  # bytes of a tensor that are in memory, and in the cache, at once
 
 _NAMES = (
     "float64 F64 float32 F32 float16 F16 bfloat16 BF16 float8_e4m3fn F8_E4M3 "
@@ -60,9 +59,7 @@ class LazyTensor:
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> LazyTensor:
         """A tensor that is in memory."""
-        # a lazily conjugated or negated tensor has other bytes than values
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        shape = tuple(tensor.shape)
+        flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
         return cls(name, tensor.dtype, shape, lambda a, b: flat[a:b].cpu())
 
     @property
@@ -76,6 +73,12 @@ class LazyTensor:
             b = min(a + CHUNK // self.dtype.itemsize, end)
             yield self.read(a, b).contiguous()
             a = b
+
+    def to(self, dtype: torch.dtype | None) -> LazyTensor:
+        """The same in another dtype, if it is floating-point."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return self
+        return replace(self, dtype=dtype, read=lambda a, b: self.read(a, b).to(dtype))
 
     def copied(self) -> LazyTensor:
         """The same, read now: later changes do not reach it."""
@@ -119,9 +122,8 @@ def write_tensors(
         try:
             for chunk in (chunk for t in (begin, *tensors) for chunk in t.chunks()):
                 data = view(chunk)
-                for block in (data[a : a + BLOCK] for a in range(0, len(data), BLOCK)):
-                    write_all(fd, block)
-                    length, checksum = length + len(block), crc32(block, checksum)
+                write_all(fd, data)
+                length, checksum = length + len(data), crc32(data, checksum)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -133,7 +135,7 @@ def write_tensors(
 def measure(path: Path) -> tuple[int, int]:
     """The length and the crc32 of a file."""
     length = checksum = 0
-    block = memoryview(bytearray(BLOCK))
+    block = memoryview(bytearray(1 << 18))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
             length, checksum = length + count, crc32(block[:count], checksum)

@@ -5,7 +5,7 @@ loaded = load(net, "checkpoints")          # loaded.extra["step"] == 100
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from ..comm import agreeing
 from ..memory.labels import label_states
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel, Flat
-from .files import CHUNK, CheckpointError, measure, unpack
-from .folder import Folder, find
-from .layout import INDEX, Index, Place, SavedFlat, pieces, places
+from .files import CheckpointError, LazyTensor, measure, unpack
+from .layout import INDEX, Folder, Index, Place, SavedFlat, find, pieces, places
 from .save import FROZEN, facts_of, finish, names_of, set_random_states
 
 
@@ -62,11 +61,8 @@ def load(
     finish()
     with comm.phase("checkpoint"):
         net.synchronize()
-        mine = None
         with agreeing(CheckpointError):
-            if rank() == 0:
-                tag, path = find(Path(folder), tag)
-                mine = tag, path.parent.name, path.read_bytes()
+            mine = find(Path(folder), tag) if rank() == 0 else None
         tag, name, raw = comm.gather_objects(mine)[0]
         with agreeing(CheckpointError):
             run = SavedRun(Path(folder, name), raw)
@@ -99,11 +95,10 @@ class SavedRun:
     def verify(self, first: int = 0, step: int = 1) -> None:
         """Compare every `step`th file with the length and the checksum that it had."""
         for name, *saved in self.index.files[first::step]:
-            found = measure(self.path / name)
-            if [*found] != saved:
+            if [*measure(self.path / name)] != saved:
                 raise CheckpointError(
-                    f"{self.path / name}: its length and its checksum are {found}, and "
-                    f"were {tuple(saved)}; it was truncated, damaged or replaced"
+                    f"{self.path / name}: its length or its checksum is not what it was; "
+                    "the file was truncated, damaged or replaced"
                 )
 
     def file(self, number: int) -> Any:
@@ -113,31 +108,25 @@ class SavedRun:
             self._files[number] = safe_open(path, "pt")
         return self._files[number]
 
-    def read(
-        self, flat: SavedFlat, what: str, a: int, b: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Elements a to b of a saved buffer, chunk by chunk: offset from a, values."""
-        done = 0
-        for shard, i, j in pieces(a, b, flat.size):
-            file = self.file(flat.saver(shard, len(self.index.files)))
-            saved = file.get_slice(f"{flat.key}/{what}")
-            step = CHUNK // getattr(torch, flat.dtypes[what]).itemsize
-            for k in range(i, j, step):
-                values = saved[k : min(k + step, j)]
-                yield done, values
-                done += len(values)
+    def lazy(
+        self, name: str, flat: SavedFlat, what: str, start: int, shape: Sequence[int]
+    ) -> LazyTensor:
+        """A part of a saved buffer, to be read from the files that have it."""
+        ranks, key = len(self.index.files), f"{flat.key}/{what}"
 
-    def tensor(self, name: str, number: int = 0) -> Tensor:
-        """A tensor that is not cut, such as "buffers/mean", from the file of a rank."""
-        tensor: Tensor = self.file(number).get_tensor(name)
-        return tensor
+        def read(a: int, b: int) -> Tensor:
+            parts = [
+                self.file(flat.saver(shard, ranks)).get_slice(key)[i:j]
+                for shard, i, j in pieces(a, b, flat.size)
+            ]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+        dtype = getattr(torch, flat.dtypes[what])
+        return LazyTensor(name, dtype, tuple(shape), read, start)
 
     def values(self, name: str, number: int = 0) -> Any:
         """A Python value that was packed under a name, from the file of a rank."""
-        return unpack(self.tensor(f"values/{name}", number))
-
-
-# ---- compare
+        return unpack(self.file(number).get_tensor(f"values/{name}"))
 
 
 def match(
@@ -177,9 +166,6 @@ def match(
     return found
 
 
-# ---- read
-
-
 def fill(
     net: DataParallel, run: SavedRun, found: dict[str, Place], optimizer: bool
 ) -> None:
@@ -190,15 +176,16 @@ def fill(
         count = tensors[0].numel()
         start = rank() % (flat.padded // count) * count
         for saved, first, a, b in places(flat, start, start + count, found):
-            for done, values in run.read(saved, what, first, first + b - a):
+            for chunk in run.lazy(what, saved, what, first, [b - a]).chunks():
                 for tensor in tensors:
-                    net.storage.write_shard(tensor, values.to(tensor.dtype), a + done)
+                    net.storage.write_shard(tensor, chunk.to(tensor.dtype), a)
+                a += len(chunk)
 
     scalars = run.values("scalars")
     for flat in net.flats:
         if not flat.trainable and not net.plan.parameters.sharded:
             read(flat, "parameters", flat.full)  # nobody sends it: each rank reads all
-        elif not flat.trainable or flat.master is flat.shard:
+        elif flat.master is flat.shard:
             read(flat, "parameters", flat.shard)
         else:
             read(flat, "parameters", flat.master, flat.shard)
@@ -220,7 +207,7 @@ def fill(
                     follows = dtype == saved.dtypes["parameters"]
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    state[key] = net.storage.store(zeros, "optimizer", flat)
+                    state[key] = net.storage.store(zeros, "optimizer")
                 read(flat, what, state[key])
             net.optimizer.state[flat.master] = state
 
@@ -230,7 +217,7 @@ def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
     extra = run.values("modules", number)
     for name, value in net.module_state().items():
         if f"buffer {name!r}" in run.index.facts:
-            value.copy_(run.tensor(f"buffers/{name}", number))
+            value.copy_(run.file(number).get_tensor(f"buffers/{name}"))
         elif name in extra:
             module = net.model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(extra[name])
@@ -240,11 +227,7 @@ def fill_options(net: DataParallel, run: SavedRun) -> None:
     """Read the options of the optimizer's groups, and the precision's state."""
     groups = net.optimizer.param_groups
     for group, options in zip(groups, run.values("groups"), strict=True):
-        for key, value in options.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(float(value))  # a graph may hold the tensor
-            else:
-                group[key] = value
+        group.update(options)
     label_states(net.optimizer)
     mine, its = net.precision.state_dict(), run.values("precision")
     state = {key: its.get(key, value) for key, value in mine.items()}

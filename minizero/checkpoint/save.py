@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from .. import comm
 from ..comm import agreeing
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel
+from .commit import commit, prepare
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
-from .folder import Folder, commit, prepare
-from .layout import Index, SavedFlat, SavedSlot
+from .layout import Folder, Index, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
 # options of an optimizer that depend on the machine, and references to parameters
@@ -33,11 +34,12 @@ _writer = ThreadPoolExecutor(1, "checkpoint")
 _under_way: Saving | None = None
 
 
+@dataclass
 class Saving:
     """A save that was begun. `path`: the checkpoint's folder."""
 
-    def __init__(self, path: Path, done: Future[None] | None) -> None:
-        self.path, self._done = path, done
+    path: Path
+    _done: Future[None] | None = None
 
     def wait(self) -> None:
         """Return when the checkpoint is complete: on all ranks or on none.
@@ -98,18 +100,14 @@ def save(
             on_disk = "nvme" in (net.plan.parameters.on, net.plan.optimizer.on)
             if background and not on_disk:
                 tensors = [tensor.copied() for tensor in tensors]
-        mine = None
         with agreeing(CheckpointError):
-            if rank() == 0:
-                mine = Path(folder, tag), *prepare(Path(folder), tag)
+            mine = prepare(Path(folder), tag) if rank() == 0 else None
         # of rank 0 on all ranks: a tag may hold the time
         path, written, index.number = comm.gather_objects(mine)[0]
 
         def write() -> None:
             name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
             with agreeing(CheckpointError):
-                # a node that has just looked may not see the folder without this
-                written.mkdir(exist_ok=True)
                 facts = write_tensors(written / name, tensors)
             index.files = comm.gather_objects((name, *facts))
             with agreeing(CheckpointError):
@@ -120,21 +118,19 @@ def save(
             _under_way = Saving(path, _writer.submit(write))
             return _under_way
         write()
-        return Saving(path, None)
+        return Saving(path)
 
 
 # ---- what is saved
 
 
-def describe(
-    net: DataParallel, tag: str, extra: dict[str, Any]
-) -> tuple[Index, list[LazyTensor]]:
+def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyTensor]]:
     """The index, without its files; and what this rank is to write."""
     names, scalars = names_of(net.model), dict[str, dict[str, Any]]()
     flats, tensors = [], []
     for number, flat in enumerate(net.flats):
         key = f"flat-{number}"
-        stored = {"parameters": flat.master if flat.trainable else flat.shard}
+        stored = {"parameters": flat.master}
         scalars[key] = {}
         for state, value in net.optimizer.state.get(flat.master, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.master.shape:
@@ -142,14 +138,14 @@ def describe(
             else:
                 scalars[key][state] = value
         size = flat.padded // world_size()
-        ranks = flat.padded // stored["parameters"].numel()
+        ranks = flat.padded // flat.master.numel()
         # ranks that store the same elements each write another part of them
         start = rank() // ranks * size
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
             tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
         slots = [
-            SavedSlot(names[s.parameter], list(s.shape), s.offset) for s in flat.slots
+            SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]
         dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
         flats.append(SavedFlat(key, size, ranks, dtypes, slots))
@@ -159,14 +155,11 @@ def describe(
     values: dict[str, Any] = {"random": random_states(), "modules": modules}
     if rank() == 0:
         groups = net.optimizer.param_groups
-        values |= {
-            "extra": extra,
-            "scalars": scalars,
-            "precision": net.precision.state_dict(),
-            "groups": [
-                {k: v for k, v in g.items() if k not in _NOT_SAVED} for g in groups
-            ],
-        }
+        values["groups"] = [
+            {k: v for k, v in g.items() if k not in _NOT_SAVED} for g in groups
+        ]
+        precision = net.precision.state_dict()
+        values |= {"extra": extra, "scalars": scalars, "precision": precision}
     tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
     tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
     return Index(tag, facts_of(net), flats), tensors

@@ -14,7 +14,7 @@ from ..config import Config, Source, check_options, read
 from ..kernels import muon_options, optimizer_call
 from ..ranks import init_distributed, rank, world_size
 from ..zero.elementwise import groups_of
-from ..zero.flat import Policy
+from ..zero.units import Policy
 from ..zero.muon import Muon, muon_groups
 from .data import Collate, Loader
 from .engine import Engine

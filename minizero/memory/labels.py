@@ -1,7 +1,7 @@
 """Labels: what each storage is for, and whether it is on the device or the host.
 
-Training labels what it allocates and marks moments; a running `Tracker` sees both. Nothing
-here looks at a tensor's elements. Helpers for host memory and bytes follow at the end.
+Training labels what it allocates and marks moments; a running `Tracker` sees both.
+Helpers for host memory and bytes follow at the end.
 """
 
 from __future__ import annotations
@@ -24,28 +24,24 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whether it is host memory
 _on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # labelled, and not on the CPU
-_trackers: list[Any] = []  # those that are running
+trackers: list[Any] = []  # those that are running
 _allocates_on_host = False
 
 
 def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     """Name the category of a tensor's storage, for trackers now and later.
 
-    `on`: "cpu" if it is host memory, which is outside the device's budget; "device" if
-    it is not; None leaves that as it is.
+    `on`: "cpu" if it is host memory, "device" if not; None leaves that as it is.
     """
-    if category not in CATEGORIES or on not in (None, "device", "cpu"):
-        raise ValueError(
-            f"category must be one of {', '.join(CATEGORIES)}, and on device or cpu, "
-            f"not {category!r} and {on!r}"
-        )
+    if category not in CATEGORIES:
+        raise ValueError(f"category must be one of {CATEGORIES}, not {category!r}")
     storage = tensor.untyped_storage()
     _categories[storage] = category
     if tensor.device.type != "cpu":
         _on_gpu[storage] = True
     if on is not None:
         _hosted[storage] = on == "cpu"
-    for tracker in _trackers:
+    for tracker in trackers:
         tracker.see(storage, category)
     return tensor
 
@@ -58,8 +54,7 @@ def category_of(storage: torch.UntypedStorage) -> str:
 def is_hosted(storage: torch.UntypedStorage) -> bool:
     """Whether a storage is host memory: as labelled.
 
-    Without a label, the CPU's memory counts as the device's in a run on CPUs. It is host
-    memory once something labelled is on a real device.
+    Without a label, memory of the CPU is if something labelled is on a real device.
     """
     on_cpu = bool(_on_gpu) and storage.device.type == "cpu"
     return bool(_hosted.get(storage, on_cpu))
@@ -94,9 +89,9 @@ def host_memory() -> Iterator[None]:
 
 
 def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
-    """Note which outputs of an operation are host memory.
+    """Note the outputs of an operation if they are host memory.
 
-    All are inside `host_memory`, and if all tensors among the arguments are.
+    They are inside `host_memory`, or if all tensors among the arguments are.
     """
     hosted = _allocates_on_host
     if not hosted and (_hosted or _on_gpu):
@@ -108,10 +103,7 @@ def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
 
 
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Label an optimizer's states; for `register_step_post_hook`.
-
-    The states of a parameter in host memory are host memory too.
-    """
+    """Label an optimizer's states: on the host, if their parameter is."""
     for p, state in list(optimizer.state.items()):
         on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
         for leaf in tree_iter(state):
@@ -121,10 +113,7 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def labelled_bytes(on: str = "device") -> dict[str, int]:
-    """Live bytes of every labelled storage, by category; needs no tracker.
-
-    `on`: "device", or "cpu" for what was labelled as host memory.
-    """
+    """Live bytes by category of what is labelled, on "device" or "cpu", the host."""
     live = dict.fromkeys(CATEGORIES, 0)
     for storage, category in list(_categories.items()):
         if is_hosted(storage) == (on == "cpu"):
@@ -134,20 +123,15 @@ def labelled_bytes(on: str = "device") -> dict[str, int]:
 
 def mark(event: str, unit: str = "") -> None:
     """Mark a moment in every tracker that is running."""
-    for tracker in _trackers:
+    for tracker in trackers:
         tracker.mark(event, unit)
 
 
 def start(tracker: Any) -> None:
-    """Show a tracker the labels that there are, and those to come."""
-    _trackers.append(tracker)
+    """Show a tracker all labels, now and later; `trackers.remove` ends that."""
+    trackers.append(tracker)
     for storage, category in list(_categories.items()):
         tracker.see(storage, category)
-
-
-def stop(tracker: Any) -> None:
-    """Show it no more."""
-    _trackers.remove(tracker)
 
 
 # ---- host memory, bytes
@@ -158,8 +142,8 @@ def host_empty(
 ) -> Tensor:
     """Uninitialized host memory, page-locked where there is a GPU.
 
-    `passing`: it is freed soon. It comes from torch's allocator then, which keeps what
-    is freed and rounds up to powers of two; other memory takes the bytes that it has.
+    `passing`: it is freed soon. Then it comes from torch's allocator, which keeps what
+    is freed and rounds up to powers of two.
     """
     count = torch.Size(shape).numel()
     pin = torch.cuda.is_available() and count > 0
@@ -180,8 +164,8 @@ def page_locked(count: int, dtype: torch.dtype) -> Tensor:
     error = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)
     if int(error):
         raise RuntimeError(
-            f"{nbytes:,} bytes of host memory could not be page-locked ({error}); see "
-            "how much may be (ulimit -l), or offload less"
+            f"{nbytes:,} bytes of host memory could not be page-locked ({error}); raise "
+            "the limit (ulimit -l), or offload less"
         )
 
     def unlock(address: int, pages: mmap.mmap) -> None:  # which live until then
@@ -206,10 +190,9 @@ def view(buffer: Tensor) -> memoryview:
 
 def amount(nbytes: float) -> str:
     """Bytes in decimal units and at most four digits: "38.5 GB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= size:
-            return f"{short(nbytes / size)} {unit}"
-    return f"{short(nbytes)} B"
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+    unit, size = next((u for u in units if abs(nbytes) >= u[1]), ("B", 1))
+    return f"{short(nbytes / size)} {unit}"
 
 
 def short(number: float) -> str:

@@ -42,8 +42,7 @@ class Placement:
         if self.group is not None and not (self.sharded and self.group >= 2):
             raise ValueError(
                 f"group={self.group!r} is the number of ranks, 2 or more, "
-                "that share one copy of sharded state; leave it out if there "
-                "is no such group"
+                "that share one copy of sharded state"
             )
 
     def ranks(self, world_size: int) -> int:
@@ -95,20 +94,17 @@ class Plan:
         """
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
-        off = offload_optimizer or "device"
-        moved = off != "device" and stage >= 2
+
+        def placed(first: int, on: str | None) -> Placement:
+            sharded = stage >= first
+            among = group if sharded or stage == 0 else None
+            return Placement(sharded, on or "device", among)
+
+        off = offload_optimizer not in (None, "device") and stage >= 2
         return cls(
-            parameters=Placement(
-                stage >= 3,
-                offload_param or "device",
-                group if stage >= 3 else None,
-            ),
-            gradients=Placement(
-                stage >= 2,
-                "cpu" if moved else "device",
-                group if stage >= 2 else None,
-            ),
-            optimizer=Placement(stage >= 1, off, group),
+            placed(3, offload_param),
+            placed(2, "cpu" if off else None),
+            placed(1, offload_optimizer),
         )
 
 # %% ../../notebooks/01_memory.ipynb #plan-9
@@ -193,8 +189,6 @@ def estimate_activations(
     and saves 34·s·b·h; "full" saves each layer's input, 2·s·b·h. The 34
     counts bytes.
     """
-    if min(layers, hidden, heads, sequence, micro_batch) < 1:
-        raise ValueError("all sizes must be at least 1")
     sbh = sequence * micro_batch * hidden
     scores = 5 * heads * sequence * sequence * micro_batch
     per_layer = {

@@ -76,10 +76,8 @@ class Trace:
 
     def peak(self, rank: int, place: str = "device") -> int:
         """The most live bytes of a rank at once."""
-        totals = (
-            sum(n for (there, _), n in live.items() if there == place)
-            for _, live in self.live(rank)
-        )
+        every = (live for _, live in self.live(rank))
+        totals = (sum(n for at, n in live.items() if at[0] == place) for live in every)
         return max(totals, default=0)
 
     def chrome(self) -> dict[str, Any]:
@@ -104,9 +102,8 @@ class Trace:
                 args |= {"peers": list(s.peers)} if s.peers else {}
                 event = at | {"name": f"{s.verb} {s.unit}".strip(), "cat": s.lane}
                 event |= {"ts": s.begin * 1e6, "args": args}
-                has_length = s.end > s.begin
                 lasts = {"ph": "X", "dur": (s.end - s.begin) * 1e6}
-                yield event | (lasts if has_length else {"ph": "i", "s": "t"})
+                yield event | (lasts if s.end > s.begin else {"ph": "i", "s": "t"})
         for time, live in self.live(rank):
             for place in dict.fromkeys(place for place, _ in live):
                 args = {name: live.get((place, name), 0) for name in CATEGORIES}
@@ -114,7 +111,7 @@ class Trace:
                 yield event | {"name": f"live bytes, {place}", "args": args}
 
 
-def _meta(name: str, **args: Any) -> dict[str, Any]:
+def _meta(name: str, /, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": name, "args": args}
 
 
@@ -126,8 +123,8 @@ def _tracks(slices: list[Slice]) -> Iterator[tuple[str, list[Slice]]]:
         for s in sorted(slices, key=lambda s: s.begin):
             if s.lane == lane:
                 free = [i for i, end in enumerate(ends) if end <= s.begin]
-                track = 0 if s.begin == s.end else free[0] if free else len(tracks)
-                if track == len(tracks):
+                track = 0 if s.begin == s.end else [*free, len(ends)][0]
+                if track == len(ends):
                     tracks.append([])
                     ends.append(0.0)
                 ends[track] = max(ends[track], s.end)

@@ -44,11 +44,10 @@ class Seen:
 class Tracker(TorchDispatchMode):
     """Counts live bytes by category while entered, exact to the byte.
 
-    It sees every tensor that an operation returns, and counts storages, not tensors:
-    ten views of one storage are counted once, and a storage counts until its last owner
-    (which may be autograd) is gone. Storages that were labelled before count from the
-    start; what has no label is "activations". To label the parameters, gradients and
-    states of a plain model and optimizer, pass them here.
+    It sees every tensor that an operation returns, and counts storages: ten views of one
+    storage count once, and until its last owner (which may be autograd) is gone. What
+    was labelled before counts from the start; what has no label is "activations". The
+    tensors of a plain model and optimizer are labelled if you pass these here.
 
     `live`, `peak` and `peaks` are of the device, `host` and `host_peak` of host memory.
     `samples` has the counts after each change.
@@ -106,17 +105,18 @@ class Tracker(TorchDispatchMode):
         category = category or before.category
         after = Seen(storage.nbytes(), category, host, before.alive)
         self.seen[key] = after
-        if after != before:
-            self._add(before, -before.nbytes)
-            self._add(after, after.nbytes)
-            self._record()
-            grown = after.nbytes - (0 if before.host else before.nbytes)
-            if grown > 0 and not host:
-                try:
-                    self.allocated(storage, grown)
-                except BaseException:
-                    self.forget(key)
-                    raise
+        if after == before:
+            return
+        self._add(before, -before.nbytes)
+        self._add(after, after.nbytes)
+        self._record()
+        grown = after.nbytes - (0 if before.host else before.nbytes)
+        if grown > 0 and not host:
+            try:
+                self.allocated(storage, grown)
+            except BaseException:
+                self.forget(key)
+                raise
 
     def allocated(self, storage: UntypedStorage, nbytes: int) -> None:
         """Called after a storage grew by `nbytes`; a subclass may refuse that."""
@@ -143,7 +143,7 @@ class Tracker(TorchDispatchMode):
         self.host = dict(self.live)
         undo = self._stack.callback
         undo(self.seen.clear)
-        undo(labels.stop, self)
+        undo(labels.trackers.remove, self)
         labels.start(self)
         original = torch.UntypedStorage.resize_
 
@@ -175,8 +175,7 @@ class Tracker(TorchDispatchMode):
                 label(p.grad, "gradients")
 
         for p in model.parameters():
-            label(p, "parameters")
-            grad_ready(p)
+            grad_ready(label(p, "parameters"))
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(grad_ready)
                 self._stack.callback(hook.remove)
@@ -185,17 +184,14 @@ class Tracker(TorchDispatchMode):
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the live bytes of each labelled category, and the device's count.
-
-    Like DeepSpeed's function of this name it prints only if `force` is true, on rank 0.
-    """
+    """Print live bytes by category; as in DeepSpeed only if forced, and on rank 0."""
     dist = torch.distributed
     is_first = not (dist.is_available() and dist.is_initialized()) or not dist.get_rank()
     if force and is_first:
-        live, host = labelled_bytes(), labelled_bytes("cpu")
-        megabytes = live | {f"{k} on the host": n for k, n in host.items()}
+        host = {f"{k} on the host": n for k, n in labelled_bytes("cpu").items()}
+        live = labelled_bytes() | host
         if torch.cuda.is_available():
-            megabytes["device allocated"] = torch.cuda.memory_allocated()
-            megabytes["peak"] = torch.cuda.max_memory_allocated()
-        parts = [f"{k} {n / 1e6:.2f} MB" for k, n in megabytes.items() if n]
+            live["device allocated"] = torch.cuda.memory_allocated()
+            live["peak"] = torch.cuda.max_memory_allocated()
+        parts = [f"{k} {n / 1e6:.2f} MB" for k, n in live.items() if n]
         print(f"{message}: {', '.join(parts) or 'nothing labelled'}", flush=True)

@@ -7,10 +7,5 @@ from .float8 import Float8Linear, use_float8
 from .loss_scale import DynamicLossScale, LossScale
 from .mixed import MixedPrecision
 
-__all__ = [
-    "DynamicLossScale",
-    "Float8Linear",
-    "LossScale",
-    "MixedPrecision",
-    "use_float8",
-]
+__all__ = ["DynamicLossScale", "Float8Linear", "LossScale", "MixedPrecision"]
+__all__ += ["use_float8"]

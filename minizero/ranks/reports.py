@@ -63,7 +63,7 @@ def verdict(reports: Reports, waiting: set[int], active: float, timeout: float) 
     if differ and now - max(each.time for each in differ) > SOON:
         return DIFFERENT
     stuck = [each for each in last.values() if each.state == "waits"]
-    if len(stuck) == len(waiting) and now - max(s.time for s in stuck) > LATE:
+    if stuck and len(stuck) == len(waiting) and now - max(s.time for s in stuck) > LATE:
         for call in stuck:
             for rank in set(call.ranks) - waiting:
                 made = [

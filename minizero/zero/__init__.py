@@ -5,7 +5,7 @@ Read `flat` (units and buffers), `seams` (what later chapters pass in), `data_pa
 """
 
 from .data_parallel import DataParallel
-from .flat import Flat, Slot, Unit, find_units
+from .flat import Flat, Slot, Unit
 from .guards import nets_of
 from .init import GatheredParameters, Init, is_sharded, owners
 from .muon import Muon
@@ -14,6 +14,7 @@ from .seams import Action, Precision, Schedule, Storage
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
+from .units import find_units
 
 __all__ = [
     "Action",

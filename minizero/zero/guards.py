@@ -8,11 +8,11 @@ if every rank makes them; sharded parameters are written to inside
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.plan import Plan
@@ -93,51 +93,6 @@ def check_unchanged(net: Any) -> None:
             )
 
 
-def note_writes(net: Any) -> None:
-    """Remember the values as they are now, to notice what is written later."""
-    net.noted = _state(net)
-
-
-def take_over_writes(net: Any) -> None:
-    """Let masters take over what the script has written since the last update."""
-    check_unchanged(net)
-    if net.plan.parameters.sharded:  # noticed when they are gathered
-        return
-    for flat in net.flats:
-        for slot, view in zip(flat.slots, flat.views(), strict=True):
-            p = slot.parameter
-            if p.data_ptr() != view.data_ptr():
-                view.copy_(p.data)
-                p.data = view
-                net.noted = None
-    if _state(net) != net.noted:
-        net.refresh()
-
-
-def _state(net: Any) -> tuple[list[int], list[int]]:
-    """Version counters, and checksums of values that have a copy in another dtype.
-
-    A write through `.data` moves no counter. Without a copy it needs no notice.
-    """
-    copied = [
-        flat.full
-        for flat in net.trained
-        if flat.master.dtype != flat.full.dtype and not net.plan.parameters.sharded
-    ]
-    sums = [_checksum(full) for full in copied]
-    return (
-        [0 if p.is_inference() else p._version for p in net.where],
-        torch.stack(sums).tolist() if sums else [],
-    )
-
-
-def _checksum(buffer: Tensor) -> Tensor:
-    """A sum of the buffer's bytes, taken eight at a time."""
-    raw = buffer.view(torch.uint8)
-    words = len(raw) // 8 * 8
-    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
-
-
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook on the optimizer: RuntimeError if no net has called its `step`."""
     groups = optimizer.param_groups
@@ -147,3 +102,47 @@ def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "shards, which get their gradients from the net; call net.step() "
             "(engine.step())"
         )
+
+
+class Hook:
+    """Calls a function; the same hook of a copied module calls nothing."""
+
+    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def refuse_sharded_state(module: nn.Module) -> None:
+    """Let `state_dict` and loading raise RuntimeError for sharded parameters."""
+    if not hasattr(module, "_refuses_sharded_state"):
+        module._refuses_sharded_state = True  # type: ignore[assignment]
+        module.register_state_dict_pre_hook(check_unsharded)
+        module.register_load_state_dict_pre_hook(check_unsharded)
+
+
+def check_unsharded(module: nn.Module, *_: Any) -> None:
+    """Raise RuntimeError for a module whose parameters have no values here."""
+    for p in module.parameters():
+        if hasattr(p, "sharded_in") and not p.sharded_in.is_unsharded:
+            raise RuntimeError(
+                "the parameters are sharded and have no values here; do this inside "
+                "zero.GatheredParameters(model.parameters()), with modifier_rank=0 to "
+                "write, or call net.state_dict() (engine.module_state_dict())"
+            )
+
+
+def copy_unsharded(p: Any, memo: Any = None) -> nn.Parameter:
+    """For `copy.deepcopy`: a parameter of its own."""
+    values = p.detach().clone()  # inside `zero.Init` this gathers
+    check_unsharded(nn.ParameterList([p]))
+    return nn.Parameter(values, p.requires_grad)
+
+
+def reduce_unsharded(p: Any, protocol: Any) -> Any:
+    """For pickle and `torch.save`."""
+    return copy_unsharded(p).__reduce_ex__(protocol)

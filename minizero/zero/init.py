@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from .. import comm
 from ..memory.plan import Plan
 from ..ranks import device
-from .guards import nets_of
+from .guards import nets_of, refuse_sharded_state
 from .seams import Storage
-from .sharded import ShardedFlat, refuse_sharded_state
+from .sharded import ShardedFlat
 
 if TYPE_CHECKING:
     from ..config import Source

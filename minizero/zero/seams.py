@@ -146,7 +146,9 @@ class Storage:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def attach(self, plan: Plan, schedule: Schedule) -> None:
+    def attach(
+        self, plan: Plan, schedule: Schedule, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Called once, by the net that it serves; ValueError if it cannot."""
         if self.schedule is not None:
             raise ValueError(
@@ -165,9 +167,7 @@ class Storage:
                 )
         self.schedule = schedule
 
-    def store(
-        self, values: Tensor, category: str, flat: Flat | None = None
-    ) -> Tensor:
+    def store(self, values: Tensor, category: str) -> Tensor:
         """A copy of `values`, a shard's, where the plan stores `category`."""
         if getattr(self.plan, category).on == "device":
             return label(values.clone(), category)

@@ -1,0 +1,326 @@
+"""What every plan does around training: build buffers, and hand out weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import comm
+from ..memory import labels
+from ..memory.plan import Plan
+from .elementwise import check_elementwise, groups_of, take_state
+from .flat import Flat, Slot, Unit, in_order
+from .guards import OWNERS, check_model, check_unchanged, refuse_step
+from .muon import Muon
+from .seams import Action, Precision, Schedule, Storage
+from .units import Policy, assign, find_units, materialise, split
+
+
+class Net:
+    """A model in flat buffers, its optimizer, and what else takes part in a step.
+
+    `DataParallel` and the stages of ZeRO are subclasses, which say what is sharded, and
+    when collectives run.
+
+    `optimizer`: an element-wise one of `torch.optim` over the model's parameters (or
+        `zero.Muon`); from now on it updates shards.
+    `units`: says which modules communicate as one (default: `find_units`).
+    `bucket_size`: most elements in one reduction.
+    `group`: the ranks that train the model together (default: all).
+
+    `has_gradients`: whether a backward has run since the last step.
+    `where`: of each parameter, its unit, flat buffer and slot.
+    `handles`: of the hooks on the model.
+    """
+
+    plan = Plan.stage(0)
+    flat_type: Callable[..., Flat] = Flat
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        units: Policy | None = None,
+        bucket_size: int = 500_000_000,
+        precision: Precision | None = None,
+        schedule: Schedule | None = None,
+        storage: Storage | None = None,
+        plan: Plan | None = None,
+        group: comm.Group | None = None,
+    ) -> None:
+        self.plan, self.group = plan or self.plan, group or comm.everyone()
+        check_model(model, self.plan)
+        check_elementwise(optimizer)
+        if bucket_size < 1:
+            raise ValueError(
+                f"bucket_size must be at least 1 element, not {bucket_size!r}"
+            )
+        self.model, self.optimizer = model, optimizer
+        self.bucket_size = bucket_size
+        self.precision = precision or Precision()
+        self.schedule = schedule or Schedule()
+        self.storage = storage or Storage(self.plan)
+        self.storage.attach(self.plan, self.schedule, optimizer)
+        self.syncing, self.in_backward = True, False
+        self.has_gradients = self.unsynced = False
+        self._reduced: set[Unit] = set()
+        self._build(units)
+        self._register_hooks()
+        self._adopt_optimizer()
+        self.schedule.attach(self.units, self.plan)
+
+    def _build(self, policy: Policy | None) -> None:
+        """Make units and buffers, with rank 0's values, as the plan says."""
+        group_of = groups_of(self.model, self.optimizer)
+        modules = find_units(self.model, policy)
+        muon = self.optimizer if isinstance(self.optimizer, Muon) else None
+        self.units: list[Unit] = []
+        with comm.phase("init"):
+            for name, params in assign(self.model, modules).items():
+                materialise(self.model, [p for _, p in params])
+                unit = Unit(name or "root", modules[name])
+                for group, part in split(params, group_of):
+                    layout = muon.layout(group) if muon else in_order
+                    flat = self.flat_type(part, group, layout, self.group)
+                    comm.broadcast(flat.full, group=self.group)
+                    own = self.owned(flat.full, flat)
+                    flat.start = int(own.storage_offset())
+                    copy = self.precision.attach(flat, own)
+                    self.place(flat)
+                    flat.master = flat.shard
+                    if flat.trainable:
+                        flat.master = self.storage.master(flat, copy)
+                    unit.flats.append(flat)
+                self.units.append(unit)
+            materialise(self.model, list(self.model.buffers()))
+            every = {
+                buffer: module
+                for module in self.model.modules()
+                for buffer in module.buffers(recurse=False)
+            }
+            for buffer, module in every.items():
+                values = buffer.contiguous()
+                comm.broadcast(values, group=self.group)
+                if values is not buffer:  # expanded ones have no memory
+                    buffer.data = torch.empty_like(buffer).copy_(values)
+                labels.label(buffer, "buffers")
+                self.precision.attach_buffer(buffer, module)
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.trained = [flat for flat in self.flats if flat.trainable]
+
+    def place(self, flat: Flat) -> None:
+        """Allocate what this plan keeps of a buffer between steps."""
+        flat.shard = self.owned(flat.full, flat)
+        if flat.trainable:
+            flat.grad_buffer()
+
+    def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
+        """The part of a buffer that this rank updates: here, all of it."""
+        return buffer
+
+    def _register_hooks(self) -> None:
+        """Let autograd report each parameter's gradient to `_on_grad`."""
+        self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
+        # weak: a parameter must not keep its net alive
+        hook = partial(_call, weakref.WeakMethod(self._on_grad))
+        self.handles: list[Any] = []
+        for unit in self.units:
+            for flat in unit.flats:
+                for slot in flat.slots:
+                    p = slot.parameter
+                    self.where[p] = unit, flat, slot
+                    OWNERS[p] = weakref.ref(self)
+                    if flat.trainable:
+                        handle = p.register_post_accumulate_grad_hook(hook)
+                        self.handles.append(handle)
+        self.note_writes()
+
+    def _adopt_optimizer(self) -> None:
+        """Let the optimizer's groups hold what this rank updates.
+
+        State that it has already is cut into the same shards.
+        """
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for flat in self.trained:
+            assert flat.group is not None
+            master = flat.master
+            self.optimizer.param_groups[flat.group]["params"].append(master)
+            for key, value in take_state(self.optimizer, flat).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    part = self.owned(value, flat)
+                    if part.is_floating_point():
+                        wide = torch.promote_types(part.dtype, master.dtype)
+                        part = part.to(wide)
+                    value = self.storage.store(part, "optimizer")
+                self.optimizer.state[master][key] = value
+            if isinstance(self.optimizer, Muon):
+                self.optimizer.take(master, flat)
+        self.handles.append(self.optimizer.register_step_pre_hook(refuse_step))
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Carry out what the schedule has answered."""
+        for operation, unit in actions:
+            if operation == "wait":
+                unit.wait()
+            else:
+                if operation != "publish":
+                    labels.mark(operation, unit.name)
+                with comm.phase(unit=unit.name):
+                    getattr(self, operation)(unit)
+
+    def wait(self) -> None:
+        """Wait for all collectives under way."""
+        for unit in self.units:
+            unit.wait()
+
+    def _on_grad(self, p: nn.Parameter) -> None:
+        """The hook: autograd has left a gradient in `p.grad`."""
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        raise NotImplementedError
+
+    def _updated(self, units: list[Unit]) -> None:
+        """Publish units whose shards have been updated."""
+        for unit in units:
+            unit.changed = unit.trainable
+            for flat in unit.changed:
+                flat.changed()
+            self.run(self.schedule.updated(unit))
+
+    def flush(self) -> None:
+        """Wait for an update that the storage has left running."""
+        arrived = self.storage.flush()
+        self._updated(arrived)
+        if arrived:
+            labels.label_states(self.optimizer)
+            self.wait()
+            self.note_writes()
+
+    def synchronize(self) -> None:
+        """Wait for an update, reductions and publications under way."""
+        self.flush()
+        self.wait()
+
+    # ---- the parameters, read and written from outside
+
+    def note_writes(self) -> None:
+        """Remember the values as they are now, to notice what is written later."""
+        self._noted: object = self._written()
+
+    def take_over_writes(self) -> None:
+        """Let masters take over what the script has written since the last update.
+
+        Writes to sharded parameters are noticed when these are gathered.
+        """
+        check_unchanged(self)
+        moved = False
+        for flat in () if self.plan.parameters.sharded else self.flats:
+            for slot, view in zip(flat.slots, flat.views(), strict=True):
+                p = slot.parameter
+                if p.data_ptr() != view.data_ptr():  # by `p.data = values`
+                    view.copy_(p.data)
+                    p.data, moved = view, True
+        if moved or self._written() != self._noted:
+            self.refresh()
+
+    def _written(self) -> object:
+        """What tells of a write: version counters, and checksums.
+
+        A write through `.data` moves no counter; it matters where the optimizer
+        updates a copy, in another dtype.
+        """
+        if self.plan.parameters.sharded:
+            return None
+        counters = [0 if p.is_inference() else p._version for p in self.where]
+        sums = []
+        for flat in self.trained:
+            if flat.master.dtype != flat.full.dtype:
+                raw = flat.full.view(torch.uint8)
+                words = len(raw) // 8 * 8
+                tail = raw[words:].sum(dtype=torch.int64)
+                sums.append(raw[:words].view(torch.int64).sum() + tail)
+        return counters, torch.stack(sums).tolist() if sums else []
+
+    def refresh(self) -> None:
+        """Let masters take over what was written to parameters or shards.
+
+        `step` calls it when it notices writes. All ranks must call it.
+        """
+        for flat in self.trained:
+            self.storage.refresh(flat, self.precision)
+        self.note_writes()
+
+    def shards_written(self) -> None:
+        """Publish shards that were written directly, as by loading a run.
+
+        Masters were written as well. All ranks must call it.
+        """
+        for unit in self.units:
+            unit.changed = unit.flats
+            for flat in unit.flats:
+                flat.changed()
+            release = Action("release", unit)
+            self.run([release, *self.schedule.updated(unit)])
+        self.zero_grad()
+        self.note_writes()
+
+    @contextmanager
+    def gathered(self, units: list[Unit]) -> Iterator[None]:
+        """The parameters of these units are unsharded inside the block."""
+        for unit in units:
+            self.run(self.schedule.needed(unit))
+        try:
+            yield
+        finally:
+            for unit in units:
+                self.run(self.schedule.done(unit))
+
+    def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
+        """All weights and buffers in host memory, on rank 0; {} on others.
+
+        Units are gathered one by one, so no rank holds more than one unit
+        beside its shards. Tied parameters appear under each of their names.
+        `frozen`: whether to include parameters that require no gradient.
+        """
+        self.synchronize()
+        first = self.group.rank == 0
+        values: dict[nn.Parameter, Tensor] = {}
+        for unit in self.units:
+            with self.gathered([unit]):
+                for flat in unit.flats if first else ():
+                    for slot in flat.slots if frozen or flat.trainable else ():
+                        p = slot.parameter
+                        values[p] = p.detach().cpu().clone()
+        if not first:
+            return {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        weights = {name: values[p] for name, p in named if p in values}
+        others = self.module_state().items()
+        return weights | {k: v.detach().cpu().clone() for k, v in others}
+
+    def module_state(self) -> dict[str, Any]:
+        """Persistent buffers and extra state of all modules, by name."""
+        state: dict[str, Any] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            # one by one: `state_dict` refuses sharded parameters
+            module._save_to_state_dict(state, f"{name}." if name else "", False)
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {name for name, _ in named}
+        return {k: v for k, v in state.items() if k not in parameters}
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], p: Any) -> None:
+    alive = method()
+    # a parameter that was frozen since the forward is reported without one
+    if alive is not None and p.grad is not None:
+        alive(p)

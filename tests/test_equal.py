@@ -1,0 +1,483 @@
+"""The same bits, whatever is sharded, offloaded, overlapped or recomputed.
+
+A `Case` says how a model is trained that has everything which breaks sharding (see
+`nasty`). It is compared with data parallelism in the same arithmetic: losses, norms,
+the state of the precision, and weights, bit for bit. A row in `CASES` is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import nasty
+import pytest
+import torch
+from nasty import Fails, Nasty, Run, batches, own
+from torch import Tensor, nn
+
+import minizero
+from minizero import Overlap, Plan, checkpoint, parallelize
+from minizero.activations import Offloaded, Recompute, recompute_units
+from minizero.memory import Placement
+from minizero.precision import DynamicLossScale, MixedPrecision
+from minizero.ranks import Pool, rank, world_size
+from minizero.zero import DataParallel, Muon
+
+ALL, NONE, STEPS = 10**9, 0, 6
+EVENTS = (
+    "overflow",  # in one micro-batch of rank 1
+    "healthy",
+    "forward fails",
+    "overflow",
+    "backward fails",
+    "abandoned",
+    "loaded",  # into a new net, from a checkpoint
+    "evaluated",
+)
+
+
+class Nothing(nn.Module):
+    """A unit whose only trained parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.zeros(0))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor, *, gain: float = 1.0) -> Tensor:
+        return x + gain * self.trained.sum()
+
+
+def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Muon for matrices, and AdamW for the other group."""
+    matrices, others = groups
+    return Muon([{**matrices, "use_muon": True, "lr": 0.02}, others])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train: the arithmetic first, then what must change no bit of it."""
+
+    plan: Plan
+    precision: str = "fp32"  # or "bf16", "fp16"
+    optimizer: Callable[..., Any] = nasty.adamw
+    micro: int = 1
+    postpone: bool = False  # reduce at the last micro-batch only
+    bits: tuple[int | None, int | None] = (None, None)  # of weights, of gradients
+    events: bool = False  # steps that fail, overflow, are saved and loaded
+
+    storage: str | None = None  # a name of minizero; "Delayed" is another arithmetic
+    buffers: tuple[int, int] = (4, 128)  # that NVMe has, and elements of a slice
+    overlap: tuple[int, int, int] | None = None  # ahead, live, kept
+    recompute: tuple[str, bool] = ("none", False)  # mode, offloaded
+    bucket_size: int = 500
+
+    def reference(self) -> Case:
+        """Data parallelism in the same arithmetic."""
+        plan, storage = Plan.stage(0), None
+        if self.storage == "Delayed":
+            plan, storage = Plan.stage(1, "cpu"), "Delayed"
+        if any(self.bits):
+            plan = self.plan
+        elif self.plan.group and self.precision != "fp32":
+            plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
+        elif getattr(self.optimizer, "keywords", {}).get("fused"):
+            plan = Plan.stage(1)  # fused: the last elements round otherwise
+        return Case(
+            plan, self.precision, self.optimizer, self.micro, self.postpone, self.bits,
+            self.events, storage,
+        )  # fmt: skip
+
+    def build(self, folder: Path) -> DataParallel:
+        torch.manual_seed(rank())  # rank 0's values must win
+        model = Nasty()
+        model.blocks.append(Nothing())
+        mode, offloaded = self.recompute
+        recompute_units(model, Recompute(mode, Offloaded() if offloaded else None))
+        options: dict[str, Any] = {"bucket_size": self.bucket_size}
+        if self.precision != "fp32":
+            scale, dtype = None, torch.bfloat16
+            if self.precision == "fp16":
+                scale = DynamicLossScale(14, loss_scale_window=2, hysteresis=1)
+                dtype = torch.float16
+            options["precision"] = MixedPrecision(dtype, loss_scale=scale)
+        if self.overlap:
+            options["schedule"] = Overlap(*self.overlap)
+        if self.storage is not None:
+            there: dict[str, Any] = {}
+            if self.storage == "NVMe":
+                count, size = self.buffers
+                there = {"folder": folder, "buffer_count": count, "buffer_size": size}
+            options["storage"] = getattr(minizero, self.storage)(self.plan, **there)
+        if any(self.bits):
+            options["weight_bits"], options["gradient_bits"] = self.bits
+        optimizer = self.optimizer(nasty.groups(model))
+        return parallelize(model, optimizer, self.plan, **options)
+
+
+def fail(net: DataParallel, where: str, x: Tensor, y: Tensor) -> None:
+    """A step that ends in the middle of its second micro-batch."""
+
+    def hook(_: nn.Module, args: Any) -> Any:
+        if where == "forward fails":
+            raise RuntimeError("on purpose")
+        return (Fails.apply(args[0]),)
+
+    net.backward(net(x, y))
+    handle = net.model.blocks[2].register_forward_pre_hook(hook)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        net.backward(net(x, y))
+    handle.remove()
+    net.zero_grad()
+
+
+def train(case: Case, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
+    """What was seen in every step, and the weights."""
+    net, seen = case.build(folder / "files"), []
+    events = EVENTS if case.events else ("healthy",) * STEPS
+    data = [(own(x, 2), own(y, 2)) for x, y in batches(len(events), case.micro, rows=2)]
+    for step, event in enumerate(events):
+        net.model.step = step
+        if event == "loaded":
+            checkpoint.save(net, folder / "saved", "here")
+            net = case.build(folder / "files")
+            net.model.step = step
+            checkpoint.load(net, folder / "saved")
+        if event.endswith("fails"):
+            fail(net, event, *data[0])
+        if event == "abandoned":
+            net.backward(net(*data[0]))
+            net.zero_grad()
+        if event == "evaluated":
+            with torch.no_grad():
+                seen.append(net(*data[0]).item())
+        for micro in range(case.micro):
+            postponed = case.postpone and micro + 1 < case.micro
+            with net.no_sync() if postponed else nullcontext():
+                loss = net(*data[step * case.micro + micro])
+                seen.append(loss.item())
+                if event == "overflow" and rank() == 1 and micro == 0:
+                    loss = loss * (torch.inf if case.precision == "fp16" else 1.0)
+                net.backward(loss / case.micro)
+        norm = net.clip_grad_norm(0.5).nan_to_num(-1, -1).item()
+        seen += [norm, net.step(), net.precision.state_dict()]
+    if case.plan.parameters.sharded and not case.overlap:
+        assert not any(flat.is_unsharded for flat in net.flats)
+    return seen, net.state_dict()
+
+
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+hpz = Plan(Placement(True, group=2), Placement(True), Placement(True))
+at = Plan.stage
+both = {"precision": "fp16", "micro": 2, "events": True}
+CASES: dict[str, Case] = {
+    **{f"stage {s}": Case(at(s)) for s in (1, 2, 3)},
+    **{f"stage {s}, small buckets": Case(at(s), bucket_size=40) for s in (0, 3)},
+    **{f"stage {s}, 3 micro-batches": Case(at(s), micro=3) for s in (1, 2, 3)},
+    "stage 1, postponed": Case(at(1), micro=3, postpone=True),
+    **{f"stage {s}, bf16": Case(at(s), "bf16", micro=2) for s in (1, 2, 3)},
+    **{f"stage {s}, Muon": Case(at(s), optimizer=muon) for s in (1, 2, 3)},
+    "stage 3, Muon, bf16": Case(at(3), "bf16", muon, overlap=(ALL, ALL, NONE)),
+    # later chapters
+    "prefetch": Case(at(3), overlap=(ALL, ALL, NONE)),
+    "little prefetch": Case(at(3), overlap=(2000, 3000, NONE)),
+    "kept units": Case(at(3), overlap=(2000, 3000, 900), micro=2),
+    "late reductions": Case(at(2), overlap=(NONE, ALL, NONE), micro=2),
+    "recomputed": Case(at(3), recompute=("full", False)),
+    "host, fp32": Case(at(3, "cpu", "cpu"), storage="Offload"),
+    "host, states alone": Case(at(1, "cpu"), "bf16", storage="Offload"),
+    "host, Muon": Case(at(2, "cpu"), "bf16", muon, storage="Offload"),
+    "files, fp32": Case(at(3, "nvme", "nvme"), storage="NVMe"),
+    "files, short slices": Case(
+        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(2, 64)
+    ),
+    "files, long slices": Case(
+        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(3, 1 << 20)
+    ),
+    "delayed, fp32": Case(at(2, "cpu"), storage="Delayed"),
+    # everything at once, with steps that fail
+    "files": Case(
+        at(3, "nvme", "nvme"), **both, storage="NVMe", overlap=(2000, 3000, NONE)
+    ),
+    "files, kept": Case(
+        at(3, "nvme", "nvme"), **both, storage="NVMe", buffers=(1, 192),
+        overlap=(ALL, ALL, ALL), recompute=("full", True),
+    ),
+    "files and host": Case(
+        at(3, "nvme", "cpu"), **both, storage="NVMe", overlap=(2000, ALL, 900),
+        recompute=("selective", False),
+    ),
+    "parameters in files": Case(
+        at(3, None, "nvme"), optimizer=momentum, micro=2, events=True,
+        storage="NVMe", overlap=(ALL, ALL, NONE),
+    ),
+    "states in files, postponed": Case(
+        at(1, "nvme"), **both, storage="NVMe", overlap=(NONE, ALL, NONE), postpone=True
+    ),
+    "host": Case(
+        at(3, "cpu", "cpu"), **both, storage="Offload", overlap=(2000, 3000, NONE),
+        recompute=("none", True),
+    ),
+    "host, postponed": Case(
+        at(1, "cpu"), **both, storage="Offload", overlap=(NONE, ALL, NONE),
+        recompute=("full", False), postpone=True,
+    ),
+    "delayed": Case(
+        at(3, "cpu", "cpu"), **both, storage="Delayed", overlap=(ALL, ALL, 900),
+        recompute=("full", True),
+    ),
+    "overlap": Case(
+        at(3), **both, overlap=(2000, 3000, NONE), recompute=("full", False)
+    ),
+    "quantized, overlap": Case(
+        at(3), "bf16", bits=(8, 4), micro=2, overlap=(2000, 3000, 900)
+    ),
+}  # fmt: skip
+
+
+def offloaded() -> Iterator[tuple[str, Case]]:
+    """Every plan that stores something off the device, in fp32 and in fp16."""
+    for stage, on in product((1, 2, 3), product(("device", "cpu", "nvme"), repeat=3)):
+        pairs = list(zip((stage == 3, stage >= 2, True), on, strict=True))
+        if on[1] == "nvme" or any(o != "device" and not s for s, o in pairs):
+            continue
+        plan = Plan(*(Placement(*pair) for pair in pairs))
+        storage = "NVMe" if "nvme" in on else "Offload"
+        if on != ("device",) * 3:
+            yield f"{stage} {' '.join(on)}", Case(plan, micro=2, storage=storage)
+            fp16 = Case(plan, "fp16", micro=2, storage=storage, events=True)
+            yield f"{stage} {' '.join(on)}, fp16", fp16
+
+
+PLACES = dict(offloaded())
+GROUPS: dict[str, Case] = {
+    **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
+    "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
+    "groups, Muon": Case(at(3, group=2), "bf16", muon),
+    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16", storage="Offload"),
+    "parameters in groups": Case(hpz, "bf16", micro=2),
+    "parameters in groups, Muon": Case(hpz, "bf16", muon),
+    "parameters in groups, overlap": Case(hpz, **both, overlap=(2000, 3000, 900)),
+    "quantized in groups": Case(hpz, "bf16", bits=(8, 4), overlap=(ALL, ALL, 900)),
+}
+"""On 4 ranks: 4 gradients have the same sum in pairs."""
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Pool, Case], Any]:
+    """The run of a case's reference: one for each arithmetic."""
+
+    @cache
+    def run(pool: Pool, case: Case) -> Any:
+        return pool.run(train, case, tmp_path_factory.mktemp("reference"))
+
+    return lambda pool, case: run(pool, case.reference())
+
+
+def check(pool: Pool, case: Case, reference: Any, folder: Path) -> None:
+    (expected, weights), *_ = reference(pool, case)
+    (seen, got), *_ = pool.run(train, case, folder)
+    assert seen == expected
+    assert weights.keys() == got.keys()
+    assert [k for k in weights if not torch.equal(weights[k], got[k])] == []
+    if case.precision == "fp16" and case.events:
+        skipped = [state["skipped_steps"] for state in seen if isinstance(state, dict)]
+        assert skipped[-1] == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal(two: Pool, tmp_path: Path, reference: Any, name: str) -> None:
+    check(two, CASES[name], reference, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(key, marks=pytest.mark.thorough if "fp16" in key else ())
+        for key in PLACES
+    ],
+)
+def test_equal_in_every_place(
+    two: Pool, tmp_path: Path, reference: Any, name: str
+) -> None:
+    check(two, PLACES[name], reference, tmp_path)
+    assert not list((tmp_path / "files").glob("*"))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_equal_in_groups(four: Pool, tmp_path: Path, reference: Any, name: str) -> None:
+    check(four, GROUPS[name], reference, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_equal_on_other_ranks(
+    ranks: int, stage: int, tmp_path: Path, reference: Any
+) -> None:
+    with Pool(ranks) as pool:
+        for precision in ("fp32", "bf16"):
+            case = Case(at(stage), precision, micro=2, bucket_size=100 * stage)
+            check(pool, case, reference, tmp_path / precision)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "fused adamw": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "for-loop adam": partial(torch.optim.Adam, lr=1e-2, foreach=False, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-2),
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_elementwise_optimizer(
+    two: Pool, tmp_path: Path, reference: Any, name: str
+) -> None:
+    options = {"optimizer": OPTIMIZERS[name]}
+    for case in (
+        Case(at(3), **options),
+        Case(at(3, "cpu", "cpu"), **options, storage="Offload"),
+        Case(at(3, None, "cpu"), **options, storage="Offload"),
+        Case(at(3, "nvme", "nvme"), **options, storage="NVMe"),
+        Case(at(3, None, "nvme"), **options, storage="NVMe"),
+    ):
+        check(two, case, reference, tmp_path)
+
+
+# against torch
+
+
+def by_torch(how: str) -> Run:
+    """The nasty model's training in plain torch: on the rows of all ranks in each
+    process ("one process"), or under DDP or FSDP2."""
+    torch.manual_seed(0)
+    model = Nasty()
+    wrapped: nn.Module = model
+    if how == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=True
+        )
+    elif how == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    optimizer = nasty.adamw(nasty.groups(model))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    losses, norms = [], []
+    for step, (x, y) in enumerate(batches(nasty.STEPS, 1, rows=2)):
+        model.step = step
+        mine = own(x, 2), own(y, 2)
+        with torch.no_grad():
+            losses.append(wrapped(*mine))
+        wrapped(*((x, y) if how == "one process" else mine)).backward()
+        norm = nn.utils.clip_grad_norm_(trained, 0.5)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        nasty.step(optimizer, trained)
+    weights = {
+        k: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for k, v in model.state_dict().items()
+    }
+    return Run(torch.stack(losses), torch.stack(norms), weights)
+
+
+def close(a: Run, b: Run) -> None:
+    torch.testing.assert_close(a.losses, b.losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.norms, b.norms, rtol=1e-3, atol=1e-5)
+    for name, weight in a.weights.items():
+        torch.testing.assert_close(weight, b.weights[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("peer", ["one process", "ddp", "fsdp2"])
+def test_as_torch(two: Pool, peer: str) -> None:
+    close(two.run(nasty.train, 3)[0], two.run(by_torch, peer)[0])
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "backend"])
+def test_other_algorithms_are_close(two: Pool, algorithm: str) -> None:
+    close(two.run(nasty.train, 3, algorithm=algorithm)[0], two.run(nasty.train, 3)[0])
+
+
+def stepped(
+    plan: Plan, storage: str | None = None
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """An optimizer that has made steps before it is handed over, and a scheduler."""
+    torch.manual_seed(0)
+    model = Nasty()
+    optimizer = nasty.adamw(nasty.groups(model))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+    kept = getattr(minizero, storage)(plan) if storage else None
+    net = parallelize(model, optimizer, plan, storage=kept)
+    losses = []
+    for x, y in batches(6, 1, rows=2):
+        loss = net(own(x, 2), own(y, 2))
+        net.backward(loss)
+        net.step()
+        schedule.step()
+        losses.append(loss.item())
+    assert schedule.get_last_lr()[0] == pytest.approx(1e-5)
+    return losses, net.state_dict()
+
+
+def test_state_and_schedules_from_before_are_kept(two: Pool) -> None:
+    losses, weights = two.run(stepped, at(0))[0]
+    for plan, storage in (
+        (at(1), None),
+        (at(3), None),
+        (at(2, "cpu"), "Offload"),
+        (at(3, "cpu", "cpu"), "Offload"),
+        (at(3, "nvme", "nvme"), "NVMe"),
+    ):
+        seen, got = two.run(stepped, plan, storage)[0]
+        assert seen == losses
+        assert all(torch.equal(weights[name], got[name]) for name in got)
+    fresh = two.run(nasty.train, 0, steps=6)[0].weights
+    assert any(not torch.equal(weights[name], fresh[name]) for name in fresh)
+
+
+def uneven(stage: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """One step in which rank 1 uses a parameter that rank 0 does not."""
+    torch.manual_seed(0)
+    model = Nasty()
+    before = model.blocks[2].unused.detach().clone()
+    optimizer = torch.optim.SGD(nasty.groups(model), lr=1.0)
+    net = parallelize(model, optimizer, Plan.stage(stage))
+    x, y = batches(1, 1, rows=2)[0]
+    loss = net(own(x, 2), own(y, 2))
+    if rank() == 1:
+        loss = loss + model.blocks[2].unused.sum()
+    net.backward(loss)
+    net.step()
+    return before, net.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_that_use_different_parameters_do_not_diverge(
+    two: Pool, stage: int
+) -> None:
+    before, weights = two.run(uneven, stage)[0]
+    # the group of vectors has lr 3e-3; the gradient's mean over the ranks is 1/2
+    expected = before - 3e-3 * 0.5
+    torch.testing.assert_close(weights["blocks.2.unused"], expected)
