@@ -32,9 +32,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import minizero.comm.backend
 import minizero.comm.transport
 import minizero.memory.labels
-import minizero.offload.swap_file
-import minizero.offload.nvme
 import minizero.offload.delayed
+import minizero.offload.nvme
+import minizero.offload.swap_file
 import minizero.zero.data_parallel
 from minizero.ranks import device
 
