@@ -90,7 +90,7 @@ ENGINE = """
     is_compiled is_gradient_accumulation_boundary load_checkpoint
     load_module_state_dict load_state_dict module_state_dict no_sync optimizer_name
     save_16bit_model save_checkpoint set_gradient_accumulation_boundary
-    set_train_batch_size set_train_micro_batch_size skipped_steps state_dict step train
+    set_train_batch_size skipped_steps state_dict step train
     train_batch_size train_micro_batch_size_per_gpu was_step_applied zero_grad
     zero_gather_16bit_weights_on_model_save zero_optimization
     zero_optimization_partition_gradients zero_optimization_partition_weights
