@@ -324,7 +324,7 @@ def exhausted() -> str:
 
 def test_a_scale_at_its_minimum(two: Pool) -> None:
     message = two.run(exhausted)[0]
-    assert "at the minimal loss scale, 1," in message
+    assert "at the minimal loss scale, 1;" in message
 
 
 def test_loss_scale_has_deepspeeds_rules() -> None:
