@@ -1099,6 +1099,11 @@ PLANS = {
 }
 
 
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
 def dropping(plan: str, **more: Any) -> tuple[minizero.Engine, Any]:
     """An engine and endless batches; 10 steps are an epoch."""
     torch.manual_seed(3 + rank())
@@ -1115,7 +1120,7 @@ def dropping(plan: str, **more: Any) -> tuple[minizero.Engine, Any]:
             **more,
         },
     )
-    return engine, minizero.utils.RepeatingLoader(loader)
+    return engine, endless(loader)
 
 
 def take(engine: minizero.Engine, stream: Any, steps: int) -> list[tuple[Any, ...]]:

@@ -142,7 +142,7 @@ def test_chapters_say_of_time_what_is_drawn() -> None:
     for verbs in (["all_reduce"], ["forward", "backward"]):
         assert 1.85 < spent(full, *verbs) / spent(half, *verbs) < 2.001
     state = 16 * next(half.live(0))[1]["device", "parameters"] // 2
-    assert 1.6 < (full.peak(0) - state) / (half.peak(0) - state) < 1.8
+    assert 1.5 < (full.peak(0) - state) / (half.peak(0) - state) < 1.8
 
     eager, late = at(stage=1), at(stage=1, overlap=True)
     reduced = [s for s in eager.slices if s.verb == "reduce_scatter"]
@@ -363,7 +363,7 @@ def test_pointer(browser: Any, show: Show) -> None:
     wide = slices[widths.index(max(widths))]
     actions(browser).move_to_element(wide).perform()
     assert "lit" in wide.get_dom_attribute("class")
-    assert code(root).startswith("backward block") and "scaled.backward(" in code(root)
+    assert code(root).startswith("backward block") and "scale_loss(loss)" in code(root)
     reduce = find(root, ".lanes rect.s[fill='#ECAB25']")
     actions(browser).move_to_element(reduce).perform()
     (sent,) = {s.nbytes for s in trace.slices if s.verb == "reduce_scatter"} - {
@@ -386,7 +386,7 @@ def test_source_is_linked_in_the_book_only(browser: Any, show: Show) -> None:
     script = "document.documentElement.dataset.content_root = '../'"
     (root,) = show(f"<script>{script}</script>", Timeline(moment=0.4).static_html())
     link = find(root, ".code a").get_dom_attribute("href")
-    assert link == "../source/minizero/zero/backward.py.html#Backward.backward"
+    assert link == "../source/minizero/zero/data_parallel.py.html#DataParallel.backward"
 
 
 def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> None:
@@ -414,13 +414,18 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
             (json.dumps([event])[:-9], "Unterminated string in JSON"),
             (json.dumps([timeless]), "an event of it has no time, a number of "),
             (json.dumps([event | {"dur": "long"}]), "an event of it has no time"),
-            (json.dumps([event] * 50_001), "it has 50001 events, more than 50000; "),
         )
     ):
         path = tmp_path / f"odd{i}.json"
         path.write_text(text)
         said = opened(path)
         assert said.startswith(f"{path.name} is no trace that can be drawn: {why}")
+    long = tmp_path / "long.json"
+    events = [event | {"ts": 60_000 - i} for i in range(60_000)]
+    long.write_text(json.dumps(events))
+    assert opened(long).startswith(
+        "long.json: 50000 slices of 1 rank. The last 10000 events are left out. "
+    )
     odd = tmp_path / "odd.json"
     odd.write_text(json.dumps([event | {"args": {"source": 5, "unit": 8, "peers": 1}}]))
     assert opened(odd).startswith("odd.json: 1 slice of 1 rank. At 0 ms of 0 ms")

@@ -15,25 +15,15 @@ import pytest
 import torch
 
 import minizero
-from minizero import comm
-from minizero.comm.ledger import Call
-from minizero.engine import sources, tracing
+from minizero import NVMe, Offload, Overlap, Plan, comm, parallelize
+from minizero.comm import Call
+from minizero.engine import recording
 from minizero.engine.recording import Span, innermost
-from minizero.engine.sources import PACKAGE, line, source
-from minizero.engine.tracing import part
+from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.plan import Plan
 from minizero.memory.trace import Trace
 from minizero.memory.tracker import Sample
-from minizero.offload import Offload
-from minizero.offload import NVMe
-from minizero.overlap import Overlap
-from minizero.ranks.launch import Pool, rank
-from minizero.zero.data_parallel import DataParallel
-from minizero.zero.parallelize import parallelize
-from minizero.zero.stage1 import ZeRO1
-from minizero.zero.stage2 import ZeRO2
-from minizero.zero.stage3 import ZeRO3
+from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32)
 
@@ -67,8 +57,6 @@ SCHEMA = {
                     kind("X", tid=COUNT, dur={"type": "number", "exclusiveMinimum": 0}),
                     kind("i", tid=COUNT, s={"enum": ["t", "p", "g"]}),
                     kind("C", args=COUNTS),
-                    kind("s", tid=COUNT, id=COUNT, cat=TEXT),
-                    kind("f", tid=COUNT, id=COUNT, cat=TEXT, bp={"const": "e"}),
                     kind("M", args={"type": "object", "minProperties": 1}),
                 ]
             },
@@ -78,16 +66,16 @@ SCHEMA = {
 }
 
 
-def net_of(stage: int, home: str | None = None, folder: str | None = None) -> Any:
-    plan = Plan.stage(stage, home, home)
+def net_of(stage: int, on: str | None = None, folder: str | None = None) -> Any:
+    plan = Plan.stage(stage, on, on)
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    homes = {"cpu": lambda: Offload(plan), "nvme": lambda: NVMe(plan, folder)}
+    storages = {"cpu": lambda: Offload(plan), "nvme": lambda: NVMe(plan, folder)}
     return parallelize(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         plan,
-        home=homes[home]() if home else None,
+        storage=storages[on]() if on else None,
         schedule=Overlap(param_persistence_threshold=0) if stage == 3 else None,
     )
 
@@ -108,8 +96,8 @@ def record(path: str | None = None, *where: Any) -> Recorded:
     with comm.ledger() as calls, minizero.Tracker() as tracker:
         with minizero.trace(net, path) as run:
             step(net)
-    if hasattr(net.home, "close"):
-        net.home.close()
+    if hasattr(net.storage, "close"):
+        net.storage.close()
     mine = calls[1:-1] if path else calls[1:]  # but for its own start and end
     begin = run.trace.moments[0].time - run.shift  # writes may end until then
     held = (sum(s.host.values()) for s in tracker.samples if s.time >= begin)
@@ -167,10 +155,10 @@ def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
         ]
 
 
-@pytest.mark.parametrize("home", [None, "cpu"])
-def test_live_bytes_are_the_samples_of_the_tracker(two: Pool, home: str | None) -> None:
+@pytest.mark.parametrize("on", [None, "cpu"])
+def test_live_bytes_are_the_samples_of_the_tracker(two: Pool, on: str | None) -> None:
     """Each change, at its time."""
-    for traced, seen in two.run(sampled, 3, home):
+    for traced, seen in two.run(sampled, 3, on):
         assert traced == seen and len(seen) > 50
 
 
@@ -212,29 +200,20 @@ def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
         for a, b in zip(slices, slices[1:], strict=False):
             assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
 
-    def within(flow: Any) -> bool:
-        return any(
-            s["ts"] <= flow["ts"] < s["ts"] + s["dur"]
-            for s in threads[flow["pid"], flow["tid"]]
-        )
 
-    sent, got = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
-    assert sent.keys() == got.keys() and len(sent) == 2 * len(recorded[0][0][1])
-    for name, flow in sent.items():
-        assert within(flow) and within(got[name])
-        assert flow["pid"] != got[name]["pid"]
-        assert flow["ts"] < got[name]["ts"] + 2  # two clocks, read to the microsecond
-
-
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_copies_are_in_it(two: Pool, home: str, tmp_path: Path) -> None:
-    lane = {"cpu": "to host", "nvme": "to disk"}[home]
-    runs = two.run(record, None, 3, home, str(tmp_path))
+@pytest.mark.parametrize("on", ["cpu", "nvme"])
+def test_copies_are_in_it(two: Pool, on: str, tmp_path: Path) -> None:
+    lane = {"cpu": "to host", "nvme": "to disk"}[on]
+    runs = two.run(record, None, 3, on, str(tmp_path))
     for r, (trace, *_, peak) in enumerate(runs):
         copies = [s for s in trace.slices if s.lane == lane]
         assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
         assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}
         assert trace.peak(r, "host") == peak
+
+
+def part(path: Path | str, of: int) -> Path:
+    return Path(f"{path}.rank{of}")
 
 
 def fails(path: str) -> str:
@@ -264,7 +243,7 @@ def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
 def hangs(path: str) -> bool:
     """Rank 1 makes its call once rank 0, which waits for it, has left its part."""
     net, left = net_of(0), part(path, 0)
-    tracing.QUIET = 0.05
+    recording.QUIET = 0.05
     with minizero.trace(net, path):
         for _ in range(1000 * rank()):
             if left.exists() and "all_reduce" in left.read_text():
@@ -287,31 +266,22 @@ def test_hang_leaves_the_part_of_who_waits(two: Pool, tmp_path: Path) -> None:
 
 def test_innermost() -> None:
     spans = [Span(0, 10, "a"), Span(2, 4, "b"), Span(3, 12, "c"), Span(20, 21, "d")]
-    assert [(s.begin, s.end, s.verb) for s in innermost(spans)] == [
+    assert [(s.begin, s.end, s.operation) for s in innermost(spans)] == [
         (0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 10, "a"), (20, 21, "d"),
     ]  # fmt: skip
 
 
-def test_every_source_is_a_line_of_its_file() -> None:
-    found = [line(*told) for told in sources._LINES.values()]
-    starts = [start for _, start in sources._LINES.values()]
-    for kind in (DataParallel, ZeRO1, ZeRO2, ZeRO3):
-        reduces = "reduce_scatter" if kind.plan.optimizer.sharded else "all_reduce"
-        found += [source(kind, reduces, "", "backward"), source(kind, "forward")]
-        starts += [f"yield comm.{reduces}(", "return self.model("]
-    found += [source(ZeRO3, "all_gather", "", p) for p in ("forward", "backward")]
-    starts += ["work = comm.all_gather("] * 2
-    found.append(source(ZeRO1, "all_gather", "", "step"))
-    starts.append("yield comm.all_gather(")
-    for told, start in zip(found, starts, strict=True):
-        path, name, text = told.split("#", 2)
+def test_every_source_is_a_line_of_its_file(recorded: Any) -> None:
+    for name, (_, start) in LINES.items():
+        unit = name if name == "gradient norm" else ""
+        operation, _, phase = name.partition(" ")
+        path, function, text = source(operation, unit, phase).split("#", 2)
         lines = (PACKAGE.parent / path).read_text().splitlines()
-        assert text.startswith(start), told
+        assert text.startswith(start), name
         assert any(one.strip() == text for one in lines)
-        assert any(f"def {name.rpartition('.')[2]}(" in one for one in lines)
-    assert line(ZeRO1.reduce, "x").endswith(
-        "#def reduce(self, unit: Unit) -> Iterator[Work]:"
-    )
+        assert any(f"def {function.rpartition('.')[2]}(" in one for one in lines)
+    for trace, *_ in recorded[0]:
+        assert all(s.source for s in with_sources(trace).slices)
 
 
 # --- The command ---

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .commit import replace_file
 from .files import CheckpointError, LazyTensor, write_tensors
-from .folder import Folder, find, replace_file
+from .layout import Folder, find
 from .load import SavedRun
 
 

@@ -167,8 +167,8 @@ def OnDevice(
         torch.set_default_dtype(before)
 
 
-class DeepSpeedCPUAdam(kernels.CPUAdam):
-    """`minizero.kernels.CPUAdam` under DeepSpeed's names of its arguments."""
+class DeepSpeedCPUAdam(kernels.FusedAdam):
+    """torch's fused Adam on the host, with DeepSpeed's names of its arguments."""
 
     def __init__(
         self, model_params: Any, *args: Any, adamw_mode: bool = True, **options: Any

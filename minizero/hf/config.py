@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..config.source import Source, load
+from ..config import Source, load
 
 # %% auto #0
 __all__ = ['ZeroConfig']
@@ -30,11 +30,6 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         self._dtype = None
         self.mismatches: list[str] = []
 
-    def fill(self, key: str, value: Any) -> None:
-        """Set a key that is missing, or "auto"."""
-        self.config.setdefault(key, "auto")
-        self.fill_only(key, value)
-
     def trainer_config_process(self, args: Any, *more: Any) -> None:
         """Fill in what the arguments say, and the sections they ask for."""
         for name in ("fp16", "bf16"):
@@ -44,17 +39,17 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
             ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
             ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ):
-            self.fill(ours, getattr(args, theirs))
+            self.config.setdefault(ours, "auto")
+            self.fill_only(ours, getattr(args, theirs))
         super().trainer_config_process(args, *more)
 
     def finished(
         self, args: Any, model: Any, steps: int | None = None
     ) -> dict[str, Any]:
-        """The whole config, for so many updates.
+        """The complete config for this number of updates.
 
-        Of a copy: an evaluation, which comes without `steps`, gets one that
-        has no scheduler, and the training after it another. ValueError lists
-        what contradicts the arguments.
+        A copy: an evaluation, which comes without `steps`, needs no
+        scheduler; training after it does. ValueError lists contradictions.
         """
         done = copy.deepcopy(self)
         if steps is None:

@@ -5,18 +5,9 @@ the optimizer of a config. Triton is imported when a kernel is first launched.
 """
 
 from .adam import FusedAdam
-from .choose import CPUAdam, muon_options, optimizer_call
+from .choose import muon_options, optimizer_call
 from .launching import launched, runs_on
 from .ops import cross_entropy, layer_norm, rms_norm
 
-__all__ = [
-    "CPUAdam",
-    "FusedAdam",
-    "cross_entropy",
-    "launched",
-    "layer_norm",
-    "muon_options",
-    "optimizer_call",
-    "rms_norm",
-    "runs_on",
-]
+__all__ = ["FusedAdam", "cross_entropy", "launched", "layer_norm", "muon_options"]
+__all__ += ["optimizer_call", "rms_norm", "runs_on"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launching import check, launch, runs_on
+from .launching import launch, runs_on
 
 # %% auto #0
 __all__ = ['BLOCK', 'EXACT', 'coefficients', 'FusedAdam']
@@ -69,7 +69,7 @@ class FusedAdam(torch.optim.Adam):
             loss = None if closure is None else closure()
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
-        if not all(runs_on(p) for p, _ in work):
+        if not all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work):
             super().step()
             return loss
         for p, group in work:
@@ -81,12 +81,6 @@ class FusedAdam(torch.optim.Adam):
         """One launch; the states are made at the first."""
         from minizero.kernels.triton_kernels import adam_step
 
-        check("FusedAdam", "torch.optim.AdamW", parameter=p, gradient=grad)
-        if not p.is_contiguous():
-            raise ValueError(
-                f"FusedAdam updates contiguous parameters, and one of shape "
-                f"{tuple(p.shape)} is not; use torch.optim.AdamW"
-            )
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)  # in host memory

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .adam import FusedAdam
-
-
-class CPUAdam(FusedAdam):
-    """torch's fused Adam, for offloaded states in host memory, with DeepSpeed's options."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return torch.optim.Adam.step(self, closure)
 
 
 def optimizer_call(
@@ -27,9 +20,8 @@ def optimizer_call(
     true. For Muon use `muon_options`.
     """
     options = dict(params)
-    kernels = {"FusedAdam": FusedAdam, "CPUAdam": CPUAdam}
-    if name in kernels:
-        return kernels[name], options
+    if name in ("FusedAdam", "CPUAdam"):  # on the host both are torch's fused Adam
+        return FusedAdam, options
     if name in ("Adam", "AdamW"):
         torch_adam = options.pop("torch_adam", False)
         decoupled = options.pop("adam_w_mode", True) or name == "AdamW"

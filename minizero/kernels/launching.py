@@ -17,51 +17,27 @@ launched: Counter[str] = Counter()
 """How often each kernel was launched in this process, by its name."""
 
 
-def _interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 asks Triton to interpret kernels."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return False
-    import triton
+def runs_on(*tensors: Tensor | None) -> bool:
+    """Whether Triton's kernels work with these tensors, which share a device.
 
-    # Triton's own functions became compiled or interpreted ones at its import
-    if isinstance(triton.language.sum, triton.JITFunction):
-        raise RuntimeError(
-            "TRITON_INTERPRET=1 came after the import of triton, which reads it "
-            "then; set it before the program starts"
-        )
-    return True
-
-
-def runs_on(tensor: Tensor) -> bool:
-    """Whether Triton's kernels work where `tensor` is.
-
-    Compiled on a GPU; elsewhere only if TRITON_INTERPRET=1 asks for Triton's
-    interpreter, which is for checking them: it takes milliseconds a block.
+    Compiled on a GPU; on a CPU only where TRITON_INTERPRET=1, set before the program
+    starts, asks for Triton's interpreter, which is for checking kernels: it takes
+    milliseconds a block.
     """
-    if tensor.is_cuda:
-        return find_spec("triton") is not None
-    return tensor.device.type == "cpu" and _interpreted()
+    given = [tensor for tensor in tensors if tensor is not None]
+    if find_spec("triton") is None or any(t.dtype not in DTYPES for t in given):
+        return False
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    devices = {tensor.device for tensor in given}
+    return len(devices) == 1 and (given[0].is_cuda or (interprets and given[0].is_cpu))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
+) -> None:
     """Run a kernel on a grid of programs; the first argument is a tensor."""
     if all(grid):
         launched[kernel.__name__] += 1
         like = arguments[0]
         with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
             kernel[grid](*arguments, **constants)
-
-
-def check(name: str, instead: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError for a dtype or devices that no kernel here works with."""
-    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    for key, tensor in given.items():
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{name} takes float32, bfloat16 or float16, but {key} is "
-                f"{str(tensor.dtype).removeprefix('torch.')}; use {instead}"
-            )
-    devices = {key: tensor.device for key, tensor in given.items()}
-    if len(set(devices.values())) > 1:
-        where = ", ".join(f"{key} on {device}" for key, device in devices.items())
-        raise ValueError(f"{name} works on one device, not {where}; move them")

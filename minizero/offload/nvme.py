@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..memory import labels
 from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
@@ -250,12 +251,14 @@ class NVMe(Offload):
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, part in enumerate(todo):
                 for later in todo[launched : i + ahead]:
+                    labels.mark("update", later.unit.name)
                     later.launch_reads(self.buffers.take())
                 launched = max(launched, i + ahead)
                 state = optimizer.state[part.flat.master]
                 part.show(state)
                 self.step([part.flat], optimizer, precision)
                 blank = placeholder(self._stored[part.flat.master], self.at)
+                labels.mark("update", part.unit.name)
                 part.launch_writes(state, blank)
                 self.buffers.give(part.buffer, part.writes)
                 is_last = todo[i + 1 :] == [] or todo[i + 1].unit is not part.unit

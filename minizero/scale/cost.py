@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ..memory.plan import PRECISIONS, Plan, estimate
 from .machines import STREAM, Machine
-from .shapes import Shape
+from ..zero.groups import check_groups
+from .shapes import Shape, check_choices, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
 RECOMPUTED = ("none", "selective", "alternate", "full")
@@ -35,20 +36,28 @@ class Candidate:
     weight_bits: int | None = None
     gradient_bits: int | None = None
 
+    def __post_init__(self) -> None:
+        check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
+        check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
+        plan, bits = self.plan, (self.weight_bits, self.gradient_bits)
+        if self.secondary and (self.group or self.stage < 3):
+            raise ValueError(
+                "secondary keeps copies of parameters that are sharded over all ranks: "
+                "use it at stage 3, without group"
+            )
+        if plan.group or any(bits):
+            check_groups(plan, *bits)
+
     @property
     def plan(self) -> Plan:
         """Where each category is stored, and over which ranks it is sharded."""
         plan = Plan.stage(
             self.stage, self.offload_optimizer, self.offload_param, self.group
         )
-        if self.secondary is None:
-            return plan
-        if plan.group or not plan.parameters.sharded:
-            raise ValueError(
-                "secondary keeps copies of parameters that are sharded over all ranks: "
-                "use it at stage 3, without group"
-            )
-        return replace(plan, parameters=replace(plan.parameters, group=self.secondary))
+        if self.secondary:
+            copy = replace(plan.parameters, group=self.secondary)
+            plan = replace(plan, parameters=copy)
+        return plan
 
     @property
     def extras(self) -> int:
@@ -230,8 +239,8 @@ class Costs:
 class Memory:
     """Bytes of one rank at the peak of each category; `host` and `disk` off the device.
 
-    parameters: the shard, and the units that are unsharded at once. gradients: the
-    shard, and one unit's before and while it is reduced. The categories peak at
+    parameters: the shard, and what is unsharded at once: the root and two blocks.
+    gradients: the shard, and one unit's before and while it is reduced. The categories peak at
     different moments, so their sum is a bound on the peak of all.
     """
 
@@ -260,7 +269,7 @@ class Memory:
         state = estimate(shape.parameters, world_size, plan, kind)
         parameter, gradient, _ = PRECISIONS[kind]
         unit = max(shape.block, shape.root)
-        gathered = unit + shape.block if plan.parameters.sharded else 0
+        gathered = shape.root + 2 * shape.block if plan.parameters.sharded else 0
         reducing = unit * (gradient + reduced) if plan.gradients.sharded else 0
         return cls(
             state.parameters + parameter * gathered,

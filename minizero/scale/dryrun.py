@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .. import comm
-from ..comm.ledger import Ledger
+from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
 from ..memory.tracker import Sample, Tracker
@@ -52,17 +52,6 @@ class Values(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return float("nan") if args[0].is_floating_point() else 0
         return func(*args, **(kwargs or {}))
-
-
-class Mode(FakeTensorMode):
-    """Fake tensors whose storages are not kept in the keys of torch's cache."""
-
-    def _cached_dispatch_impl(
-        self, func: Any, types: Any, args: Any, kwargs: Any
-    ) -> Any:
-        if any(isinstance(x, UntypedStorage) for x in args):
-            return self._dispatch_impl(func, types, args, kwargs)
-        return super()._cached_dispatch_impl(func, types, args, kwargs)
 
 
 class FakeTracker(Tracker):
@@ -111,16 +100,12 @@ class NoFile:
         self.size += nbytes
         return self.size - nbytes
 
-    def free(self, at: int, nbytes: int) -> None:
-        pass
-
     def read(self, offset: int, buffer: Tensor) -> Transfer:
         return Transfer(self.path, time.perf_counter(), [])
 
     write = read
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 def _in_turn(mode: FakeTensorMode) -> type[ThreadPoolExecutor]:
@@ -146,18 +131,6 @@ def _address(tensor: Tensor) -> int:
     return (storage._cdata << 44) + tensor.storage_offset() * tensor.itemsize
 
 
-def _apply(
-    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
-    """`nn.Module._apply`; torch's own swaps tensors, which fake tensors do not allow."""
-    for part in module.modules() if recurse else [module]:
-        for p in part.parameters(recurse=False):
-            p.data = fn(p.data)
-        for name, buffer in part.named_buffers(recurse=False):
-            part._buffers[name] = fn(buffer)
-    return module
-
-
 @contextmanager
 def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMode]:
     """Inside, this process is `rank` of `world_size`, and tensors have no memory."""
@@ -171,10 +144,9 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
         stack.callback(dist.destroy_process_group)
-        mode = Mode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         for owner, name, value in (
             (FakeTensor, "data_ptr", _address),
-            (nn.Module, "_apply", _apply),
             # a GPU that is there would be given pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
             (nvme, "SwapFile", NoFile),
@@ -182,6 +154,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())
+        stack.enter_context(patch.dict(collectives.sequences, clear=True))
         own = "backend" if device == "cuda" else "direct"
         stack.enter_context(comm.algorithm(own))
         stack.enter_context(mode)
@@ -284,10 +257,10 @@ def dryrun(
                 where = f"step {i // many + 1} of {steps}, micro-batch {i % many + 1} "
                 seen.progress = lambda what, w=where: say(f"{w}of {many}: {what}")  # type: ignore[misc]
                 _micro_step(engine, args)
-        flats = [flat for unit in engine.net.units for flat in unit.flats]
+        count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()
         return DryRun(
-            world_size, rank, budget, sum(flat.numel for flat in flats), seen.peak,
+            world_size, rank, budget, count, seen.peak,
             when, at_peak, seen.peaks, seen.host_peak, making.peak, dict(seen.live),
             calls,
         )  # fmt: skip

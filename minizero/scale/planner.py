@@ -197,11 +197,14 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
 def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     """The config of a candidate, for `minizero.initialize` or DeepSpeed.
 
-    A bucket holds the largest unit, which is unsharded once in any case, and no more.
+    A bucket holds the largest unit, which is unsharded once in any case, and no more;
+    one block is gathered ahead.
     The section "minizero_plan", which both ignore, says what else the plan assumes:
     the GPUs, their machine, the sequence, and what the model recomputes.
     """
-    unit = max(job.shape.block, job.shape.root)
+    shape = job.shape
+    unit = max(shape.block, shape.root)
+    live = shape.root + 2 * shape.block + 3 * job.gpus  # with padding
     zero: dict[str, Any] = {
         "stage": how.stage,
         "overlap_comm": True,
@@ -210,7 +213,7 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     if how.stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": unit,
-            "stage3_max_live_parameters": 3 * unit + 4 * job.gpus,
+            "stage3_max_live_parameters": live,
             "stage3_param_persistence_threshold": 0,
         }
     if how.group:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import minizero
-from minizero.engine.sources import source
+from minizero.lab.explorables.sources import source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.plan import PRECISIONS, Plan
 from minizero.memory.trace import Change, Moment, Slice, Trace
@@ -23,14 +23,9 @@ from minizero.scale.cost import Costs
 from minizero.scale.machines import A100, BUS, STREAM, bus
 from minizero.scale.predict import layers_of
 from minizero.scale.shapes import Shape
-from minizero.zero.data_parallel import DataParallel
-from minizero.zero.interfaces import Schedule
-from minizero.zero.stage1 import ZeRO1
-from minizero.zero.stage2 import ZeRO2
-from minizero.zero.stage3 import ZeRO3
+from minizero.zero import Schedule
 
 SHAPE = Shape(layers=4, hidden=4096, heads=32, vocab=32_000)
-KINDS: tuple[type[DataParallel], ...] = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
 RANKS, SEQUENCE, TOKENS = 4, 2048, 8192
 OFFLOADS = {"none": None, "host": "cpu", "disk": "nvme"}
 TICK = 1e-5
@@ -139,7 +134,7 @@ def _rests(at: Setting) -> Iterator[Change]:
 @cache
 def simulated(at: Setting) -> Trace:
     """One step. What rank 0 does there, all do: they are equal."""
-    found, kind = line(at), KINDS[at.stage]
+    found = line(at)
 
     def cut(i: Interval, calls: Iterator[int]) -> Slice:
         verb, lane, phase, call = i.what, i.lane, "", -1
@@ -155,7 +150,7 @@ def simulated(at: Setting) -> Trace:
                 verb = "add" if at.stage >= 2 else "in"
         elif lane == "disk":
             lane = "to disk"
-        code = source(kind, verb, i.unit, phase)
+        code = source(verb, i.unit, phase)
         nbytes = round(i.nbytes)
         return Slice(0, lane, i.begin, i.end, verb, i.unit, nbytes, call, phase, code)
 
@@ -191,4 +186,4 @@ def one_step(stage: int = 3, overlap: bool = True) -> Trace:
     step()
     with minizero.trace(net) as run:
         step()
-    return run.trace
+    return with_sources(run.trace)

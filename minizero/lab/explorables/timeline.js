@@ -219,7 +219,8 @@ function files(opened) {
       const texts = await Promise.all(list.map((one) => one.text()));
       const trace = fromChrome(...texts.map((text) => JSON.parse(text)));
       opened(trace, `${names}: ${trace.slices.length} ${trace.slices.length > 1 ? "slices" : "slice"} of ${trace.ranks} ` +
-        `${trace.ranks > 1 ? "ranks" : "rank"}. `);
+        `${trace.ranks > 1 ? "ranks" : "rank"}. ` +
+        (trace.dropped ? `The last ${trace.dropped} events are left out. ` : ""));
     } catch (error) {
       opened(null, `${names} is no trace that can be drawn: ${error.message}. `);
     }
@@ -326,6 +327,9 @@ function render({ model, el }) {
   const text = textWords(el, next);
   const own = files((found, sentence) => {
     [file, told, opened] = [found, sentence, opened + 1];
+    const lines = get("sources");
+    for (const s of found?.slices ?? [])
+      if (!s.source[0]) s.source = lines[s.unit] ?? lines[`${s.verb} ${s.phase}`] ?? lines[s.verb] ?? [""];
     const [first] = found?.slices ?? [];  // of a part of a rank that is not the chosen one
     if (first?.rank < CHOICES.rank[1].length && !mine().length) put(model, "rank", first.rank);
     changed();

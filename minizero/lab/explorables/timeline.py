@@ -18,6 +18,7 @@ from minizero.lab.explorables.base import (
     table,
 )
 from minizero.lab.explorables.packing import Pack
+from minizero.lab.explorables.sources import LINES, line
 from minizero.lab.explorables.steps import (
     OFFLOADS,
     TICK,
@@ -93,11 +94,17 @@ class Timeline(Explorable):
     steps = traitlets.Dict().tag(sync=True)
     recorded = traitlets.Dict().tag(sync=True)
     verbs = traitlets.Dict(VERBS).tag(sync=True)
+    sources = traitlets.Dict().tag(sync=True)
     categories = traitlets.Dict(CATEGORIES).tag(sync=True)
 
     @traitlets.default("steps")
     def _steps(self) -> dict[str, Any]:
         return steps()
+
+    @traitlets.default("sources")
+    def _sources(self) -> dict[str, list[str]]:
+        """The lines for a trace of the reader's own, which has none."""
+        return {name: line(*where).split("#", 2) for name, where in LINES.items()}
 
     @traitlets.default("recorded")
     def _recorded(self) -> dict[str, Any]:

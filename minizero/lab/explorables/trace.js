@@ -3,7 +3,7 @@
 
 const LANES = ["compute", "gather", "reduce", "to host", "to disk"];
 
-const MOST = 50_000;  // events of a file, each of which is drawn
+const MOST = 50_000;  // events of a file that are drawn: its first
 
 // What the words of the text ask for, and which slices are that.
 const PHASES = {
@@ -54,11 +54,10 @@ function fromChrome(...files) {
   const events = files.flatMap((file) => (Array.isArray(file) ? file : file?.traceEvents));
   if (!events.length || events.some((event) => typeof event?.ph !== "string"))
     throw new Error("it has no traceEvents");
-  const shown = events.filter(({ ph }) => ph === "X" || ph === "C" || ph === "i");
-  if (shown.some(({ ph, ts, dur }) => !Number.isFinite(ts) || (ph === "X" && !Number.isFinite(dur))))
+  const all = events.filter(({ ph }) => ph === "X" || ph === "C" || ph === "i");
+  if (all.some(({ ph, ts, dur }) => !Number.isFinite(ts) || (ph === "X" && !Number.isFinite(dur))))
     throw new Error("an event of it has no time, a number of microseconds");
-  if (shown.length > MOST)
-    throw new Error(`it has ${shown.length} events, more than ${MOST}; record fewer steps`);
+  const shown = all.length > MOST ? all.sort((a, b) => a.ts - b.ts).slice(0, MOST) : all;
   const seen = [...new Set(shown.map((event) => event.pid))].sort((a, b) => a - b);
   // A part of our own knows how many ranks there were, and which of them it is of.
   const told = files.find((file) => file?.otherData?.ranks <= 1024)?.otherData.ranks ?? 0;
@@ -85,11 +84,12 @@ function fromChrome(...files) {
       slices.push({ rank, begin, end, verb: String(args?.verb ?? name),
         lane: LANES.includes(lane) ? lane : "compute", unit: String(args?.unit ?? ""),
         bytes: args?.bytes ?? 0, call: args?.call ?? -1, peers: [args?.peers ?? []].flat().length ? [args.peers].flat() : null,
-        source: String(args?.source ?? "").split("#") });
+        phase: args?.phase ?? "", source: String(args?.source ?? "").split("#") });
     }
   }
   if (!slices.length) throw new Error("it has no slices");
-  return complete({ ranks: pids.length, tick: 1e-6, slices, moments });
+  const trace = complete({ ranks: pids.length, tick: 1e-6, slices, moments });
+  return { ...trace, dropped: all.length - shown.length };
 }
 
 /** After each moment of a rank: its time, device bytes by category, and those elsewhere. */

@@ -1,0 +1,363 @@
+"""Shards in groups, copies across them, and what is sent in 8 or 4 bits.
+
+That groups change no bit is among the cases of test_equal.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nasty
+import pytest
+import torch
+from nasty import Nasty
+from torch import Tensor
+
+from minizero import (
+    Offload,
+    Placement,
+    Plan,
+    Tracker,
+    comm,
+    estimate,
+    initialize,
+    parallelize,
+    zero,
+)
+from minizero.checkpoint import load, save
+from minizero.comm.quantized import BLOCK
+from minizero.config import read
+from minizero.precision import MixedPrecision
+from minizero.ranks import Pool, rank
+
+GROUP = 2
+SECONDARY = Plan(Placement(True, group=GROUP), Placement(True), Placement(True))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:
+    """In groups of other sizes it is added in another order."""
+    differs = set()
+    for n in range(1, 25):
+        draw = torch.Generator().manual_seed(n)
+        parts = list(torch.randn(n, 500, generator=draw))
+        for g in (g for g in range(1, n + 1) if n % g == 0):
+            inner = [comm.ordered_sum(parts[i : i + g], True) for i in range(0, n, g)]
+            whole = comm.ordered_sum(parts, True)
+            if not torch.equal(comm.ordered_sum(inner, True), whole):
+                differs.add(g)
+    assert differs == {3, 5, 6, 7, 9, 10, 11, 12}
+
+
+def test_each_shard_has_one_saver() -> None:
+    for n in (1, 2, 4, 6, 12):
+        for g in (g for g in range(1, n + 1) if n % g == 0):
+            shards = [comm.shard_of(r, g, n) for r in range(n)]
+            assert sorted(shards) == list(range(n))
+            assert [comm.rank_of(s, g, n) for s in shards] == list(range(n))
+
+
+def sent(plan: Plan) -> tuple[dict[Any, int], dict[str, int], int, int]:
+    """Elements sent by group and op in one step, state bytes, parameters, padded."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    gc.collect()
+    with Tracker() as tracker:
+        net = parallelize(model, torch.optim.AdamW(model.parameters()), plan)
+        for _ in range(2):
+            with comm.ledger() as calls:
+                net.backward(net(torch.randn(2, 32)).square().mean())
+                net.step()
+        live = dict(tracker.live)
+    found: dict[Any, int] = {}
+    for call in calls:
+        key = call.group, call.op
+        found[key] = found.get(key, 0) + call.sent
+    padded = sum(flat.padded for flat in net.flats)
+    return found, live, sum(p.numel() for p in model.parameters()), padded
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+def test_bytes_within_and_across(pool: Pool, secondary: bool) -> None:
+    plan = SECONDARY if secondary else Plan.stage(3, group=GROUP)
+    n, copies = 4, 4 // GROUP
+    for found, live, parameters, padded in pool.run(sent, plan):
+        inside = padded * (GROUP - 1) // GROUP
+        outside = padded // GROUP * (copies - 1) // copies
+        assert found["within", "all_gather"] == 2 * inside
+        assert found["within", "reduce_scatter"] == inside
+        if secondary:
+            assert found["across", "reduce_scatter"] == outside
+            assert found["across", "all_gather"] == outside
+        else:
+            assert found["across", "all_reduce"] == 2 * outside
+        assert not [key for key in found if key[0] == "all"]
+        expected = estimate(parameters, n, plan, "fp32")
+        assert live["parameters"] == expected.parameters
+        assert live["gradients"] == expected.gradients
+        # and a counter of steps for each buffer
+        assert 0 <= live["optimizer"] - expected.optimizer <= 16 * copies * 4
+
+
+def made(plan: Plan, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = Nasty()
+    return parallelize(model, nasty.adamw(nasty.groups(model)), plan, **options)
+
+
+def steps(net: Any, first: int, last: int) -> Tensor:
+    data, losses = nasty.batches(20, 1, rows=2), []
+    for step in range(first, last):
+        net.model.step = step
+        x, y = data[step]
+        losses.append(net(nasty.own(x, 2), nasty.own(y, 2)))
+        net.backward(losses[-1])
+        net.clip_grad_norm(0.5)
+        net.step()
+    return torch.stack(losses).detach()
+
+
+def saved(folder: Path, plan: Plan, tag: str) -> dict[str, Tensor]:
+    net = made(plan)
+    steps(net, 0, 1)
+    save(net, folder, tag)
+    steps(net, 1, 2)
+    return net.state_dict()
+
+
+def resumed(folder: Path, plan: Plan, tag: str) -> dict[str, Tensor]:
+    net = made(plan)
+    load(net, folder, tag)
+    steps(net, 1, 2)
+    return net.state_dict()
+
+
+def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    """From groups to none and back; each shard is in one file, once."""
+    every = {
+        "flat": Plan.stage(2),
+        "grouped": Plan.stage(3, group=GROUP),
+        "secondary": SECONDARY,
+    }
+    runs = {
+        tag: pool.run(saved, tmp_path, plan, tag)[0] for tag, plan in every.items()
+    }
+    for tag, run in runs.items():
+        assert all(torch.equal(v, runs["flat"][k]) for k, v in run.items()), tag
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / tag).glob("*.safetensors"))
+        for tag in every
+    ]
+    assert max(sizes) - min(sizes) < 200 * 4
+    pairs = ("flat", "secondary"), ("grouped", "flat"), ("secondary", "grouped")
+    for tag, other in pairs:
+        found = pool.run(resumed, tmp_path, every[other], tag)[0]
+        assert all(torch.equal(v, runs["flat"][k]) for k, v in found.items()), tag
+
+
+def refused() -> list[str]:
+    told = []
+    plans: list[tuple[Plan, dict[str, Any]]] = [
+        (Plan.stage(3, group=3), {}),
+        (Plan(Placement(True), Placement(True, group=2), Placement(True, group=2)), {}),
+        (Plan.stage(2), {"weight_bits": 8}),
+        (Plan.stage(0), {"gradient_bits": 4}),
+        (Plan.stage(3), {"weight_bits": 5}),
+        (Plan(Placement(True, "cpu", 2), Placement(True), Placement(True)), {}),
+    ]
+    for plan, options in plans:
+        if plan.parameters.on == "cpu":
+            options["storage"] = Offload(plan)
+        with pytest.raises(ValueError) as error:
+            made(plan, **options)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_does_not_fit_is_refused(pool: Pool) -> None:
+    size, mixed, weights, nothing, bits, host = pool.run(refused)[0]
+    assert "groups of 3 ranks cannot be made of 4" in size and "2, 4" in size
+    assert "one group" in mixed
+    assert "stage 3" in weights and "weight_bits" in weights
+    assert "stage 0" in nothing
+    assert "8 or 4 bits, not 5" in bits
+    assert "offload_param" in host
+    with pytest.raises(ValueError, match="divides"):
+        estimate(1e9, 8, Plan.stage(3, group=3))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_values_are_quantized_to_themselves(bits: int) -> None:
+    form, draw = comm.Quantized(bits), torch.Generator().manual_seed(0)
+    x = torch.randn(10 * BLOCK + 7, generator=draw)
+    x *= 10 ** torch.randn(x.shape, generator=draw)
+    bytes_ = form.encode(x)
+    assert bytes_.numel() == form.nbytes(x.numel())
+    back = form.decode(bytes_, torch.empty_like(x))
+    assert torch.equal(form.encode(back), bytes_)
+    blocks = x[: 10 * BLOCK].view(10, -1)
+    most = blocks.abs().amax(1, keepdim=True)
+    errors = (back[: 10 * BLOCK].view(10, -1) - blocks).abs()
+    assert (errors <= most / form.most).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hard_values(bits: int, dtype: torch.dtype) -> None:
+    """What is not finite spoils its block and no other; zeros and extremes stay."""
+    form = comm.Quantized(bits)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x = torch.randn(3 * BLOCK + 1).to(dtype)
+        x[200] = bad
+        back = form.decode(form.encode(x), torch.empty_like(x))
+        assert back[BLOCK : 2 * BLOCK].isnan().all() and back.isnan().sum() == BLOCK
+    most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    for value in (0.0, most, -most, least, 1.0, 3.0):
+        for n in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
+            x = torch.full((n,), value, dtype=dtype)
+            back = form.decode(form.encode(x), torch.empty_like(x))
+            close = (back - x).abs() <= x.abs() / form.most
+            assert back.isfinite().all() and close.all(), (value, n)
+
+
+def quantized(plan: Plan) -> tuple[Any, ...]:
+    """Losses, parameters as gathered, and whether own shards are and stay exact."""
+    net = made(plan, weight_bits=8)
+    losses = steps(net, 0, 2)
+    before = [flat.shard.clone() for flat in net.flats]
+    with zero.GatheredParameters(net.model.parameters(), modifier_rank=0):
+        whole = [flat.full.clone() for flat in net.flats]
+    kept = all(map(torch.equal, before, (flat.shard for flat in net.flats)))
+    form = comm.Quantized(8)
+    sent = [form.decode(form.encode(w), torch.empty_like(w)) for w in before]
+    return losses, whole, kept and not any(map(torch.equal, before, sent))
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan.stage(3), SECONDARY, Plan.stage(3, group=GROUP)], ids=str
+)
+def test_ranks_agree_on_quantized_weights(pool: Pool, plan: Plan) -> None:
+    """All gather the same values; the shards stay as the optimizer made them."""
+    every = pool.run(quantized, plan)
+    for _, whole, kept in every:
+        assert kept
+        assert all(map(torch.equal, whole, every[0][1]))
+
+
+def ratio(plan: Plan, **bits: int) -> dict[Any, int]:
+    """Bytes of one step of 16-bit training, by op and group."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = MixedPrecision(torch.bfloat16)
+    net = parallelize(model, optimizer, plan, precision=precision, **bits)
+    for _ in range(2):
+        with comm.ledger() as calls:
+            net.backward(net(torch.randn(2, 128)).square().mean())
+            net.step()
+    found: dict[Any, int] = {}
+    for call in calls:
+        key = call.op, call.group
+        found[key] = found.get(key, 0) + call.bytes
+    return found
+
+
+def test_bytes_as_in_the_paper(pool: Pool) -> None:
+    """A half for weights in 8 bits, a quarter for gradients in 4, scales counted."""
+    for plan, where in ((Plan.stage(3), "all"), (SECONDARY, "across")):
+        plain = pool.run(ratio, plan)[0]
+        few = pool.run(ratio, plan, weight_bits=8, gradient_bits=4)[0]
+        for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
+            found = few[op, where] / plain[op, where]
+            assert found == pytest.approx(share, rel=0.02), op
+
+
+def descent(**bits: int) -> list[float]:
+    """Losses of all ranks' batches: a net that learns what another one does."""
+    torch.manual_seed(0)
+    model, target = (
+        torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)
+        )
+        for _ in "ab"
+    )
+    net = parallelize(model, torch.optim.AdamW(model.parameters()), SECONDARY, **bits)
+    losses = []
+    for step in range(30):
+        draw = torch.Generator().manual_seed(4 * step + rank())
+        x = torch.randn(16, 64, generator=draw)
+        loss = (net(x) - target(x).detach()).square().mean()
+        net.backward(loss)
+        net.step()
+        comm.all_reduce(mean := loss.detach().clone(), average=True)
+        losses.append(mean.item())
+    return losses
+
+
+def test_training_converges_when_quantized(pool: Pool) -> None:
+    plain = pool.run(descent)[0]
+    few = pool.run(descent, weight_bits=8, gradient_bits=4)[0]
+    assert plain != few
+    assert plain[-1] < plain[0] / 2
+    assert few == pytest.approx(plain, rel=0.05)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "mics_shard_size": {"mics_shard_size": GROUP},
+    "zero_hpz_partition_size": {"zero_hpz_partition_size": GROUP},
+    "quantized": {
+        "zero_hpz_partition_size": GROUP,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    },
+}
+
+
+def by_config(keys: dict[str, Any]) -> tuple[list[float], set[tuple[str, str]]]:
+    """Losses of a model made inside `Init`, and which kinds went where."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **keys},
+    }
+    torch.manual_seed(1)
+    with zero.Init(config=config):
+        model = Nasty()
+    engine, *_ = initialize(model=model, config=config)
+    losses = []
+    with comm.ledger() as calls:
+        for x, y in nasty.batches(2, 1, rows=2):
+            loss = engine(nasty.own(x, 2), nasty.own(y, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, {(c.group, c.dtype) for c in calls}
+
+
+def test_by_config(pool: Pool) -> None:
+    """The keys of DeepSpeed, and what they send; groups alone change no loss."""
+    runs = {name: pool.run(by_config, keys)[0] for name, keys in CONFIGS.items()}
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        losses, kinds = runs[name]
+        assert losses == runs["flat"][0], name
+        assert {("within", "float32"), ("across", "float32")} <= kinds
+    losses, kinds = runs["quantized"]
+    assert losses != runs["flat"][0]
+    assert losses == pytest.approx(runs["flat"][0], rel=0.05)
+    assert kinds >= {(g, t) for g in ("within", "across") for t in ("int8", "int4")}
+
+
+def test_config_refuses_groups_of_no_size() -> None:
+    keys = {"stage": 3, "mics_shard_size": 3}
+    with pytest.raises(ValueError, match="divides them"):
+        read({"train_batch_size": 4, "zero_optimization": keys}, 4)
