@@ -23,6 +23,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.thorough
+
 Case = tuple[tuple[int, str, str], str, bool]
 Found = dict[str, list[str]]
 
@@ -83,19 +85,19 @@ def config(
 def mutated(name: str) -> Iterator[None]:
     """One of `MUTANTS`."""
     import fakegpu
+    import torch.distributed as dist
 
-    from minizero import comm
-    from minizero.offload import Delayed
-    from minizero.offload import CopyStream
-    from minizero.zero.update import Clipping
+    from minizero.comm import transport
+    from minizero.offload import CopyStream, Delayed
+    from minizero.zero import DataParallel
 
     copy, flush, submit = CopyStream.copy, Delayed.flush, fakegpu.Inline.submit
-    clip = Clipping.clip_grad_norm
+    clip = DataParallel.clip_grad_norm
     nothing = mock.patch.object(CopyStream, "follow", lambda *streams: None)
 
-    def flushed(home: Delayed) -> Any:
+    def flushed(storage: Delayed) -> Any:
         with nothing:
-            return flush(home)
+            return flush(storage)
 
     def submitted(thread: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return submit(thread, list if fn.__name__ == "wait" else fn, *args[:0] or args)
@@ -111,12 +113,16 @@ def mutated(name: str) -> Iterator[None]:
         ),
         "record_stream": mock.patch.object(CopyStream, "copy", recorded),
         "a gather follows nothing": nothing,
-        "one queue for all": mock.patch.object(comm, "beside", nullcontext),
+        "one queue for all": mock.patch.object(
+            transport,
+            "communicator",
+            lambda group: transport._communicator(dist.group.WORLD, group.ranks, False),
+        ),
         "reads are waited for": mock.patch.object(
             CopyStream, "copy", lambda stream, out, source: out.copy_(source)
         ),
         "clipping asks the device": mock.patch.object(
-            Clipping, "clip_grad_norm", lambda net, most: clip(net, most).cpu()
+            DataParallel, "clip_grad_norm", lambda net, most: clip(net, most).cpu()
         ),
     }
     with patches[name]:
@@ -230,29 +236,28 @@ def wrong_places(net: Any, gpu: Any) -> Iterator[str]:
     import fakegpu
 
     def where(t: Any) -> str:
-        if t in getattr(net.home, "_swapped", ()):
+        t = getattr(net.storage, "_stored", {}).get(t, t)
+        if t in getattr(net.storage, "_swapped", ()):
             return "nvme"
         if t.device.type == fakegpu.NAME:
             return "device"
         return "cpu" if gpu.memory(t).pinned else "cpu, pageable"
 
-    plan = net.plan if type(net.home).__name__ == "Home" else net.home.plan
+    plan = net.storage.plan
     for unit in net.units:
         for flat in unit.flats:
             expected = [("buffer", flat.full, "device")]
             expected += [("view", s.parameter, "device") for s in flat.slots]
+            expected.append(("shard", flat.shard, plan.parameters.on))
+            if flat.mean is not None:
+                expected.append(("gradient", flat.mean, plan.gradients.on))
+            if flat.master.dtype != flat.shard.dtype:
+                expected.append(("master", flat.master, plan.optimizer.on))
             expected += [
-                ("gradient", grad, plan.gradients.on) for grad in net.owned_grads(flat)
+                (key, state, plan.optimizer.on)
+                for key, state in net.optimizer.state[flat.master].items()
+                if state.ndim
             ]
-            for owned in net.owned_states(flat):
-                expected.append(("shard", owned.shard, plan.parameters.on))
-                if owned.master is not owned.shard:
-                    expected.append(("master", owned.master, plan.optimizer.on))
-                expected += [
-                    (key, state, plan.optimizer.on)
-                    for key, state in owned.state.items()
-                    if state.ndim
-                ]
             for what, t, on in expected:
                 # an optimizer's states cross no bus
                 at = where(t).partition(",")[0] if "exp_avg" in what else where(t)
@@ -317,6 +322,8 @@ def test_nothing_waits_that_need_not(
     for case in (case for case in CASES if case[0] == place):
         waits = found[str(case)]["waits"]
         allowed = set()
+        if place[0] == 3:  # whether the last backward's loss was NaN
+            allowed.add("pass: _local_scalar_dense")
         flag = case[1] not in ("fp32", "bf16")
         if flag:
             allowed.add("step: _local_scalar_dense")

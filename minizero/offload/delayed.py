@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..memory.labels import host_empty
 from ..memory.plan import Plan
@@ -33,8 +34,8 @@ class Delayed(Offload):
     def __init__(self, plan: Plan, start: int = 0) -> None:
         if plan.optimizer.on != "cpu":
             raise ValueError(
-                "a delayed update runs on the host while the device computes, "
-                f"but the plan's optimizer is on {plan.optimizer.on!r}; use "
+                "a delayed update runs on the host beside the device, but "
+                f"the plan's optimizer is on {plan.optimizer.on!r}; use "
                 "Plan.stage(..., offload_optimizer='cpu')"
             )
         if start < 0:
@@ -61,16 +62,13 @@ class Delayed(Offload):
     # ---- continued
 
     def update(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
         self._units = [unit for unit in units if unit.trainable]
         self._take_gradients([f for unit in units for f in unit.trainable])
-        # bring the gradients' factor to the host: the thread would wait for all
-        # that the device computes meanwhile
+        # bring the gradients' factor to the host: the thread would wait for
+        # all that the device computes meanwhile
         precision.cast_grad(torch.zeros(()))
         # learning rate schedulers look for this before they warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -106,7 +104,7 @@ class Delayed(Offload):
         self._results.append(self._thread.submit(sent.wait, "cpu"))
 
     def flush(self) -> list[Unit]:
-        """Wait for the thread, and replace the parameters by the updated ones."""
+        """Wait for the thread; copy the updated parameters to their place."""
         units, results = self._units, self._results
         self._units, self._results = [], []
         for result in results:

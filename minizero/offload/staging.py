@@ -1,4 +1,4 @@
-"""A bounded number of host buffers, and slices of state that pass through them."""
+"""A bounded number of host buffers, and slices of state in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..memory import labels
 from ..memory.labels import aligned
 from ..ranks import device
 from ..zero.flat import Flat, Unit
-from .host import CopyEvent
-from .swap_file import ALIGN, SwappedTensor, Transfer, aligned_buffer
+from .bus import CopyEvent
+from .swap_file import ALIGN, Transfer, aligned_buffer
 
 Use = Transfer | CopyEvent
 
@@ -28,7 +28,9 @@ class StagingBuffers:
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise ValueError(f"buffer_count must be at least 1, not {count!r}")
+            raise ValueError(
+                f"buffer_count must be at least 1, not {count!r}"
+            )
         self.count, self.size = count, 0
         self.free: list[Tensor] = []
         # buffers that were given back, and what still uses them
@@ -49,13 +51,13 @@ class StagingBuffers:
             self.free = [aligned_buffer(size) for _ in range(self.count)]
 
     def take(self) -> Tensor:
-        """A buffer; if none is free, wait for the oldest that was given back."""
+        """A buffer; waits for the oldest uses if none is free."""
         if not self.free:
             self._wait_oldest()
         return self.free.pop()
 
     def give(self, buffer: Tensor, uses: Sequence[Use] = ()) -> None:
-        """Give a buffer back; it is free when these transfers or copies are over."""
+        """Give a buffer back; it is free when these uses of it are over."""
         if uses:
             self._busy.append((buffer, uses))
         else:
@@ -79,37 +81,30 @@ class StagingBuffers:
 
 
 class StagedTensor:
-    """Elements a to b of a tensor that is stored `on` a place, during their update.
+    """Elements a to b of a tensor of some category, while they are updated.
 
-    `here`: a copy of them `at` the place where the optimizer works; or they
-    themselves, if that is the same. `read`, `written`: whether the update
-    needs their old values, and changes them. `swapped`: where they are if
-    they are on disk; a and b are then the borders of a record. `room`: bytes
-    that they need of a staging buffer.
+    `here`: a copy of them where the optimizer works; or they themselves, if
+    they are stored there. `read`, `written`: whether the update needs their
+    old values, and changes them. `swapped`: where they are if they are on
+    disk; a and b are then the borders of a record. `room`: bytes that they
+    need of a staging buffer. `storage`: an `NVMe`.
     """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        on: str,
-        at: str,
-        a: int,
-        b: int,
-        swapped: SwappedTensor | None,
-        *,
-        read: bool = True,
-        written: bool = True,
+        self, storage: Any, category: str, tensor: Tensor, a: int, b: int
     ) -> None:
-        self.tensor, self.a, self.b, self.swapped = tensor, a, b, swapped
-        self.read, self.written = read, written
+        on, at = getattr(storage.plan, category).on, storage.at
+        self.tensor, self.a, self.b = tensor, a, b
+        self.swapped = storage.swapped(tensor)
         self.reading: Transfer | None = None
+        self.read = self.written = True
         self.goes_up = at == "device" and on != at
         self.room = 0
         if on == "nvme" or (at == "cpu" and on != at):
             self.room = aligned((b - a) * tensor.itemsize, ALIGN)
 
     def launch_read(self, section: Tensor) -> None:
-        """Launch what brings the elements to the host, to `room` bytes of a buffer."""
+        """Launch what brings the elements to `room` bytes of a buffer."""
         self.section = section
         self.near = stored = self.tensor[self.a : self.b]
         if self.room:
@@ -130,14 +125,15 @@ class StagedTensor:
             self.here = labels.label(copied, "buffers", on="device")
 
     def launch_write(self) -> list[Transfer]:
-        """Send the elements back to where they are stored; the disk's transfers."""
+        """Send the elements back; the transfers to the disk."""
         here, self.here = self.here, self.near
         if not self.written:
             return []
         if here is not self.near:
             self.near.copy_(here)
         if self.swapped is not None:
-            return [self.swapped.write(self.a // self.swapped.step, self.section)]
+            record = self.a // self.swapped.step
+            return [self.swapped.write(record, self.section)]
         if self.room:
             self.tensor[self.a : self.b].copy_(self.near)
         return []
@@ -194,4 +190,5 @@ class Slice:
             state[key] = staged.tensor
         self.flat.master.data = blank
         del self.flat.staged_shard
-        self.writes = [w for tensor in self.tensors for w in tensor.launch_write()]
+        found = (tensor.launch_write() for tensor in self.tensors)
+        self.writes = [write for writes in found for write in writes]
