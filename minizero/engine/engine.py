@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..comm import agreeing, broadcast_bytes
+from ..comm import agreeing, gather_objects
 from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
@@ -341,7 +341,7 @@ class Engine(StepLoop, nn.Module):
         """
         self._check(trains=False)
         found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
-        if tag is None and broadcast_bytes(found) == b"0":
+        if tag is None and gather_objects(found)[0] == b"0":
             if rank() == 0:
                 warnings.warn(f"no checkpoint in {load_dir}: nothing loaded", stacklevel=2)
             return None, None
