@@ -121,10 +121,10 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
     wait, copy, follow = Work.wait, CopyStream.copy, CopyStream.follow
     load, step = Offload.load, Storage.step
 
-    def waiting(work: Work) -> None:
+    def waiting(work: Work) -> Work:
         if work._finish is not None:
             work._finish = partial(_not_before, links.until(work.call), work._finish)
-        wait(work)
+        return wait(work)
 
     def free(stream: CopyStream) -> float:
         return frees.get(id(stream), 0.0)
