@@ -39,14 +39,14 @@ class Candidate:
     def __post_init__(self) -> None:
         check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
         check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
-        plan, bits = self.plan, (self.weight_bits, self.gradient_bits)
         if self.secondary and (self.group or self.stage < 3):
             raise ValueError(
                 "secondary keeps copies of parameters that are sharded over all ranks: "
                 "use it at stage 3, without group"
             )
-        if plan.group or any(bits):
-            check_groups(plan, *bits)
+        bits = self.weight_bits, self.gradient_bits
+        if self.plan.group or any(bits):
+            check_groups(self.plan, *bits)
 
     @property
     def plan(self) -> Plan:
