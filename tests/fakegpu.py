@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import minizero.comm.backend
 import minizero.comm.transport
 import minizero.memory.labels
-import minizero.offload.swap_file
-import minizero.offload.nvme
 import minizero.offload.delayed
+import minizero.offload.nvme
+import minizero.offload.swap_file
 import minizero.zero.data_parallel
 from minizero.ranks import device
 
@@ -414,12 +415,13 @@ def _broadcast(t: Tensor, src: int, group: Any = None, async_op: bool = True) ->
 
 
 def _post(
-    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+    sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> list[Done]:
     """Messages of host memory."""
-    for reads, messages in ((True, sends), (False, receives)):
-        for _, t in messages:
-            GPU.now.by_host("exchange", [t] if reads else [], [] if reads else [t])
+    for t in sends.values():
+        GPU.now.by_host("exchange", [t], [])
+    for t in receives.values():
+        GPU.now.by_host("exchange", [], [t])
     return [Done(dict(GPU.now.clock), True)]
 
 
@@ -513,10 +515,10 @@ def install(rank: int, ranks: int) -> None:
     }.items():
         setattr(cuda, name, stand_in)
     sys.modules[device.__module__].ACCELERATOR = NAME  # type: ignore[attr-defined]
-    transport = minizero.comm.transport
+    transport, backend = minizero.comm.transport, minizero.comm.backend
     transport._backends = lambda config: {"cpu": "gloo", NAME: "nccl"}
-    transport._all_gather, transport._reduce_scatter = _all_gather, _reduce_scatter
     transport._post = _post
+    backend._all_gather, backend._reduce_scatter = _all_gather, _reduce_scatter
     dist.all_reduce, dist.broadcast = _all_reduce, _broadcast
     dist.new_group = lambda *args, **options: object()
     minizero.memory.labels.page_locked = _page_locked

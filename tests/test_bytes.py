@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
-from minizero import comm, estimate, parallelize
+from minizero import Plan, Tracker, comm, estimate, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.memory.plan import Plan
-from minizero.memory.tracker import Tracker
-from minizero.ranks.launch import Pool, world_size
+from minizero.ranks import Pool, world_size
 
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 STATE = ("parameters", "gradients", "optimizer")
@@ -35,13 +32,12 @@ def measure(stage: int, steps: int = 2) -> dict[str, object]:
                 net.step()
                 del loss
         live = dict(tracker.live)
-        flats = [flat for unit in net.units for flat in unit.flats]
         sizes = sorted(4 * sum(f.padded for f in u.flats) for u in net.units)
         return {
             "live": {c: live[c] for c in STATE},
             "peaks": dict(tracker.peaks),
             "peak": tracker.peak,
-            "padded": sum(flat.padded for flat in flats),
+            "padded": sum(flat.padded for flat in net.flats),
             "masters": sum(len(g["params"]) for g in optimizer.param_groups),
             "units": sizes,
             "sent": {(c.phase, c.op): calls.sent(c.op, c.phase) / steps for c in calls},
@@ -122,7 +118,7 @@ def count_reductions(bucket_size: int) -> tuple[int, int]:
     with comm.ledger() as calls:
         net.backward(net(x, x))
     width = bucket_size // world_size()
-    expected = sum(-(-f.size // width) for u in net.units for f in u.flats)
+    expected = sum(-(-flat.size // width) for flat in net.flats)
     assert max(c.elements for c in calls) <= bucket_size
     return len(calls), expected
 
@@ -131,23 +127,3 @@ def count_reductions(bucket_size: int) -> tuple[int, int]:
 def test_calls_follow_the_bucket_size(pool: Pool, bucket_size: int) -> None:
     for calls, expected in pool.run(count_reductions, bucket_size):
         assert calls == expected
-
-
-def count_additions(micro_batches: int) -> tuple[int, int]:
-    """Means that are added to a shard in the second step; buffers."""
-    model = GPT(CONFIG)
-    net = parallelize(model, torch.optim.AdamW(model.parameters()), Plan.stage(2))
-    x = torch.randint(50, (1, 16))
-    for _ in range(2):
-        with mock.patch.object(net.home, "add", wraps=net.home.add) as add:
-            for _ in range(micro_batches):
-                net.backward(net(x, x))
-        net.step()
-    return add.call_count, sum(len(unit.flats) for unit in net.units)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_the_first_mean_of_a_step_is_not_added(pool: Pool, micro_batches: int) -> None:
-    """It is received where it stays: no pass over memory clears the shard or adds."""
-    for added, buffers in pool.run(count_additions, micro_batches):
-        assert added == (micro_batches - 1) * buffers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm import choice, transport
+from minizero.comm import backend, transport
 from minizero.ranks import Pool, RankError, rank, world_size
 
 RANKS = (1, 2, 3)
@@ -29,7 +29,7 @@ def through_the_host() -> Iterator[None]:
     """As for tensors of a GPU that gloo moves."""
     patches = [
         patch.object(module, "is_staged", lambda like: True)
-        for module in (transport, choice)
+        for module in (transport, backend)
     ]
     with patches[0], patches[1]:
         yield
@@ -47,13 +47,11 @@ def collectives(
         padded = torch.zeros(size * ranks, dtype=dtype)
         padded[:n] = total
         t, row = parts[me].clone(), torch.full((size,), 9).to(dtype)
-        full, swapped = torch.zeros(n, dtype=dtype), torch.zeros(ranks, n, dtype=dtype)
-        mine = torch.stack([parts[me] + j for j in range(ranks)])
+        full = torch.zeros(n, dtype=dtype)
         with comm.algorithm(algorithm):
             comm.all_reduce(t, **how).wait()
             comm.reduce_scatter(row, parts[me], **how).wait()
             comm.all_gather(full, row, **how).wait()
-            comm.all_to_all(swapped, mine, **how).wait()
             for src in range(ranks):
                 sent = parts[me].clone()
                 comm.broadcast(sent, src, **how).wait()
@@ -61,7 +59,6 @@ def collectives(
             comm.barrier()
         assert torch.equal(t, total) and torch.equal(full, total)
         assert torch.equal(row, padded[me * size : (me + 1) * size])
-        assert torch.equal(swapped, torch.stack([part + me for part in parts]))
 
 
 def collectives_through_the_host(algorithm: str) -> None:
@@ -208,7 +205,6 @@ def counted(algorithm: str) -> tuple[Counted, str]:
             work.wait()
         comm.all_reduce(t)
         comm.broadcast(t)
-        comm.all_to_all(t.view(ranks, 6), t.view(ranks, 6).clone())
     comm.all_reduce(t)  # after the ledger has been closed
     for call in calls:
         assert call.launched <= call.returned <= call.waited <= call.finished
@@ -231,7 +227,6 @@ def test_the_ledger(pool: Pool, algorithm: str) -> None:
             ("reduce_scatter", 6 * n, share, 4 * share, "all", "backward", ""),
             ("all_reduce", 6 * n, 2 * share, 8 * share, "all", "", ""),
             ("broadcast", 6 * n, cast, 4 * cast, "all", "", ""),
-            ("all_to_all", 6 * n, share, 4 * share, "all", "", ""),
         ]
         assert f"all_reduce           1{2 * share:14,}" in table
 
@@ -370,7 +365,6 @@ MISUSE: dict[str, Callable[[], object]] = {
     "9 rows were given": lambda: comm.all_reduce([torch.zeros(1)] * 9),
     "8 or 4 bits, not 5": lambda: comm.Quantized(5),
     "groups of 9 ranks": lambda: comm.Groups(9),
-    "of one shape are needed": lambda: comm.all_to_all(torch.ones(7), torch.ones(7)),
 }
 
 
@@ -405,8 +399,7 @@ def test_calls_that_the_backend_mixes_are_found() -> None:
 
 
 def agreed(fails: int) -> str:
-    data = comm.broadcast_bytes(b"from rank 1" if rank() == 1 else b"", 1)
-    assert data == b"from rank 1"
+    assert comm.gather_objects(f"from rank {rank()}") == ["from rank 0", "from rank 1"]
     with pytest.raises(LookupError) as error, comm.agreeing(LookupError):
         if rank() == fails:
             raise ValueError(f"rank {rank()} has lost something")

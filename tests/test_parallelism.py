@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minizero import Plan, comm, parallelize
-from minizero.comm.all_to_all import all_to_all
-from minizero.comm.grid import Grid, world
-from minizero.comm.ledger import Ledger
+from minizero.comm import Groups, Ledger
 from minizero.lab.models.gpt import GPT, Attention, GPTConfig
 from minizero.lab.models.pipeline import Pipeline
 from minizero.lab.models.tensor_parallel import tensor_parallel
-from minizero.lab.models.ulysses import UlyssesAttention
-from minizero.ranks.launch import Pool, rank, world_size
+from minizero.lab.models.ulysses import UlyssesAttention, all_to_all
+from minizero.ranks import Pool, rank
 
 RANKS = (4,)
 CONFIG = GPTConfig(4, 32, 4, sequence=16, vocabulary=50)
@@ -65,16 +63,17 @@ Result = tuple[list[float], Ledger, int, Any]
 
 def train(stage: int, cut: str) -> Result:
     """Mean losses of the ranks of one world, calls, own parameters, most kept."""
-    grid = Grid(2)
+    grid = Groups(2)
     model, pipe = CUTS[cut](build(), grid), None
     everybody = cut == "sequence"
+    group = comm.everyone() if everybody else grid.across
     losses = []
-    with comm.ledger() as calls, world(None if everybody else grid.data):
-        net = parallelize(model, optimizer(model), Plan.stage(stage))
+    with comm.ledger() as calls:
+        net = parallelize(model, optimizer(model), Plan.stage(stage), group=group)
         if cut == "pipeline":
-            pipe = Pipeline(net, grid.model, (1, CONFIG.sequence, CONFIG.hidden))
+            pipe = Pipeline(net, grid.within, (1, CONFIG.sequence, CONFIG.hidden))
         for _ in range(STEPS):
-            x, y = (t.chunk(2)[grid.row] for t in batch())
+            x, y = (t.chunk(2)[grid.number] for t in batch())
             if everybody:
                 x, y = (t.chunk(2, 1)[grid.place].contiguous() for t in (x, y))
             if pipe is None:
@@ -86,21 +85,20 @@ def train(stage: int, cut: str) -> Result:
                 mean = torch.tensor([pipe.backward(parts)])
             net.step()
             with comm.phase("report"):
-                comm.all_reduce(mean)
-            losses.append(mean.item() / world_size())
+                comm.all_reduce(mean, average=True, group=group)
+            losses.append(mean.item())
     count = sum(slot.numel for u in net.units for f in u.flats for slot in f.slots)
     return losses, calls, count, pipe and pipe.most
 
 
-def tensor(model: GPT, grid: Grid) -> nn.Module:
-    with world(grid.model):
-        return tensor_parallel(model)
+def tensor(model: GPT, grid: Groups) -> nn.Module:
+    return tensor_parallel(model, grid.within)
 
 
-def sequence(model: GPT, grid: Grid) -> nn.Module:
+def sequence(model: GPT, grid: Groups) -> nn.Module:
     for block in model.blocks:
         block.register_module(
-            "attention", UlyssesAttention(block.attention, grid.model)
+            "attention", UlyssesAttention(block.attention, grid.within)
         )
     first = grid.place * CONFIG.sequence // 2
     model.positions.register_forward_pre_hook(lambda _, args: (args[0] + first,))
@@ -129,7 +127,7 @@ class Stage(nn.Module):
         return F.cross_entropy(second(first(x)).flatten(0, 1), targets.flatten())
 
 
-CUTS: dict[str, Callable[[GPT, Grid], nn.Module]] = {
+CUTS: dict[str, Callable[[GPT, Groups], nn.Module]] = {
     "tensor": tensor,
     "pipeline": lambda model, grid: Stage(model, grid.place),
     "sequence": sequence,
@@ -173,33 +171,28 @@ def test_elements_that_the_cuts_send(pool: Pool) -> None:
             assert sent(calls, unit) == want, cut
 
 
-def squares() -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    grid = Grid(2)
-    x = torch.arange(4.0).view(2, 2) + 10 * rank()
+def squares() -> tuple[Tensor, Tensor]:
+    group, x = Groups(2).within, torch.arange(4.0).view(2, 2) + 10 * rank()
     once, twice = torch.empty_like(x), torch.empty_like(x)
-    with world(grid.model):
-        all_to_all(once, x)
-        all_to_all(twice, once)
-        inside = world_size()
+    all_to_all(once, x, group)
+    all_to_all(twice, once, group)
     assert torch.equal(x, twice)
-    return x, once, inside, (grid.row, grid.place)
+    return x, once
 
 
-def test_all_to_all_and_the_grid(pool: Pool) -> None:
+def test_all_to_all(pool: Pool) -> None:
     found = pool.run(squares)
-    assert [place for *_, place in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for r, (_, once, inside, _) in enumerate(found):
+    for r, (_, once) in enumerate(found):
         pair = [found[r - r % 2][0], found[r - r % 2 + 1][0]]
         assert torch.equal(once, torch.stack([x[r % 2] for x in pair]))
-        assert inside == 2
 
 
 def refusals() -> list[str]:
     said = []
     for make in (
-        lambda: Grid(3),
-        lambda: all_to_all(torch.empty(3, 1), torch.empty(3, 1)),
-        lambda: UlyssesAttention(Attention(GPTConfig(1, 9, 3)), Grid(2).model),
+        lambda: Groups(3),
+        lambda: all_to_all(torch.empty(3, 1), torch.empty(3, 1), comm.everyone()),
+        lambda: UlyssesAttention(Attention(GPTConfig(1, 9, 3)), Groups(2).within),
     ):
         with pytest.raises(ValueError) as error:
             make()
@@ -209,6 +202,6 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_cut_is_told(pool: Pool) -> None:
     grid, rows, heads = pool.run(refusals)[0]
-    assert "models of 3 neighbours cannot be made of 4 ranks" in grid
+    assert "groups of 3 ranks cannot be made of 4" in grid
     assert "4 rows of one shape are needed" in rows
     assert "3 heads cannot be cut over 2 ranks" in heads

@@ -8,16 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
+from bench import planner
+from bench.planner import computing
 
 from minizero import comm
-from minizero.activations.recompute import recompute_units
-from minizero.lab import toymachine
+from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.toymachine import TOY, computing, paced, shape_of
+from minizero.lab.toymachine import TOY, paced, shape_of
 from minizero.offload import CopyStream
 from minizero.ranks.launch import Pool
+from minizero.scale.cost import Costs
 from minizero.scale.machines import BUS, bus
-from minizero.scale.operators import Costs
 from minizero.scale.predict import layers_of
 
 SIZES = GPTConfig(2, 32, 2, sequence=16)
@@ -76,13 +77,13 @@ def waits(how: str) -> tuple[float, float, bool]:
     model(tokens, tokens).backward()
     plain = [p.grad for p in model.parameters()]
     model.zero_grad()
-    recompute_units(model, {"matmuls": "selective"}.get(how, how))
+    recompute_units(model, how)
     costs = Costs(shape_of(SIZES), TOY, tokens.numel(), 16, precision="fp32")
     asked: list[float] = []
     with (
-        mock.patch.object(toymachine, "sleep_until", lambda t: asked.append(t)),
-        mock.patch.object(toymachine.time, "thread_time", lambda: 0.0),
-        mock.patch.object(toymachine.time, "perf_counter", lambda: 0.0),
+        mock.patch.object(planner, "sleep_until", lambda t: asked.append(t)),
+        mock.patch.object(planner.time, "thread_time", lambda: 0.0),
+        mock.patch.object(planner.time, "perf_counter", lambda: 0.0),
         computing(costs, 2, how),
     ):
         model(tokens, tokens).backward()
@@ -92,7 +93,7 @@ def waits(how: str) -> tuple[float, float, bool]:
     return sum(asked), counted, same
 
 
-@pytest.mark.parametrize("how", ["none", "matmuls", "full"])
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_blocks_take_what_the_planner_counts(how: str) -> None:
     asked, counted, same = waits(how)
     assert asked == pytest.approx(counted) and same

@@ -1,12 +1,12 @@
 """Sharded checkpoints: saves that survive a kill, loaded under any plan.
 
-Read `layout` (the index), `folder` (how a save becomes a checkpoint), `save` and `load`;
-then `files` (tensors in a file) and `export`. Imports `zero` and what is below it.
+Read `commit`, `layout` (what is where), `save` and `load`; then `files` and `export`.
+Imports `zero` and what is below it.
 """
 
 from .export import consolidate, export, read_extra
 from .files import CheckpointError
-from .folder import Folder, exists
+from .layout import Folder, exists
 from .load import Loaded, load
 from .save import Saving, finish, save
 

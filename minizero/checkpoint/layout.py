@@ -1,4 +1,10 @@
-"""The index of a checkpoint: which file has which elements of which parameter.
+"""What a folder of checkpoints holds: which one is meant, and where its elements are.
+
+For a tag `t` the folder may have
+    t               a checkpoint;
+    t.tmp-0123abcd  one that is being written or deleted, which never counts;
+    t.old-0123abcd  one that made room for another of its name, and counts while there
+                    is no `t`.
 
 Every rank saves one shard of each flat buffer. A run that loads may cut its buffers
 otherwise: `pieces` and `places` find its elements in the files.
@@ -6,7 +12,10 @@ otherwise: `pieces` and `places` find its elements in the files.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,7 +24,9 @@ from pathlib import Path
 from ..zero import Flat
 from .files import CheckpointError
 
-INDEX = "index.json"
+INDEX, LATEST = "index.json", "latest"
+Folder = str | os.PathLike[str]
+ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 
 
 @dataclass
@@ -89,6 +100,64 @@ class Index:
 
 def _sealed(text: bytes) -> bytes:
     return b'{"version": 3, "crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
+
+
+def indexes(folder: Path) -> dict[str, Path]:
+    """The tags in a folder, and the path of each one's index."""
+    tags: dict[str, Path] = {}
+    for path in sorted(folder.glob(f"*/{INDEX}")):
+        found = ASIDE.fullmatch(path.parent.name)
+        if found is None:
+            tags[path.parent.name] = path
+        elif found["kind"] == "old":
+            tags.setdefault(found["tag"], path)
+    return tags
+
+
+def exists(folder: Folder) -> bool:
+    """Whether anything was ever saved in a folder, so that a run can go on from it.
+
+    True for a damaged checkpoint as well: `load` says what is wrong.
+    """
+    return (Path(folder) / LATEST).exists() or bool(indexes(Path(folder)))
+
+
+def latest_tag(folder: Path) -> str | None:
+    """What `latest` names, if there is such a file."""
+    latest = folder / LATEST
+    return latest.read_text(errors="replace").strip() if latest.exists() else None
+
+
+def checkpoints(folder: Path) -> list[tuple[str, Index]]:
+    """The tags and indexes of the complete checkpoints, oldest first."""
+    complete = []
+    for tag, path in indexes(folder).items():
+        with contextlib.suppress(OSError, CheckpointError):
+            complete.append((tag, Index.loads(path.read_bytes(), path)))
+    return sorted(complete, key=lambda pair: pair[1].number)
+
+
+def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
+    """Which checkpoint is meant: its tag, its folder's name, its index file.
+
+    Without a tag: the one that `latest` names or, where there is no such file, the
+    newest that is complete. Raises CheckpointError.
+    """
+    paths, tags = indexes(folder), [tag for tag, _ in checkpoints(folder)]
+    where = folder
+    if tag is None and (tag := latest_tag(folder)) is not None:
+        where = folder / LATEST
+    if tag is None and any(folder.glob("*/mp_rank_*_model_states.pt")):
+        raise CheckpointError(
+            f"{folder}: this is a checkpoint of DeepSpeed's; convert it with the "
+            "zero_to_fp32.py in it, and load the weights into the model"
+        )
+    tag = tags[-1] if tag is None and tags else tag
+    if tag not in paths:
+        what = repr(tag) if tag is not None else "in this folder"
+        have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
+        raise CheckpointError(f"{where}: there is no checkpoint {what}{have}")
+    return tag, paths[tag].parent.name, paths[tag].read_bytes()
 
 
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -20,14 +20,13 @@ from .. import comm
 from ..comm import agreeing
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel
+from .commit import commit, prepare
 from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
-from .folder import Folder, commit, prepare
-from .layout import Index, SavedFlat, SavedSlot
+from .layout import Folder, Index, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
 # options of an optimizer that depend on the machine, and references to parameters
 _NOT_SAVED = "params param_names foreach fused capturable differentiable".split()
-
 
 # one thread, so that only one save is under way at a time; a program that ends waits for it
 _writer = ThreadPoolExecutor(1, "checkpoint")

@@ -1,22 +1,20 @@
 """Collectives, and the ledger in which each call is entered.
 
-Read `groups` (which ranks), `transport` (messages, and the backend's own collectives),
-`algorithms` (direct and ring), `quantized` (rows in 8 or 4 bits), `choice` (of the
-algorithm), `ledger`, `collectives` (what everybody calls) and `agreement` (one rank's
-bytes, anybody's error). Imports `ranks` and `memory`. No other part of the package calls
-a collective of torch.
+Read `groups` (which ranks), `transport` (messages), `algorithms` (direct and ring),
+`quantized` (rows in 8 or 4 bits), `backend` (its own collectives, and the choice),
+`ledger`, `collectives` (what everybody calls) and `agreement` (objects and errors).
+Imports `ranks` and `memory`. No other part of the package calls a collective of torch.
 """
 
 from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
 from ..ranks.launch import world_size as get_world_size
-from .agreement import agreeing, broadcast_bytes, check_sequence, gather_objects
+from .agreement import agreeing, check_sequence, gather_objects
 from .algorithms import ordered_sum
-from .choice import ALGORITHMS, algorithm, current_algorithm
+from .backend import ALGORITHMS, algorithm, current_algorithm
 from .collectives import (
     Work,
     all_gather,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
     reduce_scatter,
@@ -38,10 +36,8 @@ __all__ = [
     "algorithm",
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "barrier",
     "broadcast",
-    "broadcast_bytes",
     "check_sequence",
     "current_algorithm",
     "enter",

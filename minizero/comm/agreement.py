@@ -1,4 +1,4 @@
-"""What all ranks must agree on: the calls that they make, an object, an error."""
+"""What all ranks must agree on: the calls that they make, objects, errors."""
 
 from __future__ import annotations
 
@@ -6,49 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..ranks.launch import device, world_size
-from . import collectives
-from .choice import current_algorithm
-from .groups import Group
-from .transport import Finish, exchange, reachable
-
-_asked: list[tuple[Finish, list[Tensor]]] = []
-
-
-def check_sequence() -> None:
-    """Raise RuntimeError, on every rank, unless all have made the same calls.
-
-    Where messages carry tags, ranks that differ wait for each other, and that is
-    reported. The backend's own collectives have no tags: calls that happen to fit would
-    mix their data in silence. So this compares the checksums of all calls; for
-    algorithms with tags it does nothing. On a GPU the answer is read when it is called
-    again, so that no step waits for it. It is not in the ledger.
-    """
-    if world_size() == 1 or current_algorithm() != "backend":
-        return
-    for ranks, (_, digest) in list(collectives.sequences.items()):
-        group = Group("sequence", ranks)
-        own = torch.full((1,), digest, dtype=torch.int64, device="cpu")
-        own = reachable(own)  # host memory, if it can travel
-        others = {j: torch.empty_like(own) for j in range(group.size) if j != group.rank}
-        finish = exchange(dict.fromkeys(others, own), others, 0, group)
-        _asked.append((finish, [own, *others.values()]))
-    waiting = len(collectives.sequences) if device().type != "cpu" else 0
-    while len(_asked) > waiting:
-        finish, answers = _asked.pop(0)
-        finish()
-        if len({int(answer) for answer in answers}) > 1:
-            _asked.clear()
-            raise RuntimeError(
-                "the ranks have not made the same collectives in this step, so what "
-                "they have got is mixed; a forward must use the same units in the same "
-                "order on every rank at stage 3. comm.ledger() shows each rank's calls"
-            )
-
+from ..ranks.launch import world_size
+from .backend import current_algorithm
+from .collectives import sequences
 
 _own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
 
@@ -69,10 +31,24 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def broadcast_bytes(data: bytes, src: int = 0) -> bytes:
-    """Every rank gets `src`'s bytes; the others' are not used."""
-    found: bytes = gather_objects(data)[src]
-    return found
+def check_sequence() -> None:
+    """Raise RuntimeError, on every rank, unless all have made the same calls.
+
+    The messages of direct and ring carry a checksum of all calls: ranks that differ
+    wait for each other, and that is reported. The backend's own collectives have none,
+    and calls that happen to fit would mix their data in silence.
+    """
+    if current_algorithm() != "backend" or dist.get_backend() == "fake":
+        return
+    for theirs in gather_objects(dict(sequences)):
+        if any(
+            theirs[ranks] != sequences[ranks] for ranks in theirs.keys() & sequences
+        ):
+            raise RuntimeError(
+                "the ranks have not made the same collectives in this step, so what "
+                "they have got is mixed; a forward must use the same units in the same "
+                "order on every rank at stage 3. comm.ledger() shows each rank's calls"
+            )
 
 
 @contextmanager

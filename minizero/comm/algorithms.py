@@ -9,6 +9,8 @@ The `tag` marks its messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,9 @@ __all__ = ['ordered_sum', 'direct_reduce_scatter', 'direct_all_gather', 'ring_re
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(
-    parts: Rows, average: bool = False, out: Tensor | None = None
-) -> Tensor:
+    parts: Sequence[Tensor], average: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The sum of rows, or their mean, in one order; 16-bit rows in fp32.
 
     Neighbours first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
@@ -52,8 +55,7 @@ def direct_reduce_scatter(
     def finish() -> None:
         wait()
         parts = [received.get(j, own) for j in range(len(inp))]
-        total = ordered_sum(parts, average, out[: own.numel()])
-        store(out, total)
+        store(out, ordered_sum(parts, average, out[: own.numel()]))
 
     return finish
 
@@ -66,7 +68,7 @@ def direct_all_gather(
     mine, others = out[me], {j: row for j, row in enumerate(out) if j != me}
     own = inp[: mine.numel()]
     wait = exchange(dict.fromkeys(others, own), others, tag, group)
-    mine.copy_(own)
+    store(mine, own)
     return wait
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-ring
@@ -98,7 +100,7 @@ def ring_all_gather(
     right, left = (me + 1) % n, (me - 1) % n
 
     def finish() -> None:
-        out[me].copy_(inp[: out[me].numel()])
+        store(out[me], inp[: out[me].numel()])
         for step in range(n - 1):
             last, received = out[(me - step) % n], out[(left - step) % n]
             exchange({right: last}, {left: received}, tag, group)()

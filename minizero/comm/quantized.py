@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .algorithms import ordered_sum
 from .groups import Group
-from .transport import Cuts, Finish, Rows, exchange, store
+from .transport import Finish, Rows, exchange, store
 
 # %% auto #0
 __all__ = ['BLOCK', 'Quantized', 'quantized_reduce_scatter', 'quantized_all_gather']
@@ -51,6 +51,8 @@ class Quantized:
         segments = elements // segment if segment else 0
         blocks = -(-segment // BLOCK) * segments
         return blocks * (BLOCK * self.bits // 8 + 1)
+
+    # continued: code-encode
 
     def encode(self, row: Tensor) -> Tensor:
         """A row, [n], as bytes: all integers, then all scales."""
@@ -116,7 +118,7 @@ def quantized_all_gather(
     """Gather quantized rows, and decode all of them, the own one too."""
     own = how.encode(inp[: out[group.rank].numel()])
     received = own.new_empty(group.size * own.numel())
-    wait = gather(Cuts(received, group.size), own, tag, group)
+    wait = gather(Rows(received, group.size), own, tag, group)
 
     def finish() -> None:
         wait()

@@ -121,10 +121,10 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
     wait, copy, follow = Work.wait, CopyStream.copy, CopyStream.follow
     load, step = Offload.load, Storage.step
 
-    def waiting(work: Work) -> None:
+    def waiting(work: Work) -> Work:
         if work._finish is not None:
             work._finish = partial(_not_before, links.until(work.call), work._finish)
-        wait(work)
+        return wait(work)
 
     def free(stream: CopyStream) -> float:
         return frees.get(id(stream), 0.0)
@@ -134,9 +134,9 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
         begin = max(free(stream), time.perf_counter())
         frees[id(stream)] = begin + source.nbytes / slot
 
-    def following(stream: CopyStream, *others: CopyStream) -> None:
-        follow(stream, *others)
-        frees[id(stream)] = max(map(free, (stream, *others)))
+    def following(stream: CopyStream, other: CopyStream | None = None) -> None:
+        follow(stream, other)
+        frees[id(stream)] = max(free(stream), free(other) if other else 0.0)
 
     def loading(storage: Offload, shard: Tensor, into: Tensor) -> Tensor:
         found = load(storage, shard, into)

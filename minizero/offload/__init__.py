@@ -1,20 +1,13 @@
 """State in host memory or on disk, and updates that are made where it is stored.
 
-Read `host` (host memory), `delayed` (an update that runs beside the next step), then
-`swap_file` and `nvme` (disk). Imports `zero` and what is below it.
+Read `bus` and `host` (host memory), `delayed` (an update beside the next step), then
+`swap_file`, `staging` and `nvme` (disk). Imports `zero` and what is below it.
 """
 
+from .bus import CopyStream, DoubleBuffer
 from .delayed import Delayed
-from .host import CopyEvent, CopyStream, DoubleBuffer, Offload
+from .host import Offload
 from .nvme import NVMe
 from .swap_file import DiskFault
 
-__all__ = [
-    "CopyEvent",
-    "CopyStream",
-    "Delayed",
-    "DiskFault",
-    "DoubleBuffer",
-    "NVMe",
-    "Offload",
-]
+__all__ = ["CopyStream", "Delayed", "DiskFault", "DoubleBuffer", "NVMe", "Offload"]

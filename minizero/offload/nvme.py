@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
@@ -18,7 +19,8 @@ from ..memory.plan import Bytes, Plan
 from ..zero.elementwise import state_layout
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision, Schedule
-from .host import Offload, empty, placeholder
+from .bus import empty, placeholder
+from .host import Offload
 from .staging import Slice, StagedTensor, StagingBuffers
 from .swap_file import SwapFile, SwappedTensor, Transfer
 
@@ -73,9 +75,7 @@ class NVMe(Offload):
 
     # ---- continued: placeholders, and what goes wrong
 
-    def attach(
-        self, plan: Plan, schedule: Schedule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def attach(self, plan: Plan, schedule: Schedule, optimizer: Optimizer) -> None:
         super().attach(plan, schedule, optimizer)
         if any(group.get("use_muon") for group in optimizer.param_groups):
             raise ValueError(
@@ -110,6 +110,10 @@ class NVMe(Offload):
             had = getattr(found, swapped.category)
             setattr(found, swapped.category, had + swapped.payload)
         return found
+
+    def swapped(self, tensor: Tensor) -> SwappedTensor | None:
+        """The place on disk of what a placeholder stands for; None if it has none."""
+        return self._swapped.get(self._stored.get(tensor, tensor))
 
     def _allocate(self, like: Tensor, category: str) -> Tensor:
         """A new, uninitialized tensor where its category is stored.
@@ -146,7 +150,7 @@ class NVMe(Offload):
     # ---- continued: reading and writing between updates
 
     def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
-        swapped = self._swapped.get(self._stored.get(shard, shard))
+        swapped = self.swapped(shard)
         if swapped is None:
             return super().write_shard(shard, values, a)
         with self.guard():
@@ -160,7 +164,7 @@ class NVMe(Offload):
             self.buffers.drain()
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
-        swapped = self._swapped.get(self._stored.get(shard, shard))
+        swapped = self.swapped(shard)
         if swapped is None:
             return super().read_shard(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
@@ -188,7 +192,7 @@ class NVMe(Offload):
 
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         """Read the shard, and launch reads of the shards that are needed next."""
-        swapped = self._swapped.get(shard)
+        swapped = self.swapped(shard)
         if swapped is None:
             return super().load(shard, into)
         with self.guard():
@@ -231,20 +235,12 @@ class NVMe(Offload):
     # ---- continued: the update, slice by slice
 
     def update(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Read slice i + 1, update slice i and write slice i - 1: all at once."""
         with self.guard():
             self._cancel_reads()
-            todo = [
-                part
-                for unit in units
-                for flat in unit.trainable
-                for part in self._slices(unit, flat, optimizer)
-            ]
+            todo = list(self._slices(units, optimizer))
             rooms = (sum(t.room for t in part.tensors) for part in todo)
             self.buffers.reserve(max(rooms, default=0))
             # one buffer is for what is being written
@@ -269,44 +265,29 @@ class NVMe(Offload):
                 # only now: who keeps units unsharded reads them again
                 yield [unit for unit in units if unit.trainable]
 
-    def _slices(
-        self, unit: Unit, flat: Flat, optimizer: torch.optim.Optimizer
-    ) -> Iterator[Slice]:
-        """Cut the update of a flat's shard into what fits a staging buffer."""
-        master, state = flat.master, optimizer.state[flat.master]
-        states = {k: v for k, v in state.items() if getattr(v, "ndim", 0) == 1}
-        others = {k: v for k, v in state.items() if k not in states}
-        fresh = not states
-        if fresh:
-            assert flat.group is not None
-            layout = state_layout(optimizer, optimizer.param_groups[flat.group], master)
-            for key, dtype in layout.items():
-                like = torch.empty(master.shape, dtype=dtype, device="meta")
-                states[key] = self._allocate(like, "optimizer")
-        # a separate copy is rounded into the parameters
-        stored = self._stored[master]
-        apart = stored is not flat.shard
-        for a in range(0, master.numel(), self.buffer_size):
-            b = min(a + self.buffer_size, master.numel())
-
-            def stage(
-                tensor: Tensor,
-                category: str,
-                ends: tuple[int, int] = (a, b),
-                **options: bool,
-            ) -> StagedTensor:
-                on = getattr(self.plan, category).on
-                swapped = self._swapped.get(tensor)
-                return StagedTensor(tensor, on, self.at, *ends, swapped, **options)
-
-            values = stage(flat.shard, "parameters", read=not apart)
-            yield Slice(
-                unit,
-                flat,
-                values,
-                stage(flat.mean, "gradients", written=False),
-                stage(stored, "optimizer") if apart else values,
-                {k: stage(v, "optimizer", read=not fresh) for k, v in states.items()},
-                others,
-                fresh,
-            )
+    def _slices(self, units: list[Unit], optimizer: Optimizer) -> Iterator[Slice]:
+        """Cut the update of each shard into what fits a staging buffer."""
+        for unit, flat in [(u, flat) for u in units for flat in u.trainable]:
+            master, state = flat.master, optimizer.state[flat.master]
+            states = {k: v for k, v in state.items() if getattr(v, "ndim", 0) == 1}
+            others = {k: v for k, v in state.items() if k not in states}
+            fresh = not states
+            if fresh:
+                group = optimizer.param_groups[flat.group or 0]
+                for key, dtype in state_layout(optimizer, group, master).items():
+                    like = torch.empty(master.shape, dtype=dtype, device="meta")
+                    states[key] = self._allocate(like, "optimizer")
+            stored = self._stored[master]
+            for a in range(0, master.numel(), self.buffer_size):
+                ends = a, min(a + self.buffer_size, master.numel())
+                values = copy = StagedTensor(self, "parameters", flat.shard, *ends)
+                if stored is not flat.shard:  # a copy, which is rounded into them
+                    values.read = False
+                    copy = StagedTensor(self, "optimizer", stored, *ends)
+                grad = StagedTensor(self, "gradients", flat.mean, *ends)
+                grad.written = False
+                parts = {}
+                for key, tensor in states.items():
+                    parts[key] = StagedTensor(self, "optimizer", tensor, *ends)
+                    parts[key].read = not fresh
+                yield Slice(unit, flat, values, grad, copy, parts, others, fresh)

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 
 from . import worker
-from .board import Board
 from .rendezvous import START, check_timeout, choose_backend, join, leave, use_loopback
-from .reports import ECHO, PACKAGE
+from .reports import Report, unlike, verdict
+from .watch import ECHO
 from .worker import Reply
 
 LOOK, GRACE, PATIENCE, LEAVE = 0.25, 0.5, 2.0, 10.0  # seconds
@@ -88,7 +88,6 @@ class Child:
     ) -> None:
         self.rank, self.text, self._fresh = rank, "", True
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.stack = folders[0] / f"stack{rank}"
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
@@ -140,14 +139,6 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()  # it may not have made its process group yet
 
-    def position(self) -> str:
-        """Where the program was when it got SIGUSR1, in its own lines."""
-        frames = re.findall(r'File "(.*)", line (\d+) in (.*)', self.stack.read_text())
-        for file, line, function in frames:
-            if "/lib/python3" not in file and PACKAGE not in file:
-                return f"; it is at line {line} of {function} ({file})"
-        return ""
-
 
 def _end(children: list[Child], folder: Path, owner: int) -> None:
     if os.getpid() != owner:
@@ -190,8 +181,8 @@ class Pool:
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
         self._cells, self._ready = 0, False
-        folder = Path(tempfile.mkdtemp(prefix="minizero-"))
-        self._board, self._children = Board(folder / "board", nprocs), list[Child]()
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="minizero-"))
+        self._children: list[Child] = []
         held = self._children, folder, os.getpid()
         self._end = weakref.finalize(self, _end, *held)
         atexit.register(self._end)  # before multiprocessing's, which waits for them
@@ -315,7 +306,6 @@ class Pool:
     ) -> None:
         """Wait for all replies; raise RankError when they cannot come any more."""
         since = active = looked = time.monotonic()
-        suspected: str | None = None
         while waiting:
             if self._listen(waiting, replies):
                 active = time.monotonic()
@@ -330,15 +320,12 @@ class Pool:
             if dead or (late and not (keep and self._recall(waiting, replies))):
                 self._show(set())
                 self._fail(replies, ended=True, keep=keep)
-            if now - looked < LOOK or failed:
-                continue
-            looked, before = now, suspected  # twice: a slot may be half written
-            suspected = self._board.verdict(waiting, since, active, timeout)
-            if suspected and suspected == before:
-                lines = [suspected, *self._stories(waiting, since)]
-                self._show(set())
-                self._end()
-                raise RankError("\n".join(lines) + f"\n\n{GONE}" * keep)
+            if now - looked > LOOK and not failed:
+                looked = now
+                if why := self._examine(waiting, since, active, timeout):
+                    self._show(set())
+                    self._end()
+                    raise RankError(why + f"\n\n{GONE}" * keep)
 
     def _listen(self, waiting: set[int], replies: dict[int, Reply]) -> bool:
         """Wait a moment for replies and output; whether there was any."""
@@ -396,21 +383,26 @@ class Pool:
             self._end()
         raise RankError(message + f"\n\n{GONE}" * (ended and keep), alike[0])
 
-    def _stories(self, waiting: set[int], since: float) -> list[str]:
-        """What each rank is doing, a line each."""
-        for rank in waiting if self._ready else ():
-            self._children[rank].signal(signal.SIGUSR1)
-        time.sleep(LOOK)  # until they have written their stacks
-        differ = self._board.differ(since)
-        lines = []
+    def _examine(
+        self, waiting: set[int], since: float, active: float, timeout: float
+    ) -> str:
+        """Why the ranks at work will never return, with what each does; "" if they may."""
+        found: dict[int, tuple[list[Report], str]] = {}
         for rank in range(self.size):
-            what = str(differ.get(rank) or self._board.last(rank, since))
-            if rank not in waiting:
-                what = "has returned"
-            elif self._ready:
-                what += self._children[rank].position()
-            lines.append(f"  rank {rank} {what}")
-        return lines
+            with contextlib.suppress(OSError):  # it has posted nothing yet
+                posted = (self._folder / f"reports{rank}").read_bytes()
+                made, position = pickle.loads(posted)
+                found[rank] = [each for each in made if each.time >= since], position
+        reports = {rank: made for rank, (made, _) in found.items()}
+        why = verdict(reports, waiting, active, timeout)
+        if not why:
+            return ""
+        lines, differ = [why], unlike(reports)
+        for rank in range(self.size):
+            made, position = found.get(rank, ([], ""))
+            what = f"{differ.get(rank) or [Report(), *made][-1]}{position}"
+            lines.append(f"  rank {rank} {what if rank in waiting else 'has returned'}")
+        return "\n".join(lines)
 
     def _unpacked(self, rank: int, reply: Reply) -> Any:
         try:

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from .reports import one_rank_speaks
+from .watch import one_rank_speaks
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow

@@ -1,7 +1,7 @@
 """What runs in a rank that a pool has started: take a task, run it, send the reply.
 
 Three things join a rank and its parent: a pipe for tasks and replies, a pipe for all
-that the rank prints, and the board, a file that both have mapped.
+that the rank prints, and a file to which a thread of it posts what it is doing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from .board import Board
-from .reports import report_to
+from .watch import post_to, watch
 
 
 class Reply(NamedTuple):
@@ -68,9 +67,7 @@ def serve(
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    report_to(Board(folders[0] / "board", ranks).writer(rank))
-    stack = open(folders[0] / f"stack{rank}", "w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    watch("pool", lambda: post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
     with contextlib.suppress(EOFError, OSError):

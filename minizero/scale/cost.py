@@ -39,14 +39,14 @@ class Candidate:
     def __post_init__(self) -> None:
         check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
         check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
-        plan, bits = self.plan, (self.weight_bits, self.gradient_bits)
         if self.secondary and (self.group or self.stage < 3):
             raise ValueError(
                 "secondary keeps copies of parameters that are sharded over all ranks: "
                 "use it at stage 3, without group"
             )
-        if plan.group or any(bits):
-            check_groups(plan, *bits)
+        bits = self.weight_bits, self.gradient_bits
+        if self.plan.group or any(bits):
+            check_groups(self.plan, *bits)
 
     @property
     def plan(self) -> Plan:
@@ -222,9 +222,10 @@ class Costs:
     def activations(self, checkpointing: str) -> float:
         """Bytes of activations at their peak in a step.
 
-        All blocks have saved what they keep. Then there are the logits three times in
-        fp32 (their log-softmax and two gradients), or what the last block computes
-        again with its gradients and those of its weights, whichever is more.
+        All blocks have saved what they keep. Then there are, whichever is most: the
+        logits three times in fp32 (their log-softmax and two gradients); the head's
+        gradient and two copies of it; or what the last block computes again, with its
+        gradients and those of its weights.
         """
         shape, size = self.shape, self.itemsize
         kept = self.saved(checkpointing)
@@ -232,7 +233,8 @@ class Costs:
         wide = (2 if shape.gated else 1) * shape.ffn + shape.hidden
         weights = 2 * max(i * o for i, o in shape.linears)
         block = self.saved() - kept + size * (self.tokens * wide + weights)
-        return shape.layers * kept + max(loss, block)
+        head = 3 * size * shape.vocab * shape.hidden
+        return shape.layers * kept + max(loss, head, block)
 
 
 @dataclass(frozen=True)

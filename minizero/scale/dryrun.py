@@ -225,11 +225,12 @@ def dryrun(
     batch: Any,
     device: str = "cuda",
     budget: float | None = None,
-    steps: int = 2,
     rank: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> DryRun:
-    """Train with the real engine, as one rank of many, without their hardware.
+    """Train two steps with the real engine, as one rank of many, without hardware.
+
+    The second step is the one that is measured.
 
     build_model: makes the model, on the CPU; its tensors will have shapes and no
         memory. It must return a loss when it is given the batch.
@@ -252,10 +253,13 @@ def dryrun(
             Tensor, lambda t: mode.from_tensor(t, static_shapes=True), batch
         )
         many = engine.gradient_accumulation_steps()
+        for i in range(many):  # in its first step the optimizer makes its states
+            say(f"first step, micro-batch {i + 1} of {many}")
+            _micro_step(engine, args)
         with FakeTracker() as seen, comm.ledger() as calls:
-            for i in range(steps * many):
-                where = f"step {i // many + 1} of {steps}, micro-batch {i % many + 1} "
-                seen.progress = lambda what, w=where: say(f"{w}of {many}: {what}")  # type: ignore[misc]
+            for i in range(many):
+                where = f"second step, micro-batch {i + 1} of {many}: "
+                seen.progress = lambda what, w=where: say(w + what)  # type: ignore[misc]
                 _micro_step(engine, args)
         count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()

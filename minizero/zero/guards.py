@@ -65,16 +65,17 @@ def _check_apart(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.numel() and not p.is_meta and not hasattr(p, "sharded_in"):
             last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.itemsize, name))
-    end, before = 0, ""
-    for start, stop, name in sorted(spans):
-        if start < end:
+            start, memory = int(p.storage_offset()), p.untyped_storage()._cdata
+            spans.append((memory, start, start + last + 1, name))
+    shared, end, before = 0, 0, ""
+    for memory, start, stop, name in sorted(spans):
+        if memory == shared and start < end:
             raise ValueError(
                 f"parameters {before!r} and {name!r} are two that share memory, and "
                 "would be pulled apart; to tie them, assign one parameter to both "
                 "modules (head.weight = embedding.weight)"
             )
-        end, before = stop, name
+        shared, end, before = memory, stop, name
 
 
 def check_unchanged(net: Any) -> None:

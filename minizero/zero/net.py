@@ -171,8 +171,9 @@ class Net:
             if operation == "wait":
                 unit.wait()
             else:
-                with comm.phase(unit=unit.name):
+                if operation != "publish":
                     labels.mark(operation, unit.name)
+                with comm.phase(unit=unit.name):
                     getattr(self, operation)(unit)
 
     def wait(self) -> None:

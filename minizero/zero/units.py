@@ -70,15 +70,16 @@ def materialise(model: nn.Module, tensors: list[Tensor]) -> None:
     meta = {t for t in tensors if t.is_meta}
     for module in model.modules() if meta else ():
         every = (*module._parameters.values(), *module._buffers.values())
-        own = [t for t in every if t is not None and t in meta and t.is_meta]
+        own = [t for t in every if t is not None and t.is_meta]
+        if not meta.intersection(own):
+            continue
         for t in own:
             new: Tensor = torch.empty_like(t, device=device())
             if isinstance(t, nn.Parameter):
                 new = nn.Parameter(new, t.requires_grad)
             # in place: the optimizer and other modules hold the same object
             torch.utils.swap_tensors(t, new)
-        if own:
-            module.reset_parameters()  # type: ignore[operator]
+        module.reset_parameters()  # type: ignore[operator]
 
 
 def split(

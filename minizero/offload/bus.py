@@ -1,0 +1,118 @@
+"""The bus between device and host: copies in each direction, and memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ..memory import labels
+from ..memory.labels import aligned, host_empty
+from ..ranks import device
+
+
+class CopyEvent:
+    """The moment when all copies launched on a stream so far are done."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.event = stream.record_event() if stream else None
+
+    def wait(self, on: str = "cpu") -> None:
+        """Make the host ("cpu") or the computation ("device") wait for it."""
+        if self.event is None:
+            return
+        if on == "cpu":
+            self.event.synchronize()
+        else:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def is_over(self) -> bool:
+        """Whether that moment has passed."""
+        return self.event is None or self.event.query()
+
+
+class CopyStream:
+    """Copies in one direction between device and host, beside the computation.
+
+    Without CUDA a copy is done when `copy` returns. `nbytes` is the sum of
+    all copies. The stream keeps no tensor alive: before you overwrite or free
+    either end of a copy, wait for its `event`.
+    """
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.is_available()
+        self.stream = torch.cuda.Stream() if cuda else None
+        self.nbytes = 0
+
+    def follow(self, other: CopyStream | None = None) -> None:
+        """Start later copies after what the computation and `other` have queued."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            if other is not None and other.stream is not None:
+                self.stream.wait_stream(other.stream)
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """Launch `out.copy_(source)`; host memory must be page-locked."""
+        self.nbytes += source.nbytes
+        with torch.cuda.stream(self.stream):
+            out.copy_(source, non_blocking=True)
+
+    def event(self) -> CopyEvent:
+        """The moment when the copies launched so far are done."""
+        return CopyEvent(self.stream)
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, on: str, category: str = "buffers"
+) -> Tensor:
+    """Uninitialized memory of this rank's device ("device") or of the host ("cpu")."""
+    if on == "cpu":
+        return host_empty(shape, dtype, category)
+    made = torch.empty(tuple(shape), dtype=dtype, device=device())
+    return labels.label(made, category, on="device")
+
+
+def placeholder(like: Tensor, on: str) -> Tensor:
+    """A tensor of the same shape that takes no memory and reads as NaN.
+
+    It stands for a tensor that is stored elsewhere; during an update its
+    `.data` is a copy of that tensor where the optimizer works.
+    """
+    value = torch.nan if like.is_floating_point() else 0
+    where = device() if on == "device" else torch.device("cpu")
+    with labels.host_memory() if on == "cpu" else nullcontext():
+        nan = torch.full((), value, dtype=like.dtype, device=where)
+    # `.data`: the view's base would stay alive when its `.data` is exchanged
+    return labels.label(nan, "buffers", on).expand(like.shape).data
+
+
+class DoubleBuffer:
+    """Two blocks of memory that are used in turn; `take` cuts tensors from them.
+
+    A tensor cut from a block is overwritten two turns later. `nbytes`: what
+    one turn may cut, `aligned` sizes added up. `on`: "device" or "cpu".
+    """
+
+    def __init__(self, on: str) -> None:
+        self.on, self.nbytes, self._used = on, 0, 0
+        self.blocks: list[Tensor] = []
+
+    def reserve(self, nbytes: int) -> None:
+        """Let a turn cut at least `nbytes`; nothing may use the blocks now."""
+        if nbytes > self.nbytes:
+            self.blocks.clear()  # first: old and new blocks never coexist
+            self.nbytes = nbytes
+            self.blocks = [empty((nbytes,), torch.uint8, self.on) for _ in range(2)]
+
+    def turn(self) -> None:
+        """Cut from the other block now, from its start."""
+        self.blocks.reverse()
+        self._used = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """An uninitialized tensor with the shape and dtype of `like`."""
+        start, self._used = self._used, self._used + aligned(like.nbytes)
+        part = self.blocks[0][start : start + like.nbytes]
+        return part.view(like.dtype).view(like.shape)

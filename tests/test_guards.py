@@ -1,0 +1,374 @@
+"""What a script does to parameters and gradients by itself: taken over, or refused.
+
+The rows of book/between-calls.md. What is taken over is compared with plain torch, or
+with a net that was told in time; what is refused says what to do instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minizero import Plan, parallelize, zero
+from minizero.precision import MixedPrecision
+from minizero.ranks import Pool, rank
+from minizero.zero import DataParallel, GatheredParameters, Init
+
+STAGES = (0, 1, 2, 3)
+sgd = partial(torch.optim.SGD, lr=0.5)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def wrap(stage: int, made: nn.Module | None = None, **options: Any) -> DataParallel:
+    made = made or model()
+    trained = [p for p in made.parameters() if p.requires_grad]
+    return parallelize(made, sgd(trained), Plan.stage(stage), **options)
+
+
+def rows() -> Tensor:
+    return torch.ones(3, 4) + torch.arange(4)
+
+
+def loss(net: Any) -> Tensor:
+    return net(rows()).float().square().sum()
+
+
+# taken over
+
+
+def in_place(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def through_data(p: nn.Parameter) -> None:
+    p.data.clamp_(-0.125, 0.125)
+
+
+def exchanged(p: nn.Parameter) -> None:
+    p.data = p.data * 0.25
+
+
+WRITES: dict[str, Callable[[nn.Parameter], None]] = {
+    "in place": in_place,
+    "through .data": through_data,
+    "as .data": exchanged,
+}
+
+
+def after_write(stage: int, write: str, half: bool, early: bool) -> dict[str, Tensor]:
+    """Weights after a step, a write to all parameters, and a step.
+
+    `early`: the write is made before the net exists, so that it cannot be missed.
+    """
+    precision = MixedPrecision() if half else None
+    net = wrap(stage, precision=precision)
+    if early:
+        net.backward(loss(net))
+        net.step()
+        weights = net.state_dict()
+        made = model()
+        made.load_state_dict(weights)
+        for p in made.parameters():
+            WRITES[write](p)
+        net = wrap(stage, made, precision=MixedPrecision() if half else None)
+    else:
+        net.backward(loss(net))
+        net.step()
+        params = list(net.model.parameters())
+        sharded = GatheredParameters(params, modifier_rank=0)
+        with sharded if stage == 3 else nullcontext():
+            for p in params:
+                WRITES[write](p)
+    net.backward(loss(net))
+    net.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_are_taken_over(stage: int, write: str, half: bool) -> None:
+    got = after_write(stage, write, half, early=False)
+    expected = after_write(stage, write, half, early=True)
+    assert [k for k in got if not torch.equal(got[k], expected[k])] == []
+
+
+def written_at_once(stage: int) -> dict[str, Tensor]:
+    net = wrap(stage)
+    with GatheredParameters(net.model.parameters(), modifier_rank=1):
+        if rank() == 1:
+            for p in net.model.parameters():
+                p.data = torch.full_like(p, 0.5)
+    net.backward(loss(net))
+    net.step()
+    return net.state_dict()
+
+
+def test_one_rank_writes_for_all(two: Pool) -> None:
+    expected = two.run(written_at_once, 0)[0]
+    for stage in (1, 2, 3):
+        got = two.run(written_at_once, stage)[0]
+        assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+# refused
+
+
+def overtaken(net: Any) -> None:
+    late = loss(net)
+    net.backward(loss(net))
+    net.step()
+    net.backward(late)
+
+
+def frozen_late(net: Any) -> None:
+    net.model[0].weight.requires_grad_(False)
+    net.backward(loss(net))
+
+
+def set_grad(net: Any) -> None:
+    net.backward(loss(net))
+    net.model[0].bias.grad = torch.zeros(6)
+    net.step()
+
+
+def own_backward(net: Any) -> None:
+    loss(net).backward()
+
+
+def own_step(net: Any) -> None:
+    net.backward(loss(net))
+    net.optimizer.step()
+
+
+def wrapped_twice(net: Any) -> None:
+    wrap(0, net.model)
+
+
+def bad_clip(net: Any) -> None:
+    net.clip_grad_norm(0.0)
+
+
+def late_gradient(net: Any) -> None:
+    block = net.model[0]
+    x = rows().requires_grad_()
+    h = checkpoint(block, x, use_reentrant=True)[:, :4]
+    h = checkpoint(block, h, use_reentrant=True)
+    net.backward(h.sum() + 0 * loss(net))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], tuple[int, ...], str]] = {
+    "a forward that an update overtook": (overtaken, STAGES, "inplace operation"),
+    "frozen after wrapping": (frozen_late, STAGES, "requires_grad of .*'0.weight'"),
+    "a gradient that was set": (set_grad, STAGES, "set the gradient of .*'0.bias'"),
+    "loss.backward()": (own_backward, STAGES, r"outside of\s+backward\(loss\)"),
+    "optimizer.step()": (own_step, STAGES, r"SGD.step\(\) would change nothing"),
+    "wrapped twice": (wrapped_twice, STAGES, "wrapped already"),
+    "clipped to nothing": (bad_clip, STAGES, "max_norm must be above 0"),
+    "a late gradient": (late_gradient, (0, 1, 2), "use_reentrant=False"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str) -> None:
+    act, stages, sentence = REFUSED[what]
+    for stage in stages:
+        with pytest.raises((RuntimeError, ValueError), match=sentence):
+            act(wrap(stage))
+
+
+def freed_write(net: Any) -> None:
+    nn.init.zeros_(net.model[0].bias)
+    net(rows())
+
+
+def freed_exchange(net: Any) -> None:
+    net.model[0].weight.data = torch.zeros(6, 4)
+    net(rows())
+
+
+def copied(net: Any) -> None:
+    copy.deepcopy(net.model)
+
+
+def pickled(net: Any) -> None:
+    torch.save(net.model, io.BytesIO())
+
+
+def asked_for_state(net: Any) -> None:
+    net.model.state_dict()
+
+
+def asked_below(net: Any) -> None:
+    net.model[2].state_dict()
+
+
+def loaded(net: Any) -> None:
+    net.model.load_state_dict(model().state_dict())
+
+
+class ReturnsView(nn.Linear):
+    """Returns a row of its weight, which is freed after the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.weight[1]
+
+
+def view_returned(net: Any) -> None:
+    made = nn.Sequential(ReturnsView(4, 4))
+    wrap(3, made)(rows())
+
+
+SHARDED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a write in place": (freed_write, "'0.bias' was written to while it was sharded"),
+    "a write as .data": (freed_exchange, "'0.weight' was written to"),
+    "copy.deepcopy": (copied, "parameters are sharded"),
+    "torch.save": (pickled, "parameters are sharded"),
+    "state_dict": (asked_for_state, "parameters are sharded"),
+    "a module's state_dict": (asked_below, "parameters are sharded"),
+    "load_state_dict": (loaded, "parameters are sharded"),
+    "a view that outlives a unit": (view_returned, "returns a view of its"),
+}
+
+
+@pytest.mark.parametrize("what", SHARDED)
+def test_refused_while_sharded(what: str) -> None:
+    act, sentence = SHARDED[what]
+    net = wrap(3)
+    with pytest.raises(RuntimeError, match=sentence):
+        act(net)
+    net.backward(loss(net))  # nothing is broken by it
+    net.step()
+
+
+def test_a_gathered_model_is_copied_and_saved() -> None:
+    net = wrap(3)
+    file = io.BytesIO()
+    with GatheredParameters(net.model.parameters()):
+        other = copy.deepcopy(net.model)
+        torch.save(net.model, file)
+        expected = {k: v.clone() for k, v in net.model.state_dict().items()}
+    file.seek(0)
+    for made in (other, torch.load(file, weights_only=False)):
+        assert all(torch.equal(v, expected[k]) for k, v in made.state_dict().items())
+        assert made(rows()).isfinite().all()
+    assert net.model[0].weight.isnan().all()
+
+
+def test_views_outlive_the_block_that_gathered() -> None:
+    net = wrap(3)
+    weight = net.model[0].weight
+    with GatheredParameters(weight):
+        kept = [weight.data, weight.detach(), weight[0]]
+        values = weight.detach().clone()
+    net.backward(loss(net))
+    net.step()
+    assert torch.equal(kept[0], values) and torch.equal(kept[1], values)
+    assert torch.equal(kept[2], values[0])
+
+
+def test_a_penalty_over_sharded_parameters_is_refused() -> None:
+    net = wrap(3)
+    penalty = sum(p.square().sum() for p in net.model.parameters())
+    with pytest.raises(RuntimeError, match="was used outside of the forward of unit"):
+        net.backward(loss(net) + penalty)
+
+
+def test_a_loss_that_is_nan_is_told() -> None:
+    net = wrap(3)
+    net.backward(loss(net) * torch.nan)
+    with pytest.warns(UserWarning, match="the last loss was NaN"):
+        net.backward(loss(net))
+
+
+def tied_by_data() -> nn.Module:
+    made = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    made[1].weight.data = made[0].weight.data
+    return made
+
+
+def compiled() -> nn.Module:
+    made = model()
+    made[0].compile(backend="eager")
+    return made
+
+
+class Averaged(nn.Module):
+    """Has a buffer that is NaN, as one computed of sharded weights would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.tensor(torch.nan))
+
+
+def with_nan_buffer() -> nn.Module:
+    with Init():
+        return nn.Sequential(Averaged())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "two parameters in one memory": (tied_by_data, 0, "share memory.*to tie them"),
+    "compiled": (compiled, 3, "is compiled"),
+    "a buffer of NaNs": (with_nan_buffer, 3, "'0.mean' has NaNs"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_models_that_are_refused(what: str) -> None:
+    make, stage, sentence = MODELS[what]
+    with pytest.raises(ValueError, match=sentence):
+        wrap(stage, make())
+
+
+def test_tied_by_assignment_is_one_parameter() -> None:
+    made = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    made[1].weight = made[0].weight
+    net = wrap(3, made)
+    assert sum(len(flat.slots) for flat in net.flats) == 1
+
+
+def buffer_from_weight() -> list[bool]:
+    """A buffer that a model computes of a weight while it is built."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.other = nn.Linear(3, 3)
+            self.register_buffer("mean", self.linear.weight.data.mean())
+            self.register_buffer("row", self.linear.weight.detach()[0])
+
+    torch.manual_seed(rank())
+    with Init():
+        made = nn.Sequential(Model())
+    found = made[0]
+    wrap(3, made)
+    with GatheredParameters(found.linear.weight):
+        weight = found.linear.weight.detach().clone()
+    same = torch.equal(found.mean, weight.mean()), torch.equal(found.row, weight[0])
+    return list(same)
+
+
+def test_init_computes_buffers_of_real_values(two: Pool) -> None:
+    assert two.run(buffer_from_weight)[0] == [True, True]
+
+
+def test_modifier_rank_must_exist() -> None:
+    with pytest.raises(ValueError, match="modifier_rank must be below 1, not 9"):
+        with zero.GatheredParameters([], modifier_rank=9):
+            pass
