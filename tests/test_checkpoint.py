@@ -1,4 +1,4 @@
-"""A save counts or it does not; what is damaged is refused, and the net is unchanged."""
+"""A save counts or it does not; a damaged one is refused, and the net is unchanged."""
 
 from __future__ import annotations
 
@@ -452,7 +452,11 @@ counted = changed(lambda m: m.register_buffer("mean", torch.ones(3, dtype=torch.
 plain = changed(lambda m: None)
 
 MISFITS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
-    "shape": (plain, lambda: small(4, 4, 3), r"'1.weight' is .*\(3, 4\) here and was.*4"),
+    "shape": (
+        plain,
+        lambda: small(4, 4, 3),
+        r"'1.weight' is .*\(3, 4\) here and was.*4",
+    ),
     "missing": (lambda: small(4, 4), plain, "'1.weight': not in the checkpoint"),
     "further": (plain, lambda: small(4, 4), "'1.weight': not in the model"),
     "many": (

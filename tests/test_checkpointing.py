@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import minizero
 from minizero import parallelize
 from minizero.activations import CHECKPOINT, Offloaded
 from minizero.deepspeed import checkpointing
@@ -28,7 +27,6 @@ def as_it_was() -> Iterator[None]:
     """What is configured is configured for the process."""
     yield
     checkpointing.configure()
-    checkpointing._configured = False
 
 
 class Layer(nn.Module):
@@ -164,7 +162,6 @@ def test_in_an_evaluation_nothing_is_kept() -> None:
 
 
 def test_it_is_configured_once_for_the_process() -> None:
-    assert not checkpointing.is_configured()
     checkpointing.configure(None, deepspeed_config=None)
     assert checkpointing.is_configured()
     config = {
@@ -172,10 +169,7 @@ def test_it_is_configured_once_for_the_process() -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     checkpointing.configure(deepspeed_config=config)
-    store = CHECKPOINT.store
-    assert isinstance(store, Offloaded)
-    checkpointing.reset()
-    assert CHECKPOINT.store is not store and isinstance(CHECKPOINT.store, Offloaded)
+    assert isinstance(CHECKPOINT.store, Offloaded)
     # arguments take precedence, and what is left out is at its default again
     checkpointing.configure(deepspeed_config=config, checkpoint_in_cpu=False)
     assert CHECKPOINT.store is None
@@ -185,28 +179,5 @@ def test_it_is_configured_once_for_the_process() -> None:
 
 
 def test_options_without_effect() -> None:
-    for name in (
-        "partition_activations",
-        "contiguous_checkpointing",
-        "num_checkpoints",
-        "synchronize",
-        "profile",
-    ):
-        with pytest.warns(UserWarning, match=f"^{name} has no effect"):
-            checkpointing.configure(**{name: True})
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    class Megatron:
-        def get_model_parallel_world_size(self) -> int:
-            return 2
-
-    with pytest.raises(ValueError, match="2 ranks share a layer"):
-        checkpointing.configure(Megatron())
-    with pytest.raises(minizero.config.ConfigError, match="did you mean"):
-        checkpointing.configure(None, {"train_batch_sise": 1})
-    assert not checkpointing.is_configured()
-
-
-def test_it_is_where_deepspeed_has_it() -> None:
-    assert minizero.checkpointing is checkpointing
+    with pytest.warns(UserWarning, match="^profile without effect"):
+        checkpointing.configure(profile=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minizero import parallelize
+from minizero import Plan, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero import Plan
 from minizero.memory.tracker import Tracker
+from minizero.precision import MixedPrecision
 from minizero.precision.float8 import (
     E4M3,
     E5M2,
@@ -21,7 +21,6 @@ from minizero.precision.float8 import (
     quantise,
     use_float8,
 )
-from minizero.precision import MixedPrecision
 from minizero.ranks.launch import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)

@@ -93,8 +93,6 @@ def test_offload_moves_bytes_and_keeps_their_sum() -> None:
     [
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
         ({"stage": True}, "not True"),
-        ({"world_size": 0}, "world_size a whole number >= 1, not 1000000000.0 and 0"),
-        ({"n_params": -1}, "n_params must be above 0"),
         ({"precision": "fp8"}, "one of fp32, bf16, fp16, not 'fp8'"),
         ({"optimizer": "lion"}, "one of adam, momentum, sgd, not 'lion'"),
         ({"stage": 0, "offload_optimizer": "cpu"}, "must be sharded"),

@@ -214,7 +214,9 @@ def differences(here: Path, there: Path) -> list[str]:
         path.relative_to(top)
         for top in (here, there)
         for path in top.rglob("*")
-        if path.is_file() and not set(folders) & set(path.parts)
+        if path.is_file()
+        and not set(folders) & set(path.parts)
+        and path.name != "_modidx.py"
     }
     return sorted(
         str(name)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from nasty import Fails, Run, same, train
 from torch import Tensor, nn
 
 from minizero import Overlap, Plan, Tracker, comm, parallelize
@@ -22,7 +21,6 @@ from minizero.lab.measure import (
     timed_step,
 )
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.spans import lanes
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks import Pool, rank
 from minizero.zero import DataParallel, Schedule
@@ -39,33 +37,6 @@ def settings(prefetch: int = HUGE, live: int = HUGE, persist: int = 0) -> Settin
         "max_live_parameters": live,
         "param_persistence_threshold": persist,
     }
-
-
-def overlapped(stage: int, chosen: Settings, **options: Any) -> Run:
-    return train(stage, schedule=Overlap(**chosen), **options)
-
-
-# The nasty model's units: the root has 336 elements, a block 680 and some padding.
-CASES = [
-    (0, 40, settings()),
-    (1, 1000, settings()),
-    (2, 40, settings()),
-    (3, HUGE, {}),
-    (3, 300, settings(prefetch=1500, live=1900)),
-    (3, HUGE, settings(prefetch=700)),
-    (3, HUGE, settings(persist=400)),
-    (3, HUGE, settings(prefetch=0, live=1900, persist=HUGE)),
-]
-
-
-def test_no_bit_changes(pool: Pool) -> None:
-    """Bucket, prefetch, live and persistence settings; every plan."""
-    options = {"steps": STEPS}
-    reference = pool.run(train, 0, **options)
-    for stage, bucket_size, chosen in CASES:
-        options["bucket_size"] = bucket_size
-        got = pool.run(overlapped, stage, chosen, **options)
-        assert same(got, reference), f"stage {stage}, {bucket_size}, {chosen}"
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -318,35 +289,6 @@ def test_an_order_that_changes_costs_calls_only(two: Pool) -> None:
     assert wasted[2] > 0 and two.run(turning, 3, None)[0][1] == needed
 
 
-def failing(stage: int, chosen: Settings | None) -> dict[str, Tensor]:
-    """A forward and a backward fail on every rank, in the middle."""
-    net = build(stage, chosen)
-    step(net)
-    block = net.model.blocks[2]
-    for where in ("forward", "backward"):
-
-        def hook(_: nn.Module, args: Any, where: str = where) -> Any:
-            if where == "forward":
-                raise RuntimeError("on purpose")
-            return (Fails.apply(args[0]),)
-
-        handle = block.register_forward_pre_hook(hook)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            net.backward(net(tokens(), tokens()))
-        handle.remove()
-        net.zero_grad()
-    step(net)
-    step(net)
-    return net.state_dict()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_healthy_steps_after_failed_ones(two: Pool, stage: int) -> None:
-    expected = two.run(failing, 0, None)[0]
-    got = two.run(failing, stage, settings())[0]
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 def count_gathers(checkpoint: bool, chosen: Settings | None) -> int:
     net = build(3, chosen, replace(CONFIG, checkpoint=checkpoint))
     step(net)
@@ -496,13 +438,3 @@ def test_a_measured_step_is_computing_and_waiting(two: Pool) -> None:
     assert all(layer.forward >= 0 and layer.backward > 0 for layer in layers)
     spent = sum(layer.forward + layer.backward for layer in layers)
     assert spent < max(step.duration for step in found)
-
-
-def test_lanes_draws_steps_below_each_other() -> None:
-    figure = lanes(
-        {"at once": line(Schedule()).intervals, "early": line(Overlap()).intervals}
-    )
-    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert labels == ["at once", "early"]
-    with pytest.raises(ValueError, match="nothing to draw"):
-        lanes({})

@@ -102,13 +102,13 @@ def four() -> Iterator[Pool]:
 
 
 def ledger(job: Job, candidate: Candidate) -> set[tuple[str, str, str]]:
-    """Scope, op and dtype of what two steps send, but for the norm and the barrier."""
+    """Group, op and dtype of what two steps send, but for the norm and the barrier."""
     engine = build(job, candidate)
     with comm.ledger() as calls:
         for _ in range(2):
             train_step(engine, candidate)
     return {
-        (c.scope, c.op, c.dtype) for c in calls if c.unit not in ("", "gradient norm")
+        (c.group, c.op, c.dtype) for c in calls if c.unit not in ("", "gradient norm")
     }
 
 

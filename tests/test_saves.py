@@ -10,7 +10,6 @@ import pytest
 from minizero.lab.explorables import interval
 from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.plots import checkpoint as figures
-from minizero.memory.tracker import Sample
 
 
 def test_interval() -> None:
@@ -38,17 +37,6 @@ def test_figures() -> None:
     texts = {text.get_text() for text in shards.axes[0].texts}
     assert {"file 3", "rank 2", "a", "b"} <= texts
     assert "rank 3" not in texts
-    first = [("prepare", 1.0, 1.2), ("wait", 1.2, 1.5), ("decide", 1.4, 1.45)]
-    saved = figures.protocol_figure([first, [("prepare", 1.0, 1.4)]])
-    widths = [patch.get_width() for patch in saved.axes[0].patches]
-    assert widths == pytest.approx([300, 200, 50, 400])
-    assert [text.get_text() for text in saved.axes[0].texts] == ["load(tag)"]
-    live = {"parameters": 40, "optimizer": 60, "buffers": 0}
-    sample = Sample(0.0, "", "", live, {"buffers": 10})
-    loading = figures.loading_figure([sample, sample], 100, 110)
-    shown = {text.get_text() for text in loading.axes[0].texts if text.get_visible()}
-    assert shown == {"peak 110 B", "at most 110 B"}
-    assert sample.live["buffers"] == 0
     drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
     assert "19 min" in drawn.axes[0].texts[0].get_text()
 

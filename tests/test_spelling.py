@@ -41,7 +41,7 @@ def prose(path: Path) -> str:
 
 
 def unknown(path: Path) -> set[str]:
-    """Words of a page that no list has; names, which begin with a capital, are let be."""
+    """Words of a page that no list has; names, with a capital, are left out."""
     from spellchecker import SpellChecker
 
     own = set(OWN_WORDS.read_text().split()) if OWN_WORDS.exists() else set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,35 +111,15 @@ def test_torchrun_gives_the_same(stage_3: tuple[Path, str], tmp_path: Path) -> N
     assert [a[key] for key in same] == [b[key] for key in same]
 
 
-def test_own_data(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question. " * 100)
-    out = run(
-        "train",
-        "--ranks",
-        "1",
-        *SMALL,
-        "--data",
-        "text.txt",
-        "--out",
-        ".",
-        cwd=tmp_path,
-    )
-    assert out.count("yes") == 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--stage", "4"], "stage must be 0, 1, 2 or 3, not 4"),
         (["--ranks", "0"], "ranks must be at least 1, not 0"),
-        (["--ranks", "-2"], "ranks must be at least 1, not -2"),
         (["--model", "huge"], "no model size 'huge'"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
-        (["--batch", "2", "--ranks", "4"], "2 sequences for 4 ranks"),
         (["--batch", "6", "--ranks", "4"], "does not divide over 4 ranks"),
         (["--sequence", "0"], "sequence must be between 1 and"),
-        (["--sequence", "9999"], "sequence must be between 1 and"),
         (["--precision", "fp8"], "precision must be one of fp32, bf16, fp16"),
         (["--offload-param", "cpu", "--stage", "2"], "must be sharded"),
         (["--lr", "0"], "lr and clip must be above 0"),
@@ -158,6 +140,45 @@ def test_bad_input_ends_in_one_sentence(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ") and message in line
     assert not Path("out").exists()
+
+
+def test_a_job_goes_on_with_more_steps_and_a_trace(tmp_path: Path) -> None:
+    """Under another plan as well; its losses are those of a run that never stopped."""
+    common = ["train", "--ranks", "2", *SMALL[:2], *SMALL[4:], "--out"]
+    run(*common, "whole", "--steps", "7", cwd=tmp_path)
+    run(*common, "cut", "--steps", "4", "--save-every", "2", cwd=tmp_path)
+    again = [*common, "cut", "--save-every", "2"]
+    done = command(*again, "--steps", "7", cwd=tmp_path)
+    assert done.returncode == 2 and "go on from them with --resume" in done.stderr
+    done = command(*again, "--steps", "4", "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and "give more with --steps" in done.stderr
+    done = command(*again, "--steps", "7", "--resume", "--lr", "1", cwd=tmp_path)
+    assert done.returncode == 2 and "has lr 0.002, not 1.0" in done.stderr
+    more = ["--steps", "7", "--resume", "--stage", "1", "--trace", "trace.json"]
+    run(*again, *more, cwd=tmp_path)
+    losses = report(tmp_path / "cut")["losses"]
+    assert isinstance(losses, list) and len(losses) == 7
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_ctrl_c_ends_in_one_word(tmp_path: Path) -> None:
+    words = ["train", "--ranks", "2", *SMALL[:2], "--steps", "100000", "--out", "."]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "minizero", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert job.stderr is not None
+    seen = ""
+    while "tokens/s" not in seen:  # it trains
+        seen += job.stderr.read(1)
+    os.killpg(job.pid, signal.SIGINT)
+    _, rest = job.communicate(timeout=120)
+    assert job.returncode == 130
+    assert "Traceback" not in rest and rest.rstrip().endswith("interrupted")
 
 
 def test_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

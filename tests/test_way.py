@@ -1,4 +1,4 @@
-"""How many files a weight passes: in a step, a save, a load, and on its way to a collective."""
+"""How many files a weight passes in a step, a save, a load, and to a collective."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
 
 def prose(cell: dict[str, Any]) -> int:
     """Words of a Markdown cell outside of blocks of code."""
-    text = re.sub(r"^```[a-z]*$.*?^```$", "", "".join(cell["source"]), flags=re.M | re.S)
+    blocks = re.compile(r"^```[a-z]*$.*?^```$", re.M | re.S)
+    text = blocks.sub("", "".join(cell["source"]))
     return len(re.findall(r"\w+", text))
 
 

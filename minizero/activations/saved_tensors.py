@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -21,11 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Saved:
     """One storage that waits for backward.
 
-    `module`, `op`: who saved it first: the name of the innermost module, and
-    the function of torch that it called.
-    `kind`: "activation"; or "parameter", "buffer" or "input" for what exists
-    without the graph. `nbytes`: of the whole storage; `shape`, `dtype`: of
-    the view of it that was saved first.
+    `module`, `op`: the innermost module that saved it first, and the function of torch
+    that it called. `kind`: "activation"; or "parameter", "buffer" or "input" for what
+    exists without the graph. `shape`: of the view that was saved first.
     """
 
     module: str
@@ -33,7 +31,6 @@ class Saved:
     kind: str
     nbytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 _listing: list[SavedTensors] = []  # those that are entered
@@ -42,9 +39,8 @@ _listing: list[SavedTensors] = []  # those that are entered
 class SavedTensors(TorchFunctionMode):
     """Lists what is kept for the backward of `model` while entered.
 
-    Autograd packs each tensor that an operator saves, and calls a pack hook
-    with it. A storage counts once, however many views of it are saved, until
-    its last owner is gone: `live` shrinks during backward.
+    Autograd calls a pack hook with each tensor that an operator saves. A storage counts
+    once, until its last owner is gone: `live` shrinks during backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,11 +68,9 @@ class SavedTensors(TorchFunctionMode):
         """List a tensor's storage, unless it is listed already."""
         storage, (module, running) = x.untyped_storage(), self._running[-1]
         if storage.nbytes() and storage not in self._saved:
-            where = module, running or op or "apply"
             kind = self._given.get(storage, "activation")
-            self._saved[storage] = Saved(
-                *where, kind, storage.nbytes(), tuple(x.shape), x.dtype
-            )
+            where = module, running or op or "apply", kind
+            self._saved[storage] = Saved(*where, storage.nbytes(), tuple(x.shape))
 
     def _pack(self, x: Tensor) -> Tensor:
         self.note(x)
@@ -84,8 +78,7 @@ class SavedTensors(TorchFunctionMode):
         return x.detach()
 
     def __enter__(self) -> Self:
-        hooks = saved_tensors_hooks(self._pack, lambda x: x)
-        self._stack.enter_context(hooks)
+        self._stack.enter_context(saved_tensors_hooks(self._pack, lambda x: x))
         _listing.append(self)
         self._stack.callback(_listing.remove, self)
         for name, module in self._model.named_modules():
@@ -120,8 +113,7 @@ class SavedTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         module, _ = self._running[-1]
-        name = getattr(func, "__name__", str(func))
-        self._running.append((module, name))
+        self._running.append((module, getattr(func, "__name__", str(func))))
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -129,10 +121,7 @@ class SavedTensors(TorchFunctionMode):
 
 
 def note(x: Tensor, op: str = "") -> None:
-    """List a tensor that is kept for backward without autograd's hooks.
-
-    `op`: what to call the function that saved it, outside of any of torch's.
-    """
+    """List a tensor that is kept for backward without autograd's hooks, by `op`."""
     for saved in _listing:
         saved.note(x, op)
 
@@ -165,8 +154,7 @@ def noting(
 
 def by_operator(saved: Iterable[Saved]) -> dict[tuple[str, str], int]:
     """Bytes by (module, operator)."""
-    total: dict[tuple[str, str], int] = {}
+    total: Counter[tuple[str, str]] = Counter()
     for s in saved:
-        key = (s.module, s.op)
-        total[key] = total.get(key, 0) + s.nbytes
-    return total
+        total[s.module, s.op] += s.nbytes
+    return dict(total)

@@ -1,7 +1,7 @@
 """Sharded checkpoints: saves that survive a kill, loaded under any plan.
 
-Read `commit` (how files become a checkpoint), `layout` (what is where), `save`, `load`;
-then `files` (tensors in a file) and `export`. Imports `zero` and what is below it.
+Read `commit`, `layout` (what is where), `save` and `load`; then `files` and `export`.
+Imports `zero` and what is below it.
 """
 
 from .export import consolidate, export, read_extra

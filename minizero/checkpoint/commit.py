@@ -48,7 +48,8 @@ def replace_file(path: Path, data: bytes) -> None:
 def prepare(folder: Path, tag: str) -> tuple[Path, Path, int]:
     """Make a folder to write in: the checkpoint's path, it, a number."""
     bad = Path(tag).name != tag or tag in ("", "..", LATEST)
-    if bad or tag.strip() != tag or ASIDE.fullmatch(tag):
+    bad |= tag.strip() != tag or not tag.isprintable()
+    if bad or ASIDE.fullmatch(tag):
         raise CheckpointError(
             f"the tag {tag!r} cannot name a folder beside `latest`; take "
             "one such as 'step-100', without slashes"

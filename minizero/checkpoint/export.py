@@ -88,8 +88,7 @@ def export(
     where.mkdir(parents=True, exist_ok=True)
     if any(where.glob("*.safetensors")) or any(where.glob("*.bin")):
         raise CheckpointError(
-            f"{where}: it has weights already, and a reader would mix them up; export to "
-            "a folder without"
+            f"{where}: it has weights already; export to a folder without"
         )
     tensors = _weights(open_run(folder, tag), dtype)
     parts: list[list[LazyTensor]] = [[]]

@@ -28,7 +28,6 @@ FROZEN = "frozen, so without states (load with optimizer=False)"
 # options of an optimizer that depend on the machine, and references to parameters
 _NOT_SAVED = "params param_names foreach fused capturable differentiable".split()
 
-
 # one thread, so that only one save is under way at a time; a program that ends waits for it
 _writer = ThreadPoolExecutor(1, "checkpoint")
 _under_way: Saving | None = None

@@ -22,6 +22,7 @@ NO_EFFECT: Rows = [
         "round_robin_gradients": ANY, "stage3_module_granularity_threshold": 0,
         "stage3_use_all_reduce_for_fetch_params": False, "parameter_alignment": False,
         "stage3_allgather_sequential": False}),
+    ("python -m minizero dryrun reads it", "", {"minizero_plan": ANY}),
     ("there is one way of doing this", ZERO, {
         "ignore_unused_parameters": True, "cpu_offload_use_pin_memory": None,
         "memory_efficient_linear": ANY, "override_module_apply": True,

@@ -57,8 +57,7 @@ class Loader:
     `data_sampler.set_epoch` changes it, as in DeepSpeed.
 
     `dataset`: with `len` and `[index]`. `drop_last`: leave out a smaller last batch.
-    `workers`: processes that load; 0 loads in this one. `seen`: samples of all ranks
-    that the last iterator has given; None between epochs.
+    `seen`: samples of all ranks that the last iterator has given; None between epochs.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Loader:
         batch_size: int,
         collate_fn: Collate | None = None,
         drop_last: bool = False,
-        workers: int = 0,
         shuffle: bool = True,
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -77,7 +75,7 @@ class Loader:
                 "rank's samples yourself, and leave training_data out"
             )
         self.dataset, self.batch_size = dataset, batch_size
-        self.collate_fn, self.drop_last, self.workers = collate_fn, drop_last, workers
+        self.collate_fn, self.drop_last = collate_fn, drop_last
         self.data_sampler = ShardSampler(dataset, shuffle=shuffle)
         if not len(self):
             raise ValueError(
@@ -104,7 +102,6 @@ class Loader:
                 sampler=part,
                 collate_fn=self.collate_fn,
                 drop_last=self.drop_last,
-                num_workers=self.workers,
                 pin_memory=torch.cuda.is_available(),
                 # an iterator draws a seed from it; the run that is resumed has drawn
                 # that from the global generator before its state was saved

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
 from .data import Collate, Loader
-from .metrics import Monitor, Throughput, count_flops
+from .metrics import Monitor, profiled
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
@@ -54,7 +54,7 @@ class Engine(StepLoop, nn.Module):
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
     Without an optimizer it evaluates only. `monitor`: writes values where the config
-    says; a script may use it too. `meter`: times steps.
+    says; a script may use it too. `meter`: times of the steps since the last report.
     """
 
     module: nn.Module
@@ -74,6 +74,7 @@ class Engine(StepLoop, nn.Module):
         self.training_dataloader, self.collate_fn = loader, collate_fn
         self.monitor, self._loss = Monitor(config), 0.0
         self.is_compiled = self._destroyed = False
+        self._reported = False  # whether the meter's sum has been printed
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
         self.dp_world_size, self.get_data_parallel_rank = world_size(), rank
@@ -104,23 +105,14 @@ class Engine(StepLoop, nn.Module):
         self._check(trains=False)
         if not torch.is_grad_enabled():
             return self.net(*args, **kwargs)
-        with self.meter.phase("forward"), self._profiled():
-            return self.net(*args, **kwargs)
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Write a table of FLOPs by module, in the step that `flops_profiler` names."""
+        if self._reported:
+            self.meter.reset()
+            self._reported = False
         asked = self.config.flops_profiler
         now = self.global_steps == asked.profile_step and self._position == 0
-        if not (asked.enabled and now and rank() == 0):
-            yield
-            return
-        with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
-            yield
-        if asked.output_file is None:
-            print(counter.get_table(), flush=True)
-        else:
-            Path(asked.output_file).write_text(f"{counter.get_table()}\n")
+        profile = asked.enabled and now and rank() == 0
+        with self.meter.phase("forward"), profiled(asked) if profile else nullcontext():
+            return self.net(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -176,8 +168,10 @@ class Engine(StepLoop, nn.Module):
 
     def _report(self) -> None:
         """After a step: time it, and print and write what the config asks for."""
-        config = self.config
+        config, every = self.config, self.config.steps_per_print
         self.meter.end_step(config.train_batch_size, config.gradient_accumulation_steps)
+        averaged = bool(every and self.global_steps % every == 0)
+        self._reported = averaged or config.wall_clock_breakdown
         if rank() != 0:
             return
         assert self.optimizer is not None
@@ -189,18 +183,13 @@ class Engine(StepLoop, nn.Module):
             self.monitor.write_events(
                 (f"Train/Samples/{name}", value, samples) for name, value in seen.items()
             )
-        every = config.steps_per_print
-        if every and self.global_steps % every == 0:
-            parts = (
-                f"step={self.global_steps}, skipped={self.skipped_steps}",
-                f"lr={self.get_lr()}, mom={self.get_mom()}",
-                f"loss_scale={self.optimizer.loss_scale:g}",
-                str(self.meter.recent),
-            )
-            print(", ".join(filter(None, parts)), flush=True)
-            self.meter.reset()
-        elif config.wall_clock_breakdown:
-            print(f"step={self.global_steps}, {self.meter.last}", flush=True)
+        parts = [f"step={self.global_steps}"]
+        if averaged:
+            parts += [f"skipped={self.skipped_steps}", f"lr={self.get_lr()}"]
+            parts += [f"mom={self.get_mom()}"]
+            parts += [f"loss_scale={self.optimizer.loss_scale:g}"]
+        if self._reported:
+            print(", ".join(filter(None, [*parts, str(self.meter)])), flush=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside does not reduce; the next one outside does.
@@ -254,10 +243,6 @@ class Engine(StepLoop, nn.Module):
     def dynamic_loss_scale(self) -> bool:
         """Whether there is a loss scale that adapts itself."""
         return self.config.fp16.enabled and not self.config.fp16.loss_scale
-
-    def throughput(self) -> Throughput:
-        """Samples and model FLOPs a second, and times of phases, since the last report."""
-        return self.meter.recent if self.meter.recent.steps else self.meter.last
 
     # ---- batches
 
@@ -382,7 +367,7 @@ class Engine(StepLoop, nn.Module):
             load_dir,
             tag,
             strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            optimizer=bool(load_optimizer_states and not load_module_only and self.optimizer),
             check=check,
         )
         self.zero_grad()

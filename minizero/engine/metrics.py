@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,57 @@ from ..config import Config
 from ..ranks import rank
 
 
-@dataclass
-class Throughput:
-    """Time, samples and FLOPs of some steps; the sum of two is that of all their steps.
+class Meter:
+    """Times steps; with `detailed` also their phases, and counts FLOPs.
 
-    `seconds`: from the end of the step before the first of them to the end of the last,
-        data loading included.
-    `samples`: of all ranks.
-    `phases`: nanoseconds of forward, backward and step on this rank; empty unless timed.
-    `flops`: model FLOPs of this rank; 0 unless counted.
+    It sums up `steps`, `seconds` (data loading included), `samples` of all ranks, and
+    with `detailed` nanoseconds of `phases` and model `flops` of this rank, since the last
+    `reset`. `forward_flops`: of one micro-batch; None before it was counted.
     """
 
-    steps: int = 0
-    seconds: float = 0.0
-    samples: int = 0
-    phases: Counter[str] = field(default_factory=Counter)
-    flops: float = 0.0
+    def __init__(self, detailed: bool = False) -> None:
+        self.detailed = detailed
+        self.forward_flops: int | None = None
+        self._ended: int | None = None
+        self.reset()
 
-    def __add__(self, other: Throughput) -> Throughput:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Throughput(*(a + b for a, b in pairs))
+    def reset(self) -> None:
+        """Begin a new sum."""
+        self.steps = self.samples = self.flops = 0
+        self.seconds, self.phases = 0.0, Counter[str]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        if not self.detailed:
+            yield
+            return
+        begun = self._now()
+        if name == "forward" and self.forward_flops is None:
+            with count_flops() as counter:
+                yield
+            self.forward_flops = counter.get_total_flops()
+        else:
+            yield
+        self.phases[name] += self._now() - begun
+
+    def _now(self) -> int:
+        if self.detailed and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter_ns()
+
+    def end_step(self, samples: int, micro_batches: int) -> None:
+        """A step of so many samples on all ranks has ended.
+
+        A backward counts as two forwards, and recomputation does not count (Chowdhery et
+        al. 2022, app. B). The rates leave the first step out: it also warms up.
+        """
+        now, before, self.steps = self._now(), self._ended, self.steps + 1
+        self._ended = now
+        if before is not None:
+            self.seconds += (now - before) / 1e9
+            self.samples += samples
+            self.flops += 3 * (self.forward_flops or 0) * micro_batches
 
     @property
     def milliseconds(self) -> dict[str, float]:
@@ -58,61 +88,6 @@ class Throughput:
         return ", ".join(parts)
 
 
-class Meter:
-    """Times steps; with `detailed` also their phases, and counts FLOPs.
-
-    Without `detailed` it reads the clock once a step. `last`: the last step. `recent`:
-    the steps since the last `reset`. `forward_flops`: of one micro-batch; None before
-    it was counted.
-    """
-
-    def __init__(self, detailed: bool = False) -> None:
-        self.detailed = detailed
-        self.forward_flops: int | None = None
-        self.last, self.recent = Throughput(), Throughput()
-        self._phases: Counter[str] = Counter()
-        self._ended: int | None = None
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a phase of this step."""
-        if not self.detailed:
-            yield
-            return
-        begun = self._now()
-        if name == "forward" and self.forward_flops is None:
-            with count_flops() as counter:
-                yield
-            self.forward_flops = counter.get_total_flops()
-        else:
-            yield
-        self._phases[name] += self._now() - begun
-
-    def _now(self) -> int:
-        if self.detailed and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter_ns()
-
-    def end_step(self, samples: int, micro_batches: int) -> None:
-        """A step of so many samples on all ranks has ended.
-
-        A backward counts as two forwards, and recomputation does not count (Chowdhery et
-        al. 2022, app. B). The first step is left out of averages: it also warms up.
-        """
-        now, before = self._now(), self._ended
-        phases, self._phases, self._ended = self._phases, Counter(), now
-        if before is None:
-            self.last = Throughput(1, phases=phases)
-            return
-        flops = 3 * (self.forward_flops or 0) * micro_batches
-        self.last = Throughput(1, (now - before) / 1e9, samples, phases, flops)
-        self.recent += self.last
-
-    def reset(self) -> None:
-        """Begin a new average."""
-        self.recent = Throughput()
-
-
 def count_flops(depth: int | None = None) -> Any:
     """torch's FLOP counter, which lacks the attention of CPUs: a context manager.
 
@@ -126,6 +101,17 @@ def count_flops(depth: int | None = None) -> Any:
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     deepest = 10**6 if depth is None else depth
     return FlopCounterMode(None, deepest, False, {on_cpu: attention})
+
+
+@contextmanager
+def profiled(asked: Any) -> Iterator[None]:
+    """Write a table of the block's FLOPs by module, as `flops_profiler` asks."""
+    with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
+        yield
+    if asked.output_file is None:
+        print(counter.get_table(), flush=True)
+    else:
+        Path(asked.output_file).write_text(f"{counter.get_table()}\n")
 
 
 class Monitor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import Config
 from ..zero import DataParallel
 
 
@@ -22,10 +23,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     was skipped because gradients were not finite.
     """
 
-    def __init__(self, net: DataParallel, clipping: float, with_norm: bool) -> None:
+    def __init__(self, net: DataParallel, config: Config) -> None:
         # not `super().__init__`: groups and state are the inner optimizer's
-        self.net, self.optimizer = net, net.optimizer
-        self.clipping, self.with_norm = clipping, with_norm
+        self.net, self.optimizer, self.config = net, net.optimizer, config
         self.norm: Tensor | None = None
         self.overflow = False
 
@@ -56,9 +56,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step takes no closure; call engine.backward and engine.step")
         self.norm = None
-        if self.clipping:
-            self.norm = self.net.clip_grad_norm(self.clipping)
-        elif self.with_norm:
+        if self.config.gradient_clipping:
+            self.norm = self.net.clip_grad_norm(self.config.gradient_clipping)
+        elif self.config.zero_optimization.compute_grad_norm:
             self.norm = self.net.grad_norm()
         self.overflow = not self.net.step()
 

@@ -50,30 +50,24 @@ def initialize(
     frozen, and at stage 3 they are sharded.
 
     Args:
-        args: parsed arguments; `args.deepspeed_config` may be the config.
         model: any module; parameters and buffers get rank 0's values.
         optimizer: an element-wise `torch.optim` optimizer over the model's parameters,
             or a function that makes one of `model_parameters`; default: the config's.
         model_parameters: parameters, or groups (dicts) of them; default: all.
-        training_data: a dataset with `len` and `[index]`, the same on every rank, which
-            sees its part.
+        training_data: a dataset with `len` and `[index]`; each rank sees its part.
         lr_scheduler: a scheduler, or a function that makes one of the optimizer;
             default: the config's. `engine.step` steps it.
         collate_fn: makes a batch of a list of samples.
-        config, config_params: a dict, the path of a JSON file, or JSON text.
+        config, config_params, args.deepspeed_config: one of them is the config, a dict,
+            the path of a JSON file, or JSON text.
         units: whether a module communicates as one unit; default: the members of
             `nn.ModuleList` and `nn.Sequential`.
         dist_init_required: no effect: ranks connect if they have not yet.
-        distributed_port, mpu, mesh_param: refused, for all ranks are data-parallel.
 
-    Raises:
-        ConfigError: a sentence for each problem of the config.
-        ValueError, TypeError: for another argument.
+    ConfigError has a sentence for each problem of the config.
     """
-    others = {"distributed_port": distributed_port, "mpu": mpu, "mesh_param": mesh_param}
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{name}= is not supported: all ranks are data-parallel")
+    if (distributed_port, mpu, mesh_param) != (None, None, None):
+        raise ValueError("distributed_port=, mpu=, mesh_param=: all ranks are data-parallel")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]
@@ -102,10 +96,7 @@ def initialize(
     for sentence in said if rank() == 0 else ():
         warnings.warn(sentence, stacklevel=2)
     net = wrap(model, made, settings, units)
-    updates = None
-    if made is not None:
-        with_norm = settings.zero_optimization.compute_grad_norm
-        updates = EngineOptimizer(net, settings.gradient_clipping, with_norm)
+    updates = None if made is None else EngineOptimizer(net, settings)
     engine = Engine(settings, net, updates, scheduler, loader, collate_fn)
     return engine, updates, loader, scheduler
 

@@ -153,11 +153,6 @@ def estimate(
     """
     check("precision", precision, PRECISIONS)
     check("optimizer", optimizer, OPTIMIZERS)
-    if not (n_params > 0 and world_size >= 1 and world_size % 1 == 0):
-        raise ValueError(
-            "n_params must be above 0 and world_size a whole number >= 1, "
-            f"not {n_params!r} and {world_size!r}"
-        )
     plan = stage
     if not isinstance(plan, Plan):
         plan = Plan.stage(plan, offload_optimizer, offload_param, group)

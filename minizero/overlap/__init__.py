@@ -1,7 +1,6 @@
 """Collectives that are under way while a rank computes.
 
-Read `schedule`, then `simulator`, which predicts when it pays. Imports `zero` and what
-is below it.
+Read `schedule`, then `simulator`, which predicts when it pays.
 """
 
 from .schedule import Overlap

@@ -84,11 +84,7 @@ class Overlap(Schedule):
         return [*(Action("wait", u) for u in before), Action("reduce", unit)]
 
     def updated(self, unit: Unit) -> list[Action]:
-        """Publish the updated shards; the step waits at its end.
-
-        A unit that is kept unsharded has old values now: gather it again, and
-        wait for it where it is used next.
-        """
+        """Publish the updated shards; gather again what is kept unsharded."""
         actions = [Action("publish", unit)]
         if unit in self._live and unit.trainable:
             actions += [Action("release", unit), Action("gather", unit)]
@@ -155,26 +151,18 @@ class Overlap(Schedule):
         return freed
 
     def _gather_ahead(self) -> list[Unit]:
-        """Choose the next units that may be gathered now.
-
-        Stop at the first that would break a limit: a later, smaller one would
-        take its place.
-        """
+        """Choose the next units, up to the first that breaks a limit."""
         chosen: list[Unit] = []
-        ahead, live = self._sum(self._ahead), self._sum(self._live)
+        ahead = self.prefetch_bucket_size - self._sum(self._ahead)
+        room = min(ahead, self.max_live_parameters - self._sum(self._live))
         for unit in self.order.upcoming():
-            if unit in self._live:
-                continue
-            size = self._elements[unit]
-            ahead, live = ahead + size, live + size
-            if (
-                ahead > self.prefetch_bucket_size
-                or live > self.max_live_parameters
-            ):
-                break
-            self._live[unit] = None
-            self._ahead.add(unit)
-            chosen.append(unit)
+            if unit not in self._live:
+                room -= self._elements[unit]
+                if room < 0:
+                    break
+                self._live[unit] = None
+                self._ahead.add(unit)
+                chosen.append(unit)
         return chosen
 
     def _free(self, unit: Unit) -> None:

@@ -83,8 +83,8 @@ class Interval:
     """What one lane did from `begin` to `end`, in seconds since the step began.
 
     `lane`: "compute", "link", "bus" or "disk". `what`: a phase, "wait", the op of a
-    collective, or what a copy does. `nbytes`: how many were sent or copied. `after`:
-    seconds that the rank spends when a collective has arrived; None: it has spent them.
+    collective, or what a copy does. `after`: seconds that the rank spends when a
+    collective has arrived; None: it has spent them.
     """
 
     lane: str
@@ -384,13 +384,11 @@ def simulate(
     """One step of training, as `schedule` orders it on `machine`.
 
     `layers`: the root first, then the blocks in the order of the forward. `schedule`: a
-    new `minizero.zero.Schedule` or `minizero.Overlap`, as a net would be given: only the
-    net is simulated. `boundary`: whether the micro-batch is the last of its step, after
-    which there is an update. The second step counts: by then the order is recorded.
+    new `minizero.zero.Schedule` or `minizero.Overlap`. `boundary`: whether an update
+    follows the micro-batch. The second step counts: by then the order is recorded.
     """
     simulation = Simulation(machine, plan, schedule, bucket_size)
-    units: Any = layers
-    schedule.attach(units, plan)
+    simulation.schedule.attach(layers, plan)
     simulation.step(layers, boundary)
     start, simulation.line = simulation.now, Timeline()
     simulation.step(layers, boundary)

@@ -29,7 +29,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values, scale
 
 # %% auto #0
-__all__ = ['E4M3', 'E5M2', 'Where', 'quantise', 'product', 'Float8Linear', 'use_float8']
+__all__ = ['E4M3', 'E5M2', 'quantise', 'product', 'Float8Linear', 'use_float8']
 
 # %% ../../notebooks/04_precision.ipynb #float8-product
 def product(
@@ -86,10 +86,9 @@ class Float8Linear(nn.Linear):
         return y.view(*x.shape[:-1], self.out_features)
 
 # %% ../../notebooks/04_precision.ipynb #float8-use
-Where = Callable[[str, nn.Linear], bool]
-
-
-def use_float8(model: nn.Module, where: Where | None = None) -> list[str]:
+def use_float8(
+    model: nn.Module, where: Callable[[str, nn.Linear], bool] | None = None
+) -> list[str]:
     """Replace linear layers by 8-bit ones, in place; returns their names.
 
     `where`: chooses by name and layer. By default all but those that share

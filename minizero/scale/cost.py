@@ -39,14 +39,14 @@ class Candidate:
     def __post_init__(self) -> None:
         check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
         check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
-        plan, bits = self.plan, (self.weight_bits, self.gradient_bits)
         if self.secondary and (self.group or self.stage < 3):
             raise ValueError(
                 "secondary keeps copies of parameters that are sharded over all ranks: "
                 "use it at stage 3, without group"
             )
-        if plan.group or any(bits):
-            check_groups(plan, *bits)
+        bits = self.weight_bits, self.gradient_bits
+        if self.plan.group or any(bits):
+            check_groups(self.plan, *bits)
 
     @property
     def plan(self) -> Plan:
@@ -208,7 +208,7 @@ class Costs:
         rows = 4 * self.tokens * shape.heads  # flash: the logarithms of the sums
         if checkpointing == "none":
             wide = (4 if shape.gated else 2) * shape.ffn
-            elements = 6 * h + 2 * shape.kv + wide
+            elements: float = 6 * h + 2 * shape.kv + wide
             if self.attention == "eager":
                 elements, rows = elements + 2.5 * shape.heads * self.sequence, 0
             return self.itemsize * self.tokens * elements + rows

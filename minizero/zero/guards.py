@@ -65,7 +65,7 @@ def _check_apart(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.numel() and not p.is_meta and not hasattr(p, "sharded_in"):
             last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            start, memory = p.storage_offset(), p.untyped_storage()._cdata
+            start, memory = int(p.storage_offset()), p.untyped_storage()._cdata
             spans.append((memory, start, start + last + 1, name))
     shared, end, before = 0, 0, ""
     for memory, start, stop, name in sorted(spans):
