@@ -192,4 +192,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
 def _saved_run(folder: Any) -> bool:
     """Whether rank 0 finds an engine's checkpoint there."""
     found = rank() == 0 and checkpoint.exists(Path(folder))
-    return bool(comm.gather_objects(found)[0])
+    return bool(comm.gather_objects(bool(found))[0])

@@ -134,9 +134,9 @@ def paced(machine: Machine, group: int | None = None) -> Iterator[None]:
         begin = max(free(stream), time.perf_counter())
         frees[id(stream)] = begin + source.nbytes / slot
 
-    def following(stream: CopyStream, *others: CopyStream) -> None:
-        follow(stream, *others)
-        frees[id(stream)] = max(map(free, (stream, *others)))
+    def following(stream: CopyStream, other: CopyStream | None = None) -> None:
+        follow(stream, other)
+        frees[id(stream)] = max(free(stream), free(other) if other else 0.0)
 
     def loading(storage: Offload, shard: Tensor, into: Tensor) -> Tensor:
         found = load(storage, shard, into)

@@ -46,13 +46,11 @@ class CopyStream:
         self.stream = torch.cuda.Stream() if cuda else None
         self.nbytes = 0
 
-    def follow(self, *others: CopyStream) -> None:
-        """Start later copies only after what the computation and `others` have queued."""
-        if self.stream is None:
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        for other in others:
-            if other.stream is not None:
+    def follow(self, other: CopyStream | None = None) -> None:
+        """Start later copies after what the computation and `other` have queued."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            if other is not None and other.stream is not None:
                 self.stream.wait_stream(other.stream)
 
     def copy(self, out: Tensor, source: Tensor) -> None:
