@@ -211,10 +211,7 @@ def configure(
     checkpoint_in_cpu: bool | None = None,
     **others: Any,
 ) -> None:
-    """Set where `checkpoint` keeps arguments, for the whole process.
-
-    Only `checkpoint_in_cpu`, or a config's `cpu_checkpointing`, has an effect.
-    """
+    """Set whether `checkpoint` keeps arguments in host memory, in the whole process."""
     if any(others.values()):
         warnings.warn(f"{', '.join(others)} without effect", stacklevel=2)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
@@ -230,7 +227,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Does nothing: there are no buffers to free between steps."""
+    """Nothing: there are no buffers to free."""
 
 
 logger = logging.getLogger("minizero")
