@@ -54,8 +54,8 @@ class EngineStep(AcceleratedOptimizer):
 class Accelerator(accelerate.Accelerator):
     """Trains as a DeepSpeed config says; the rest is `accelerate`'s.
 
-    `config`: a dict, the path of a JSON file, or JSON text; or a function that makes
-    the dict for a model. Sizes of batches that it leaves out are the loop's.
+    `config`: a dict, a path or JSON text, or a function that makes the dict for a model.
+    Sizes of batches that it leaves out are the loop's.
     """
 
     config: Source | Callable[[nn.Module], dict[str, Any]]

@@ -90,7 +90,7 @@ class TrainerMixin(AnyTrainer):
                 raise ValueError(f"{name} does not work with minizero; leave it out")
         self.args.used_by_minizero = True
         super().create_accelerator_and_postprocess()
-        # made without our `__init__`; the arguments have done what that does
+        # the arguments have done what its `__init__` does
         self.accelerator.__class__ = Accelerator
         self.accelerator.config = self._config
 
@@ -187,4 +187,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
 def _saved_run(folder: Any) -> bool:
     """Whether rank 0 finds an engine's checkpoint there."""
     found = rank() == 0 and checkpoint.exists(Path(folder))
-    return comm.broadcast_bytes(b"1" if found else b"0") == b"1"
+    return bool(comm.gather_objects(found)[0])
