@@ -192,4 +192,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
 def _saved_run(folder: Any) -> bool:
     """Whether rank 0 finds an engine's checkpoint there."""
     found = rank() == 0 and checkpoint.exists(Path(folder))
-    return comm.broadcast_bytes(b"1" if found else b"0") == b"1"
+    return bool(comm.gather_objects(bool(found))[0])
