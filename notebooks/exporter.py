@@ -5,8 +5,9 @@
 nothing but `class ZeRO3(ZeRO3):` reopens it, and its body follows that of the first
 cell, so that the module has one class.
 
-`python notebooks/exporter.py` brings what was edited in modules back to the cells that
-they came from. (`nbdev-update` would put a class of several cells whole into the first.)
+`python notebooks/exporter.py` brings what was edited in modules back to the cells
+that they came from. (`nbdev-update` would put a class of several cells whole into the
+first.)
 """
 
 from __future__ import annotations
