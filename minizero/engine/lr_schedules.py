@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -58,8 +57,6 @@ class Schedule(LRScheduler):
     """
 
     optimizer: Optimizer
-    if TYPE_CHECKING:
-        last_batch_iteration: int
 
     def __post_init__(self) -> None:
         # not `LRScheduler.__init__`: it wraps optimizer.step, to warn of steps that an
