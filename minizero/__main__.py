@@ -213,7 +213,11 @@ def _dryrun(options: argparse.Namespace) -> None:
 
     config: dict[str, Any] = json.loads(options.config.read_text("utf-8"))
     given = {k: v for k, v in vars(options).items() if v is not None}
-    planned = {"machine": "h100-80gb", "sequence": 2048, "checkpointing": "none"}
+    planned: dict[str, Any] = {
+        "machine": "h100-80gb",
+        "sequence": 2048,
+        "checkpointing": "none",
+    }
     planned |= config.pop("minizero_plan", {}) | given
     if "gpus" not in planned:
         raise ValueError("the config does not say how many GPUs; give --gpus")

@@ -246,7 +246,7 @@ def test_config_explorer_has_a_plan_for_every_choice() -> None:
         "idle": {},
     }
     assert table["1/none/cpu"]["idle"] == {
-        "offload_param": "parameters are sharded at stage 3 only, and the stage is 1"
+        "offload_param": "parameters are sharded at stage 3 only"
     }
 
 

@@ -23,7 +23,7 @@ from minizero.lab.measure import (
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks import Pool, rank
-from minizero.zero import DataParallel, Schedule
+from minizero.zero import Action, DataParallel, Schedule
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)
 HUGE = 10**9
@@ -287,6 +287,34 @@ def test_an_order_that_changes_costs_calls_only(two: Pool) -> None:
     wasted = [got - need for got, need in zip(gathers, needed, strict=True)]
     assert wasted[:2] == [0, 0] and wasted[3] == wasted[5] == 0
     assert wasted[2] > 0 and two.run(turning, 3, None)[0][1] == needed
+
+
+class NextInList(Schedule):
+    """Also gathers the unit that follows in the list, and never releases it."""
+
+    def attach(self, units: Any, plan: Plan) -> None:
+        self.units = list(units)
+
+    def needed(self, unit: Any) -> list[Action]:
+        following = self.units[self.units.index(unit) + 1 :][:1]
+        gathers = [Action("gather", u) for u in (unit, *following)]
+        return [*gathers, Action("wait", unit)]
+
+
+def trained(naive: bool) -> dict[str, Tensor]:
+    net = build(3, None)
+    if naive:
+        net.schedule = NextInList()
+        net.schedule.attach(net.units, net.plan)
+    for _ in range(3):
+        step(net)
+    return net.state_dict()
+
+
+def test_what_a_schedule_left_unsharded_is_gathered_again(two: Pool) -> None:
+    """After an update its values are old."""
+    expected, got = two.run(trained, False)[0], two.run(trained, True)[0]
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def count_gathers(checkpoint: bool, chosen: Settings | None) -> int:

@@ -11,7 +11,7 @@ import pytest
 from minizero.scale import MACHINES, MODELS, Candidate, Machine, Prediction, predict
 from minizero.scale.predict import adam_seconds
 from minizero.scale.published import Row, calibrate, mean_error, rows
-from minizero.scale.shapes import Shape, find
+from minizero.scale.shapes import find
 from minizero.zero import Schedule
 
 A100, V100 = MACHINES["a100-80gb"], MACHINES["v100-32gb"]
@@ -19,13 +19,12 @@ HOW = Candidate.__dataclass_fields__
 
 
 def step(
-    shape: Shape | str = "mpt-1b", machine: Machine = A100, stage: int = 3, **options: Any
+    shape: str = "mpt-1b", machine: Machine = A100, stage: int = 3, **options: Any
 ) -> Prediction:
     """A step of 8 GPUs with 8 sequences of 2,048 tokens, unless said otherwise."""
     options = {"sequence": 2048, "micro_batch": 8, "world_size": 8} | options
     how = {name: options.pop(name) for name in list(options) if name in HOW}
-    found = MODELS[shape] if isinstance(shape, str) else shape
-    return predict(found, machine, Candidate(stage, **how), **options)
+    return predict(MODELS[shape], machine, Candidate(stage, **how), **options)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,10 @@ def test_it_proves_itself(stage_3: tuple[Path, str]) -> None:
 
 
 def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
-    weights = load_file(stage_3[0] / "weights.safetensors")
+    path = stage_3[0] / "weights.safetensors"
+    # everybody who may read the report may read the weights
+    assert path.stat().st_mode == (stage_3[0] / "report.json").stat().st_mode
+    weights = load_file(path)
     model = GPT(GPTConfig.named("0.1m"))
     model.load_state_dict(weights)
     assert torch.equal(model.head.weight, weights["tokens.weight"])

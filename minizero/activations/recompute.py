@@ -166,8 +166,8 @@ class Recompute:
         module.forward = MethodType(forward, module)
 
 
+# how `deepspeed.checkpointing.checkpoint` calls functions
 CHECKPOINT = Recompute("full")
-"""How `deepspeed.checkpointing.checkpoint` calls functions."""
 
 # %% ../../notebooks/09_activations.ipynb #act-units
 def recompute_units(

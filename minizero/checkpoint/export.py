@@ -87,9 +87,7 @@ def export(
     where = Path(out)
     where.mkdir(parents=True, exist_ok=True)
     if any(where.glob("*.safetensors")) or any(where.glob("*.bin")):
-        raise CheckpointError(
-            f"{where}: it has weights already; export to a folder without"
-        )
+        raise CheckpointError(f"{where}: it has weights already; take another folder")
     tensors = _weights(open_run(folder, tag), dtype)
     parts: list[list[LazyTensor]] = [[]]
     for tensor in tensors:

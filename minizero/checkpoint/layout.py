@@ -46,21 +46,16 @@ class SavedFlat:
     """A saved flat buffer, cut into shards of `size` elements, one in each file.
 
     key: begins the names of its tensors in the files.
-    ranks: how many ranks together kept all of it; 1 if each rank kept all.
+    savers: of each shard, the rank in whose file it is.
     dtypes: of what is in each file: "parameters" (fp32 masters, if there were any), and
         the optimizer's states, such as "optimizer/exp_avg".
     """
 
     key: str
     size: int
-    ranks: int
+    savers: list[int]
     dtypes: dict[str, str]
     slots: list[SavedSlot]
-
-    def saver(self, shard: int, world_size: int) -> int:
-        """The rank in whose file a shard is."""
-        place, number = divmod(shard, world_size // self.ranks)
-        return number * self.ranks + place
 
 
 @dataclass

@@ -112,11 +112,11 @@ class SavedRun:
         self, name: str, flat: SavedFlat, what: str, start: int, shape: Sequence[int]
     ) -> LazyTensor:
         """A part of a saved buffer, to be read from the files that have it."""
-        ranks, key = len(self.index.files), f"{flat.key}/{what}"
+        key = f"{flat.key}/{what}"
 
         def read(a: int, b: int) -> Tensor:
             parts = [
-                self.file(flat.saver(shard, ranks)).get_slice(key)[i:j]
+                self.file(flat.savers[shard]).get_slice(key)[i:j]
                 for shard, i, j in pieces(a, b, flat.size)
             ]
             return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -171,11 +171,10 @@ def fill(
 ) -> None:
     """Read this rank's part of the parameters, and of the optimizer's states."""
 
-    def read(flat: Flat, what: str, *tensors: Tensor) -> None:
-        """The elements that this rank stores, in the dtype of each tensor."""
-        count = tensors[0].numel()
-        start = rank() % (flat.padded // count) * count
-        for saved, first, a, b in places(flat, start, start + count, found):
+    def read(flat: Flat, what: str, start: int, *tensors: Tensor) -> None:
+        """The elements of a buffer from `start` on, in the dtype of each tensor."""
+        end = start + tensors[0].numel()
+        for saved, first, a, b in places(flat, start, end, found):
             for chunk in run.lazy(what, saved, what, first, [b - a]).chunks():
                 for tensor in tensors:
                     net.storage.write_shard(tensor, chunk.to(tensor.dtype), a)
@@ -183,12 +182,14 @@ def fill(
 
     scalars = run.values("scalars")
     for flat in net.flats:
-        if not flat.trainable and not net.plan.parameters.sharded:
-            read(flat, "parameters", flat.full)  # nobody sends it: each rank reads all
+        if not flat.trainable:  # nobody publishes it: each rank reads all
+            stored = getattr(flat, "stored", flat.full)
+            start = rank() % (flat.padded // stored.numel()) * stored.numel()
+            read(flat, "parameters", start, stored)
         elif flat.master is flat.shard:
-            read(flat, "parameters", flat.shard)
+            read(flat, "parameters", flat.start, flat.shard)
         else:
-            read(flat, "parameters", flat.master, flat.shard)
+            read(flat, "parameters", flat.start, flat.master, flat.shard)
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
         if saved and flat.trainable and optimizer:
             group = net.optimizer.param_groups[flat.group or 0]
@@ -208,7 +209,7 @@ def fill(
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
                     state[key] = net.storage.store(zeros, "optimizer")
-                read(flat, what, state[key])
+                read(flat, what, flat.start, state[key])
             net.optimizer.state[flat.master] = state
 
 

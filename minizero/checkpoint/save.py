@@ -108,7 +108,12 @@ def save(
             name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
             with agreeing(CheckpointError):
                 facts = write_tensors(written / name, tensors)
-            index.files = comm.gather_objects((name, *facts))
+            pieces = [flat.savers[0] for flat in index.flats]
+            every = comm.gather_objects(((name, *facts), pieces))
+            index.files = [file for file, _ in every]
+            for number, flat in enumerate(index.flats):
+                shards = [pieces[number] for _, pieces in every]
+                flat.savers = [shards.index(shard) for shard in range(world_size())]
             with agreeing(CheckpointError):
                 if rank() == 0:
                     commit(written, path, index, keep, latest)
@@ -143,11 +148,12 @@ def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyT
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
             tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
+        mine = (flat.start + start) // size
         slots = [
             SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]
         dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
-        flats.append(SavedFlat(key, size, ranks, dtypes, slots))
+        flats.append(SavedFlat(key, size, [mine], dtypes, slots))
     state = net.module_state()
     buffers = {name: b for name, b in state.items() if isinstance(b, Tensor)}
     modules = {name: value for name, value in state.items() if name not in buffers}

@@ -51,22 +51,19 @@ def backend_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool, group: Group
 ) -> Finish:
     """The backend's own. It takes one contiguous input with equal rows."""
-    equal = inp.whole
+    equal, to = inp.whole, communicator(group)
     if equal is None:
         equal = torch.cat([pad(row, (0, inp.size - row.numel())) for row in inp])
     if backend_of(out) != "gloo":
-        op, to = (
-            dist.ReduceOp.AVG if average else dist.ReduceOp.SUM,
-            communicator(group),
-        )
-        return _reduce_scatter(out, equal, op, to, async_op=True).wait  # type: ignore[no-any-return]
-    host = (equal / group.size if average else equal).cpu()
-    target = torch.empty_like(out, device="cpu")
-    work = _reduce_scatter(target, host, group=communicator(group), async_op=True)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return _reduce_scatter(out, equal, op, to, async_op=True).wait
+    equal = equal / group.size if average else equal
+    target = torch.empty_like(out)  # gloo has no place for an input in its output
+    work = _reduce_scatter(target, equal, group=to, async_op=True)
 
     def finish() -> None:
         work.wait()
-        store(out, target[: inp[group.rank].numel()].to(out.device))
+        store(out, target[: inp[group.rank].numel()])
 
     return finish
 
@@ -75,10 +72,9 @@ def backend_all_gather(out: Rows, inp: Tensor, tag: int, group: Group) -> Finish
     """The backend's own, into `out` itself where that is contiguous and even."""
     own = inp[: out[group.rank].numel()]
     own = pad(own, (0, out.size - own.numel())) if own.numel() < out.size else own
-    target = None if is_staged(own) else out.whole
-    host = own.cpu() if is_staged(own) else own
-    arrived = host.new_empty(out.size * group.size) if target is None else target
-    work = _all_gather(arrived, host, communicator(group), async_op=True)
+    target = out.whole
+    arrived = own.new_empty(out.size * group.size) if target is None else target
+    work = _all_gather(arrived, own, communicator(group), async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -95,7 +91,7 @@ def all_reduce_whole(tensor: Tensor, average: bool, group: Group) -> Finish:
         tensor /= group.size
     elif average:
         op = dist.ReduceOp.AVG
-    return dist.all_reduce(tensor, op, communicator(group), async_op=True).wait  # type: ignore[union-attr,no-any-return]
+    return dist.all_reduce(tensor, op, communicator(group), async_op=True).wait
 
 
 class Halves(NamedTuple):
@@ -134,10 +130,11 @@ def algorithm(name: str) -> Iterator[None]:
 
 def current_algorithm(tensor: Tensor | None = None) -> str:
     """The algorithm of the next collective of `tensor`, or of one on the device."""
-    if _chosen:
-        return _chosen[-1]
     like = torch.empty(0, device=device()) if tensor is None else tensor
-    return "direct" if backend_of(like) in ("", "gloo") else "backend"
+    usual = "direct" if backend_of(like) in ("", "gloo") else "backend"
+    wanted = _chosen[-1] if _chosen else usual
+    # gloo's own collectives do not reach a device
+    return "direct" if wanted == "backend" and is_staged(like) else wanted
 
 
 def halves(tensor: Tensor, quantized: Quantized | None = None) -> Halves:
@@ -153,5 +150,4 @@ def halves(tensor: Tensor, quantized: Quantized | None = None) -> Halves:
 
 def is_native(tensor: Tensor, quantized: Quantized | None = None) -> bool:
     """Whether one of the backend's own collectives does it all."""
-    plain = quantized is None and not is_staged(tensor)
-    return plain and current_algorithm(tensor) == "backend"
+    return quantized is None and current_algorithm(tensor) == "backend"

@@ -68,14 +68,9 @@ class Groups:
         if self.copies > 1:
             self.within = Group("within", ranks[first : first + size])
 
-    @property
-    def shard(self) -> int:
-        """Which of the N shards is this rank's alone: of those its place keeps, one."""
-        return self.place * self.copies + self.number
-
 
 def shard_of(rank: int, group: int, ranks: int) -> int:
-    """`Groups.shard` of any rank, in groups of `group`."""
+    """Which of the N shards is a rank's alone: one of those that its place keeps."""
     number, place = divmod(rank, group)
     return place * (ranks // group) + number
 

@@ -31,7 +31,7 @@ class Rows(Sequence[Tensor]):
     flat: Tensor | None  # all rows as one tensor, if they are contiguous
 
     def __init__(self, given: Buffer, count: int) -> None:
-        self.count, self.given, self.flat = count, given, None
+        self.ranks, self.given, self.flat = count, given, None
         if not isinstance(given, Tensor):
             if len(given) != count:
                 raise ValueError(f"{len(given)} rows were given for {count} ranks")
@@ -48,10 +48,10 @@ class Rows(Sequence[Tensor]):
         self.size = -(-self.numel // count)
 
     def __len__(self) -> int:
-        return self.count
+        return self.ranks
 
     def __getitem__(self, j: Any) -> Any:
-        if not 0 <= j < self.count:
+        if not 0 <= j < self.ranks:
             raise IndexError(j)
         if self.flat is None:
             return self.given[j].detach()
@@ -60,7 +60,7 @@ class Rows(Sequence[Tensor]):
     @property
     def whole(self) -> Tensor | None:
         """All rows as one contiguous tensor, if they are one and equally long."""
-        return self.flat if self.numel == self.count * self.size else None
+        return self.flat if self.numel == self.ranks * self.size else None
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from minizero.lab.models.corpus import Corpus, rows_per_rank
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters, decay_groups
 from minizero.memory.plan import Plan, estimate
 from minizero.memory.tracker import Tracker
+from minizero.offload import NVMe
 from minizero.ranks import device, rank, world_size
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -167,7 +168,8 @@ def train(job: Job) -> dict[str, Any]:
         )  # fmt: skip
         losses: list[float] = []
         if job.resume and checkpoint.exists(job.checkpoints):
-            losses = list(engine.load_checkpoint(job.checkpoints)[1]["losses"])
+            _, state = engine.load_checkpoint(job.checkpoints)
+            losses = list((state or {})["losses"])
         first, seconds = len(losses), []
         bar = tqdm(total=job.steps, initial=first, disable=rank() != 0, unit="step")
         # two updates show all there is; the later steps need not pay for the counting
@@ -262,7 +264,8 @@ def _bytes(engine: Engine, job: Job, tracker: Tracker) -> dict[str, list[float]]
     padded = sum(flat.padded for flat in flats)
     formula = estimate(padded, world_size(), job.plan, job.precision)
     counters = {"host" if job.offload_optimizer else "device": 4 * len(flats)}
-    disk = vars(engine.net.storage.on_disk) if "nvme" in job.places else {}
+    storage = engine.net.storage
+    disk = vars(storage.on_disk) if isinstance(storage, NVMe) else {}
     rows = {}
     for place, held, expected in (
         ("device", tracker.live, formula),
@@ -297,13 +300,15 @@ def _sent(engine: Engine, calls: list[Call], steps: int) -> dict[str, list[float
 
 def _write(job: Job, report: dict[str, Any], weights: dict[str, Any]) -> None:
     """The weights, the report as data, and the loss curve as a picture."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from minizero.lab.plots import loss_curves
 
     out = Path(job.out)
     # a file has no two names for one tensor: tied weights are written twice
-    save_file({k: v.clone() for k, v in weights.items()}, out / "weights.safetensors")
+    data = save({k: v.clone() for k, v in weights.items()})
+    # `save_file` would make a file that its owner alone may read
+    (out / "weights.safetensors").write_bytes(data)
     text = json.dumps({"job": asdict(job), **report}, indent=1)
     (out / "report.json").write_text(text)
     figure = loss_curves({f"{job.model}, stage {job.stage}": report["losses"]})

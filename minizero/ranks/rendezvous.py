@@ -104,8 +104,9 @@ def use_network(master: str) -> None:
             for _, name in socket.if_nameindex():
                 query = name.encode().ljust(256, b"\0")
                 with contextlib.suppress(OSError):  # it has no address
-                    address = ioctl(probe.fileno(), 0x8915, query)[20:24]  # SIOCGIFADDR
-                    if address == mine:
+                    if (
+                        ioctl(probe.fileno(), 0x8915, query)[20:24] == mine
+                    ):  # SIOCGIFADDR
                         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -130,7 +131,7 @@ def _fresh_store() -> Store:
             store = PrefixStore(kept.get("minizero").decode(), kept)
             store.set(me, mark)
             if me == "0" and store.check(everyone):
-                store.set("all", b" ".join(map(store.get, everyone)))
+                store.set("all", " ".join(store.get(r).decode() for r in everyone))
             if store.check(["all"]) and mark in store.get("all").decode():
                 return store
         time.sleep(0.05)

@@ -95,7 +95,8 @@ class _Peers:
         stuck = last.state != "done" and time.monotonic() - last.time > LATE
         if stuck and last is not self.told:
             story = f"  rank {self.rank} {last}{position()}"
-            self.store.set(str(self.rank), pickle.dumps((list(_reports), story)))
+            told = pickle.dumps((list(_reports), story)).hex()
+            self.store.set(str(self.rank), told)
             self.store.add("stuck", 1)
             self.told = last
         if self.rank == 0 and (now := self.store.add("stuck", 0)) > self.seen:
@@ -106,7 +107,8 @@ class _Peers:
 
     def _compare(self) -> None:
         ranks = [r for r in range(self.ranks) if self.store.check([str(r)])]
-        found = {r: pickle.loads(self.store.get(str(r))) for r in ranks}
+        stored = {r: bytes.fromhex(self.store.get(str(r)).decode()) for r in ranks}
+        found = {r: pickle.loads(each) for r, each in stored.items()}
         if unlike({r: reports for r, (reports, _) in found.items()}):
             lines = [DIFFERENT, *(story for _, story in found.values())]
             print("\n".join(lines), file=sys.stderr, flush=True)

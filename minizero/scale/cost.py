@@ -208,7 +208,7 @@ class Costs:
         rows = 4 * self.tokens * shape.heads  # flash: the logarithms of the sums
         if checkpointing == "none":
             wide = (4 if shape.gated else 2) * shape.ffn
-            elements = 6 * h + 2 * shape.kv + wide
+            elements: float = 6 * h + 2 * shape.kv + wide
             if self.attention == "eager":
                 elements, rows = elements + 2.5 * shape.heads * self.sequence, 0
             return self.itemsize * self.tokens * elements + rows

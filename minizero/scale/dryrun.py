@@ -259,7 +259,7 @@ def dryrun(
         with FakeTracker() as seen, comm.ledger() as calls:
             for i in range(many):
                 where = f"second step, micro-batch {i + 1} of {many}: "
-                seen.progress = lambda what, w=where: say(w + what)  # type: ignore[misc]
+                seen.progress = lambda what, w=where: say(w + what)
                 _micro_step(engine, args)
         count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()

@@ -150,6 +150,8 @@ def in_groups(kind: Any) -> Any:
 
         def publish(self, unit: Unit) -> None:
             """Launch what sends updated shards to ranks that keep them."""
+            if self.plan.parameters.sharded:
+                self.release(unit)  # old values
             flats: list[Any] = unit.changed
             for flat in flats:
                 if not self.plan.parameters.sharded:

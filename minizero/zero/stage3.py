@@ -98,7 +98,8 @@ class ZeRO3(ZeRO2):
             flat.free()
 
     def publish(self, unit: Unit) -> None:
-        """Nothing: other ranks gather the shard when they need it."""
+        """Free old values; ranks gather the shard when they need it."""
+        self.release(unit)
 
     # continued: zero-stage3-hooks
     def _register_hooks(self) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from bench.runner import Comparison, interleaved
-from minizero.offload.swap_file import aligned_buffer
-from minizero.offload.swap_file import SwapFile, SwappedTensor
+from minizero.offload.swap_file import SwapFile, SwappedTensor, aligned_buffer
 
 BLOCK_SIZE, QUEUE_DEPTH = 1 << 20, 8  # DeepSpeed's defaults
 RECORDS, WIDTH = 4, 1 << 24  # 4 records of 64 MiB
