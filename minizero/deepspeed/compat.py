@@ -171,9 +171,14 @@ class DeepSpeedCPUAdam(kernels.FusedAdam):
     """torch's fused Adam on the host, with DeepSpeed's names of its arguments."""
 
     def __init__(
-        self, model_params: Any, *args: Any, adamw_mode: bool = True, **options: Any
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        *,
+        adamw_mode: bool = True,
+        **more: Any,
     ) -> None:
-        super().__init__(model_params, *args, adam_w_mode=adamw_mode, **options)
+        super().__init__(model_params, lr, adam_w_mode=adamw_mode, **more)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
     Sizes of batches that it leaves out are the loop's.
     """
 
-    config: Source | Callable[[nn.Module], dict[str, Any]]
+    config: Any
     engine: Engine | None = None
     _reduces = True
 
@@ -147,7 +147,7 @@ class Accelerator(accelerate.Accelerator):
         """Add the gradients of a micro-batch, and count it."""
         engine = self._engine()
         engine.set_gradient_accumulation_boundary(self._reduces)
-        loss = loss / self.gradient_accumulation_steps
+        loss = loss / (self.gradient_accumulation_steps or 1)
         engine.backward(loss, retain_graph, scale_wrt_gas=False)
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
         if not self.sync_gradients:
