@@ -1,4 +1,4 @@
-"""How large the package is, and how far a weight has to go: the bounds that keep it small.
+"""How large the package is, how deep its classes are, and what imports what.
 
 `python tests/test_compact.py` prints the table.
 """

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.thorough
 
@@ -83,7 +83,6 @@ def config(
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """One of `MUTANTS`."""
-    import fakegpu
     import torch.distributed as dist
 
     from minizero.comm import transport
@@ -309,15 +308,14 @@ def test_a_step_is_right(found: dict[str, Found], place: tuple[int, str, str]) -
 def test_nothing_waits_that_need_not(
     found: dict[str, Found], place: tuple[int, str, str]
 ) -> None:
-    """A forward and a backward wait for no copy. A step in 16 bit reads a flag or two; a
-    step on the host waits for
-    gradients, and brings clipping's factor there, once."""
+    """A forward and a backward wait for no copy. A step in 16 bit reads a flag or two;
+    one on the host waits for gradients, and brings clipping's factor there, once."""
     for case in (case for case in CASES if case[0] == place):
         waits = found[str(case)]["waits"]
         allowed = set()
         if place[0] == 3:  # whether the last backward's loss was NaN
             allowed.add("pass: _local_scalar_dense")
-        # whether the script has written to 16-bit parameters; whether gradients overflow
+        # whether the script has written to 16-bit parameters; overflow
         if case[1] != "fp32" and place[0] < 3:
             allowed.add("step: equal")
         overflows = case[1] not in ("fp32", "bf16")

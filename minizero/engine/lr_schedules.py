@@ -131,7 +131,8 @@ class WarmupLR(Schedule):
     last_batch_iteration: int = -1
 
     def rates(self, step: int) -> list[float]:
-        top = self.base_lrs if self.warmup_max_lr is None else self.warmup_max_lr
+        own = [float(rate) for rate in self.base_lrs]
+        top = own if self.warmup_max_lr is None else self.warmup_max_lr
         height = warm_up(step, max(2, self.warmup_num_steps), self.warmup_type)
         return self.between(self.warmup_min_lr, top, height)
 
@@ -177,7 +178,8 @@ class WarmupCosineLR(Schedule):
         height = warm_up(step, begin, self.warmup_type)
         if step >= begin:
             low, height = self.cos_min_ratio, cosine(step, begin, self.total_num_steps)
-        return [rate * max(0.0, low + (1 - low) * height) for rate in self.base_lrs]
+        factor = max(0.0, low + (1 - low) * height)
+        return [float(rate) * factor for rate in self.base_lrs]
 
 
 @dataclass(eq=False)

@@ -208,7 +208,7 @@ class NVMe(Offload):
         upcoming = self.schedule.upcoming() if self.schedule else []
         for flat in (flat for unit in upcoming for flat in unit.flats):
             following = self._swapped.get(flat.shard)
-            if following is not None and not flat.is_unsharded:
+            if following is not None and not getattr(flat, "is_unsharded", True):
                 coming += [(following, r) for r in range(following.records)]
         self.buffers.reclaim()
         for place in coming:
@@ -276,6 +276,7 @@ class NVMe(Offload):
                 if stored is not flat.shard:  # a copy, which is rounded into them
                     values.read = False
                     copy = StagedTensor(self, "optimizer", stored, *ends)
+                assert flat.mean is not None
                 grad = StagedTensor(self, "gradients", flat.mean, *ends)
                 grad.written = False
                 parts = {}
