@@ -1,12 +1,13 @@
-"""How `nbdev-export` writes this book's modules; `python notebooks/exporter.py` goes back.
+"""How `nbdev-export` writes this book's modules; run as a program, the way back.
 
 `#| export` puts a cell in the notebook's `default_exp` module, `#| export NAME` in
-`minizero/NAME.py`. A class may be shown in several cells: a later one that holds nothing
-but `class ZeRO3(ZeRO3):` reopens it, and its body follows that of the first cell, so that
-the module has one class.
+`minizero/NAME.py`. A class may be shown in several cells: a later one that holds
+nothing but `class ZeRO3(ZeRO3):` reopens it, and its body follows that of the first
+cell, so that the module has one class.
 
-Run as a program, this brings what was edited in a module back to the cells it came from.
-(`nbdev-update` would put a class of several cells whole into the first.)
+`python notebooks/exporter.py` brings what was edited in modules back to the cells
+that they came from. (`nbdev-update` would put a class of several cells whole into the
+first.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTINUED = "    # continued: "  # then the id of the cell that reopens the clas
 
 
 def reopened(source: str) -> str | None:
-    """The name of the class that a cell reopens, and nothing else; None if it does not."""
+    """The class that a cell reopens; None if it does anything else."""
     match ast.parse(source).body:
         case [ast.ClassDef(name=name, bases=[ast.Name(id=base)])] if name == base:
             return name
@@ -82,7 +83,8 @@ class BookModules(Processor):
         """Write the modules, and hide their cells from nbdev's own export."""
         folder = nbdev.config.get_config().lib_path
         for name, cells in self.cells.items():
-            ModuleMaker(folder, name, self.nb.path_).make(merged(cells), lib_path=folder)
+            maker = ModuleMaker(folder, name, self.nb.path_)
+            maker.make(merged(cells), lib_path=folder)
             for cell in cells:
                 cell.directives_["exportd"] = ""
 
@@ -99,7 +101,7 @@ def absolute(code: str, parents: tuple[str, ...]) -> str:
 
 
 def update() -> None:
-    """Bring what was edited in modules back to the cells that they were written from."""
+    """Bring what was edited in modules back to the cells that they came from."""
     package = Path(nbdev.config.get_config().lib_path)
     notebooks: dict[Path, Any] = {}
     for module in sorted(package.rglob("*.py")):

@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test on `pool` runs on 2 ranks; with --all on 1 to 4, or those its file names."""
+    """A test on `pool` runs on 2 ranks; with --all on 1 to 4, or its file's RANKS."""
     if "pool" in metafunc.fixturenames and not hasattr(metafunc.module, "pool"):
         ranks = getattr(metafunc.module, "RANKS", (1, 2, 3, 4))
         if not metafunc.config.getoption("--all"):

@@ -386,8 +386,8 @@ def test_two_nodes(network, tmp_path):
     nodes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *inside, sys.executable]
-            + ["-m", "torch.distributed.run", *options.split(), "--master-port=29507", f"--node-rank={i}"]
-            + [str(script)],
+            + ["-m", "torch.distributed.run", *options.split()]
+            + ["--master-port=29507", f"--node-rank={i}", str(script)],
             stdout=subprocess.PIPE,
             text=True,
         )

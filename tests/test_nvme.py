@@ -402,7 +402,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("this user may not mount a small file system")
     try:
         storage = NVMe(ALL, tmp_path, buffer_size=1024)
-        with pytest.raises(DiskFault, match=r": the disk is full; free space"):
+        with pytest.raises(DiskFault, match=r": the disk or its quota is full"):
             build(storage)
         assert not list(tmp_path.iterdir())
     finally:

@@ -28,9 +28,9 @@ class Dtypes(NamedTuple):
 class Config(Section):
     """A complete config, with the keys, defaults and units of DeepSpeed 0.19."""
 
-    train_batch_size: Count = Field(None)
-    train_micro_batch_size_per_gpu: Count = Field(None)
-    gradient_accumulation_steps: Count = Field(None)
+    train_batch_size: Count = Field(None)  # type: ignore[assignment]
+    train_micro_batch_size_per_gpu: Count = Field(None)  # type: ignore[assignment]
+    gradient_accumulation_steps: Count = Field(None)  # type: ignore[assignment]
     gradient_clipping: float = Field(1.0, ge=0)
     optimizer: schema.Optimizer | None = None
     scheduler: schema.Scheduler | None = None

@@ -300,13 +300,15 @@ def _sent(engine: Engine, calls: list[Call], steps: int) -> dict[str, list[float
 
 def _write(job: Job, report: dict[str, Any], weights: dict[str, Any]) -> None:
     """The weights, the report as data, and the loss curve as a picture."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from minizero.lab.plots import loss_curves
 
     out = Path(job.out)
     # a file has no two names for one tensor: tied weights are written twice
-    save_file({k: v.clone() for k, v in weights.items()}, out / "weights.safetensors")
+    data = save({k: v.clone() for k, v in weights.items()})
+    # `save_file` would make a file that its owner alone may read
+    (out / "weights.safetensors").write_bytes(data)
     text = json.dumps({"job": asdict(job), **report}, indent=1)
     (out / "report.json").write_text(text)
     figure = loss_curves({f"{job.model}, stage {job.stage}": report["losses"]})

@@ -97,7 +97,7 @@ class Trace:
             yield at | _meta("thread_name", name=lane)
             yield at | _meta("thread_sort_index", sort_index=thread)
             for s in slices:
-                args = {"verb": s.verb, "unit": s.unit, "phase": s.phase}
+                args: dict[str, Any] = {"verb": s.verb, "unit": s.unit, "phase": s.phase}
                 args |= {"bytes": s.nbytes, "call": s.call, "source": s.source}
                 args |= {"peers": list(s.peers)} if s.peers else {}
                 event = at | {"name": f"{s.verb} {s.unit}".strip(), "cat": s.lane}

@@ -86,8 +86,10 @@ class Delayed(Offload):
             for flat in unit.trainable:
                 flat.staged_grad = self._grads[flat]
                 flat.staged_shard = self._shards[flat]
-            work = self.step, unit.trainable, optimizer, precision
-            self._results.append(self._thread.submit(*work))
+            result = self._thread.submit(
+                self.step, unit.trainable, optimizer, precision
+            )
+            self._results.append(result)
         self.steps += 1
         if self.steps <= self.start:
             yield self.flush()
@@ -97,6 +99,7 @@ class Delayed(Offload):
         """Keep this step's gradients; the next backward writes to others."""
         self.down.follow()
         for flat in flats:
+            assert flat.mean is not None
             if flat not in self._grads:
                 shape, dtype = flat.mean.shape, flat.mean.dtype
                 self._grads[flat] = host_empty(shape, dtype, "gradients")

@@ -125,8 +125,9 @@ class Offload(Storage):
         units = [unit for unit in units if unit.trainable]
         crossing = [
             sum(
-                aligned(flat.shard.nbytes) * self.moves_parameters
-                + aligned(flat.mean.nbytes) * self.moves_gradients
+                aligned(flat.shard.nbytes) * int(self.moves_parameters)
+                + aligned(flat.shard.numel() * flat.grad_dtype.itemsize)
+                * int(self.moves_gradients)
                 for flat in unit.trainable
             )
             for unit in units
@@ -150,6 +151,7 @@ class Offload(Storage):
         # the unit that had this block must have been copied out of it
         self._inward.follow(self._outward)
         for flat in unit.trainable:
+            assert flat.mean is not None
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
             if self.moves_parameters:
                 flat.staged_shard = self._staging.take(flat.shard)

@@ -73,8 +73,6 @@ class NVMe(Offload):
         self._ahead: dict[tuple[SwappedTensor, int], tuple[Tensor, Transfer]] = {}
         self._fault: BaseException | None = None
 
-    # ---- continued: placeholders, and what goes wrong
-
     def attach(self, plan: Plan, schedule: Schedule, optimizer: Optimizer) -> None:
         super().attach(plan, schedule, optimizer)
         if any(group.get("use_muon") for group in optimizer.param_groups):
@@ -107,8 +105,8 @@ class NVMe(Offload):
         """Bytes of the tensors on disk, without what fills pages up."""
         found = Bytes()
         for swapped in self._swapped.values():
-            had = getattr(found, swapped.category)
-            setattr(found, swapped.category, had + swapped.payload)
+            nbytes = swapped.size * swapped.dtype.itemsize
+            setattr(found, swapped.category, getattr(found, swapped.category) + nbytes)
         return found
 
     def swapped(self, tensor: Tensor) -> SwappedTensor | None:
@@ -146,8 +144,6 @@ class NVMe(Offload):
         master = placeholder(values, self.at)
         self._stored[master] = values
         return master
-
-    # ---- continued: reading and writing between updates
 
     def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
         swapped = self.swapped(shard)
@@ -188,8 +184,6 @@ class NVMe(Offload):
             start, stop = swapped.range(record)
             yield record, start, max(a, start), min(b, stop)
 
-    # ---- continued: parameters, read ahead of their use
-
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         """Read the shard, and launch reads of the shards that are needed next."""
         swapped = self.swapped(shard)
@@ -214,7 +208,7 @@ class NVMe(Offload):
         upcoming = self.schedule.upcoming() if self.schedule else []
         for flat in (flat for unit in upcoming for flat in unit.flats):
             following = self._swapped.get(flat.shard)
-            if following is not None and not flat.is_unsharded:
+            if following is not None and not getattr(flat, "is_unsharded", True):
                 coming += [(following, r) for r in range(following.records)]
         self.buffers.reclaim()
         for place in coming:
@@ -231,8 +225,6 @@ class NVMe(Offload):
             reading.wait()
             self.buffers.give(buffer)
         self._ahead.clear()
-
-    # ---- continued: the update, slice by slice
 
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
@@ -284,6 +276,7 @@ class NVMe(Offload):
                 if stored is not flat.shard:  # a copy, which is rounded into them
                     values.read = False
                     copy = StagedTensor(self, "optimizer", stored, *ends)
+                assert flat.mean is not None
                 grad = StagedTensor(self, "gradients", flat.mean, *ends)
                 grad.written = False
                 parts = {}

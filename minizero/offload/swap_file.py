@@ -27,12 +27,12 @@ class DiskFault(RuntimeError):
     """A swap file that cannot be made, written or read; the message names its folder."""
 
 
-ADVICE = {
-    errno.ENOSPC: "the disk is full; free space, or choose a folder on another disk",
-    errno.EDQUOT: "the disk quota is used up; free space, or choose a folder elsewhere",
-    errno.EFBIG: "the file may not grow so large; raise the limit (ulimit -f), or "
-    "choose another file system",
-}
+FULL = "the disk or its quota is full; free space, or choose a folder on another disk"
+LARGE = (
+    "the file may not grow so large; raise the limit (ulimit -f), or choose a folder \
+of another file system"
+)
+ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: LARGE}
 
 
 def explained(folder: Path, error: OSError) -> DiskFault:
@@ -176,15 +176,14 @@ class SwappedTensor:
     """The place of a tensor of [size] elements in a swap file.
 
     It is cut into records of `step` elements. Each record begins at a page, as direct
-    I/O demands, and can be read and written alone. `payload`: the tensor's bytes;
-    `nbytes`: with what fills pages up; `record_bytes`: those of one record.
+    I/O demands, and can be read and written alone. `nbytes`: of all records, in whole
+    pages; `record_bytes`: of the longest one.
     """
 
     def __init__(
         self, swap: SwapFile, category: str, size: int, dtype: torch.dtype, step: int
     ) -> None:
         self.category, self.size, self.dtype, self.step = category, size, dtype, step
-        self.payload = size * dtype.itemsize
         self.record_bytes = aligned(min(size, step) * dtype.itemsize, ALIGN)
         self.records = -(-size // step)
         last = size - (self.records - 1) * step

@@ -96,7 +96,7 @@ def use_float8(
     Parameters stay the same objects. Call it before `parallelize`.
     """
     every = model.named_parameters(remove_duplicate=False)
-    uses = Counter(p for _, p in every)
+    uses: Counter[Tensor] = Counter(p for _, p in every)
     chosen = []
     for name, layer in list(model.named_modules()):
         if not name or not isinstance(layer, nn.Linear):

@@ -7,6 +7,7 @@ trains: its units, its schedule, its calls.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -256,6 +257,7 @@ def dryrun(
         for i in range(many):  # in its first step the optimizer makes its states
             say(f"first step, micro-batch {i + 1} of {many}")
             _micro_step(engine, args)
+        gc.collect()
         with FakeTracker() as seen, comm.ledger() as calls:
             for i in range(many):
                 where = f"second step, micro-batch {i + 1} of {many}: "

@@ -215,7 +215,7 @@ class Net:
 
     def note_writes(self) -> None:
         """Remember the values as they are now, to notice what is written later."""
-        self._noted: object = self._written()
+        self._noted = self._written()
 
     def take_over_writes(self) -> None:
         """Let masters take over what the script has written since the last update.
@@ -230,17 +230,22 @@ class Net:
                 if p.data_ptr() != view.data_ptr():  # by `p.data = values`
                     view.copy_(p.data)
                     p.data, moved = view, True
-        if moved or self._written() != self._noted:
+        counters, sums = self._written()
+        before, sums_before = self._noted
+        if len(sums) and not moved and counters == before:
+            moved = not sums.equal(sums_before)  # reads the device: in 16 bit only
+        if moved or counters != before:
             self.refresh()
 
-    def _written(self) -> object:
-        """What tells of a write: version counters, and checksums.
+    def _written(self) -> tuple[list[int], Tensor]:
+        """What tells of a write: version counters, and checksums on the device.
 
         A write through `.data` moves no counter; it matters where the optimizer
         updates a copy, in another dtype.
         """
+        nothing = torch.empty(0)
         if self.plan.parameters.sharded:
-            return None
+            return [], nothing
         counters = [0 if p.is_inference() else p._version for p in self.where]
         sums = []
         for flat in self.trained:
@@ -249,7 +254,7 @@ class Net:
                 words = len(raw) // 8 * 8
                 tail = raw[words:].sum(dtype=torch.int64)
                 sums.append(raw[:words].view(torch.int64).sum() + tail)
-        return counters, torch.stack(sums).tolist() if sums else []
+        return counters, torch.stack(sums) if sums else nothing
 
     def refresh(self) -> None:
         """Let masters take over what was written to parameters or shards.

@@ -43,7 +43,9 @@ class Corpus:
     def __init__(self, path: str | Path | None = None) -> None:
         if path is None:
             folder = Path(sysconfig.get_path("stdlib"))
-            every = (file for file in _walk(folder, SKIPPED) if file.suffix == ".py")
+            every: Iterator[Path] = (
+                file for file in _walk(folder, SKIPPED) if file.suffix == ".py"
+            )
             name = f"the standard library of Python {platform.python_version()}"
         else:
             folder, name = Path(path), str(path)
