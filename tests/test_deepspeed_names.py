@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
 import logging
-import re
-import warnings
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,7 @@ from torch import Tensor, nn
 
 import minizero
 import minizero.deepspeed as deepspeed
-from minizero.config.unsupported import INNER, SECTIONS, TOP, ZERO
-from minizero.deepspeed import names
-from minizero.engine.delegate import REFUSED
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 
 RANKS = (2,)
 
@@ -65,31 +58,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def test_every_name_of_the_table_is_there() -> None:
-    for module, targets in names.NAMES.items():
+    for module, listed in deepspeed.NAMES.items():
         found = import_module(f"minizero.deepspeed.{module}".rstrip("."))
-        for name in " ".join(targets.values()).split():
-            theirs = name.partition("=")[0]
-            assert theirs == "*" or getattr(found, theirs) is not None, (module, name)
-
-
-def test_lines_of_examples_that_are_not_done_are_refused(root: Path) -> None:
-    """Each name, key and method that the README lists."""
-    table = (root / "README.md").read_text().partition("| line | in |\n")[2]
-    table = table.partition("\n\n")[0]
-    lines = [row.split("|")[1] for row in table.splitlines()[1:]]
-    found = re.findall(r'`(deepspeed\.|engine\.|")([\w.]+)"?`', "".join(lines))
-    assert len(found) > len(lines)
-    refused = TOP | SECTIONS | ZERO | INNER
-    for kind, name in found:
-        if kind == '"':
-            assert name in refused
-        elif kind == "engine.":
-            assert name in REFUSED
-        else:
-            with pytest.raises(
-                (AttributeError, ImportError), match=f"deepspeed.{name}: "
-            ):
-                attrgetter(name)(deepspeed)
+        for name in listed.split():
+            assert getattr(found, name) is not None, (module, name)
 
 
 def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,24 +77,16 @@ def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert parser.parse_args(["--local_rank=1"]).local_rank == 1
 
 
-def test_options_by_their_first_names() -> None:
-    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-    assert not parser.parse_args([]).deepscale
-    args = parser.parse_args(["--deepscale", "--deepscale_config=a.json"])
-    assert args.deepscale and args.deepspeed_config == "a.json"
-
-
 def test_names_are_the_things_themselves() -> None:
     from minizero.deepspeed import comm, zero
     from minizero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from minizero.deepspeed.runtime.zero.partition_parameters import Init
     from minizero.deepspeed.utils import RepeatingLoader, logger
     from minizero.deepspeed.utils.logging import logger as same_logger
-    from minizero.engine.engine import Engine
     from minizero.kernels import FusedAdam as Kernel
 
-    assert deepspeed.DeepSpeedEngine is Engine
-    assert deepspeed.runtime.engine.DeepSpeedEngine is Engine
+    assert deepspeed.DeepSpeedEngine is minizero.Engine
+    assert deepspeed.runtime.engine.DeepSpeedEngine is minizero.Engine
     assert Init is zero.Init and issubclass(Init, minizero.zero.Init)
     assert RepeatingLoader is minizero.utils.RepeatingLoader
     assert logger is same_logger and isinstance(logger, logging.Logger)
@@ -130,53 +94,11 @@ def test_names_are_the_things_themselves() -> None:
     assert deepspeed.checkpointing is minizero.checkpointing
     p = nn.Parameter(torch.ones(3))
     for made in (FusedAdam([p], 0.1), DeepSpeedCPUAdam([p], lr=0.1)):
-        assert isinstance(made, Kernel) and made.defaults["adam_w_mode"]
-    assert not hasattr(deepspeed, "init_inference")
-
-
-@pytest.mark.parametrize(
-    "line, why",
-    [
-        ("from minizero.deepspeed.moe.layer import MoE", "parallelism but of data"),
-        ("import minizero.deepspeed.inference.v2", "does not serve"),
-        ("from minizero.deepspeed import init_inference", "does not serve"),
-        ("from minizero.deepspeed.utils import foo", "utils.foo: it has the names"),
-        ("from minizero.deepspeed.ops.op_builder import CPUAdamBuilder", "no kernels"),
-        ("from minizero.deepspeed.zero import MiCS_Init", "use zero.Init"),
-        (
-            "from minizero.deepspeed.pipe import PipelineModule; PipelineModule()",
-            "rank",
-        ),
-    ],
-)
-def test_other_names_say_why_they_are_not_there(line: str, why: str) -> None:
-    with pytest.raises(ImportError, match=f"minizero does not do deepspeed.*{why}"):
-        exec(line)
-
-
-def test_experts_are_refused_where_they_are_spread() -> None:
-    from minizero.deepspeed.moe.utils import (
-        split_params_into_different_moe_groups_for_optimizer as split,
-    )
-
-    model = net()
-    groups = split({"params": model.parameters(), "name": "all"})
-    assert [len(group["params"]) for group in groups] == [4]
-    model[0].weight.allreduce = False
-    with pytest.raises(ValueError, match="allreduce=False"):
-        split({"params": model.parameters()})
-
-
-def test_parts_of_a_model_by_name() -> None:
-    from minizero.deepspeed.compression.helper import (
-        recursive_getattr,
-        recursive_setattr,
-    )
-
-    model, layer = nn.Sequential(net()), nn.Linear(1, 1)
-    recursive_setattr(model, "0.0", layer)
-    recursive_setattr(model, "other", layer)
-    assert recursive_getattr(model, "0.0.weight") is model.other.weight is layer.weight
+        assert isinstance(made, Kernel) and made.defaults["decoupled_weight_decay"]
+    with pytest.raises(AttributeError, match="does not support deepspeed.init_infe"):
+        deepspeed.init_inference()
+    with pytest.raises(ImportError):
+        import_module("minizero.deepspeed.moe.layer")
 
 
 def test_the_accelerator_of_a_cpu() -> None:
@@ -184,17 +106,10 @@ def test_the_accelerator_of_a_cpu() -> None:
     if a.device_name() != "cpu":
         pytest.skip("there is a GPU")
     assert a.device_name(1) == a.current_device_name() == "cpu"
-    assert (
-        a.is_available() and a.is_bf16_supported() and a.on_accelerator(torch.ones(1))
-    )
-    assert torch.bfloat16 in a.supported_dtypes()
+    assert a.is_available() and a.is_bf16_supported()
     assert a.memory_allocated() == 0 == a.max_memory_allocated(0)
     assert a.communication_backend_name() == "gloo"
-    for nothing in (a.empty_cache, a.synchronize, a.reset_peak_memory_stats):
-        assert nothing() is None
-    a.set_device(0)
-    a.manual_seed_all(7)
-    assert torch.initial_seed() == 7
+    assert not a.empty_cache() and a.synchronize() is None
     with pytest.raises(AttributeError, match="torch.cpu has no warp_drive"):
         a.warp_drive()
 
@@ -212,7 +127,7 @@ def talk() -> None:
     import minizero.deepspeed.comm as dist
     from minizero.deepspeed.utils import groups, log_dist
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False, rank=-1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     one = torch.ones(2)
     dist.all_reduce(one, op=dist.ReduceOp.SUM, group=dist.get_world_group())
     assert dist.is_initialized() and one.tolist() == [2.0, 2.0]
@@ -237,121 +152,21 @@ def build_sharded() -> None:
                 assert p.dtype is dtype and torch.equal(p, q.to(dtype))
     with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
         assert model[0].weight.isnan().all()
-    with pytest.raises(ValueError, match="zero_quantized_weights"):
-        deepspeed.zero.Init(zero_quantized_weights=True)
-    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [
-        model[0],
-        model[2],
-    ]
-    assert deepspeed.utils.z3_leaf_module(model[2])
-    leaves = deepspeed.utils.get_z3_leaf_modules
-    deepspeed.utils.unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])
-    assert leaves(model) == []
-    by_name = deepspeed.utils.set_z3_leaf_modules_by_name
-    assert by_name(model, ["2", "9"], raise_if_not_found=False) == ([model[2]], ["9"])
-    by_suffix = deepspeed.utils.set_z3_leaf_modules_by_suffix
-    assert by_suffix(nn.ModuleDict({"a": model}), ["a.1"]) == ([model[1]], [])
-    with pytest.raises(ValueError, match="no module of the model is b"):
-        by_name(model, ["0", "b"])
-    deepspeed.utils.unset_z3_leaf_modules(model, [nn.Module])  # and what it is made of
-    assert leaves(model) == []
+    assert all(
+        p.ds_status.name == "NOT_AVAILABLE" and p.ds_id for p in model.parameters()
+    )
     engine = begin(model, config(3))
     engine.backward(engine(batch(0)[0]).sum())
     engine.step()
     assert not same(whole(engine), wanted)
 
 
-def asked_about() -> None:
-    """What scripts read of an engine."""
-    engine = begin(net(), config(2, 2, steps_per_print=float("inf")))
-    assert engine.optimizer_name() == "AdamW"
-    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
-    assert (
-        engine.zero_reduce_bucket_size()
-        == 500_000_000
-        == engine.zero_allgather_bucket_size()
-    )
-    assert engine.zero_prefetch_bucket_size() == 50_000_000
-    assert engine.zero_optimization_stage() == 2 and engine.zero_overlap_comm() is False
-    assert engine.gradient_clipping() == 1.0 and engine.steps_per_print() == 0
-    assert not engine.dynamic_loss_scale() and not engine.fp16_enabled()
-    assert not engine.optimizer.needs_scaler()
-    engine.tput_timer.update_epoch_count()
-    assert engine.get_batch_info() == (16, 4, 2)
-    group = engine.data_parallel_group
-    assert torch.distributed.get_world_size(group) == 2
-    assert not engine.monitor.enabled and engine.tput_timer.avg_samples_per_sec() == 0.0
-    other = {k: v + 1 for k, v in net().state_dict().items()}
-    engine.load_module_state_dict(other)
-    assert same(whole(engine), [*other.values()])
-
-
 def test_on_ranks(pool: Pool) -> None:
     pool.run(talk)
     pool.run(build_sharded)
-    pool.run(asked_about)
 
 
 # a script's own ways
-
-
-def trained(stage: int, micro_batches: int, way: str, **more: Any) -> list[Tensor]:
-    model = net()
-    engine = begin(model, config(stage, micro_batches, **more))
-    for i in range(3 * micro_batches):
-        x, y = batch(i)
-        loss = nn.functional.cross_entropy(engine(x).float(), y)
-        if way == "engine":
-            engine.backward(loss)
-        elif way == "scale":
-            engine.scale(loss).backward()
-        else:
-            loss.backward()
-        engine.step()
-    return whole(engine)
-
-
-def every_backward() -> None:
-    """`loss.backward()` and `engine.scale(loss).backward()`: the same bits."""
-    for stage, micro_batches in ((0, 1), (1, 2), (2, 2), (3, 1), (3, 2)):
-        first = trained(stage, micro_batches, "engine")
-        assert same(first, trained(stage, micro_batches, "loss")), (
-            stage,
-            micro_batches,
-        )
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    for stage in (1, 3):
-        first = trained(stage, 2, "engine", **fp16)
-        assert same(first, trained(stage, 2, "scale", **fp16))
-
-
-def backward_refused() -> None:
-    """Where it would be wrong it is refused, and the run goes on as if nothing was."""
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    for stage in (0, 3):
-        engine = begin(net(), config(stage, 1, **fp16))
-        assert engine.optimizer.needs_scaler()
-        before = whole(engine)
-        with pytest.raises(RuntimeError, match="the loss needs the loss scale, 256"):
-            engine(batch(0)[0]).float().sum().backward()
-        engine.step()
-        assert same(before, whole(engine))
-        engine.scale(engine(batch(0)[0]).float().sum()).backward()
-        engine.step()
-        assert not same(before, whole(engine))
-    engine = begin(net(), config(1, 2))
-    with pytest.raises(RuntimeError, match="comes from no output of the model"):
-        engine.module[2](torch.ones(1, 8)).sum().backward()
-    engine = begin(net(), config(1))
-    out = engine(batch(0)[0]).sum()
-    out.register_hook(lambda g: 1 / 0)
-    bad = engine(batch(0)[0])
-    bad.grad_fn.register_prehook(lambda g: 1 / 0)  # after the first gradient
-    with pytest.raises(ZeroDivisionError):
-        bad.sum().backward()
-    before = whole(engine)
-    engine.step()
-    assert same(before, whole(engine))
 
 
 def adversaries() -> tuple[list[Tensor], list[Tensor]]:
@@ -360,7 +175,9 @@ def adversaries() -> tuple[list[Tensor], list[Tensor]]:
     def step(g: Any, d: Any, backward: Any, z: Tensor, real: Tensor) -> None:
         d_loss = d(real).mean() - d(g(z).detach()).mean()
         backward(d, d_loss)
+        d.requires_grad_(False)  # or its gradients would come here, too
         backward(g, d(g(z)).mean())
+        d.requires_grad_(True)
 
     def models() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(1)
@@ -394,56 +211,10 @@ def adversaries() -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def through_another() -> bool:
-    """Micro-batches of one engine, through a model that another one trains."""
-    torch.manual_seed(1)
-    g, d = nn.Linear(3, 4), nn.Linear(4, 1)
-    plain = nn.Sequential(copy.deepcopy(g), copy.deepcopy(d))
-    settings = config(1, 2, gradient_clipping=0)
-    settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    engine, other = begin(g, settings), begin(d, settings)
-    torch.manual_seed(2)
-    for _ in range(2):
-        z = torch.randn(5, 3)
-        (plain(z).mean() / 2).backward()
-        engine.backward(other(engine(z)).mean())
-        engine.step()
-    with torch.no_grad():
-        for p in plain.parameters():
-            p -= 0.1 * p.grad
-    found = whole(engine)
-    with pytest.raises(RuntimeError, match="the loss goes through two engines"):
-        other(engine(z)).mean().backward()
-    return all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-        for a, b in zip(found, plain[0].parameters(), strict=True)
-    )
-
-
 def several_engines() -> None:
-    assert through_another()
     ours, plain = adversaries()
     for a, b in zip(ours, plain, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-    for stage in (0, 3):
-        model = net()
-        first = begin(model, config(stage))
-        first.backward(first(batch(0)[0]).sum())
-        first.step()
-        left = whole(first)
-        check = pytest.warns(UserWarning, match="this model had an engine")
-        if minizero.comm.get_rank():
-            second = begin(model, config(stage))
-        else:
-            with check:
-                second = begin(model, config(stage))
-        assert same(left, whole(second))
-        with pytest.raises(RuntimeError, match="another minizero.initialize has taken"):
-            first(batch(0)[0])
-        second.backward(second(batch(1)[0]).sum())
-        second.step()
-        assert not same(left, whole(second))
-        assert len(second.module_state_dict()) in (0, 4)
 
 
 def part_of_the_parameters() -> None:
@@ -456,9 +227,7 @@ def part_of_the_parameters() -> None:
         if minizero.comm.get_rank():
             engine = begin(model, settings, optimizer=made)
         else:
-            with pytest.warns(
-                UserWarning, match="2 parameters are in no group.* 0.wei"
-            ):
+            with pytest.warns(UserWarning, match="frozen, .* 0.weight, 0.bias"):
                 engine = begin(model, settings, optimizer=made)
         x, y = batch(0)
         engine.backward(nn.functional.cross_entropy(engine(x), y))
@@ -470,8 +239,6 @@ def part_of_the_parameters() -> None:
 
 
 def test_a_scripts_own_ways(pool: Pool) -> None:
-    pool.run(every_backward)
-    pool.run(backward_refused)
     pool.run(several_engines)
     pool.run(part_of_the_parameters)
 
@@ -480,9 +247,7 @@ def test_a_scheduler_of_another_optimizer() -> None:
     model = net()
     other = torch.optim.SGD(model.parameters(), 1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
-    with pytest.warns(
-        UserWarning, match="moves another optimizer, a SGD, so the learn"
-    ):
+    with pytest.warns(UserWarning, match="moves another optimizer, so the rate stays"):
         engine = begin(model, config(), lr_scheduler=scheduler)
     engine.backward(engine(batch(0)[0]).sum())
     engine.step()
@@ -501,8 +266,7 @@ def test_frozen_parameters_are_saved_too(tmp_path: Path) -> None:
     model = net()
     model[0].requires_grad_(False)
     engine = begin(model, config())
-    with pytest.warns(UserWarning, match="exclude_frozen_parameters has no effect"):
-        engine.save_checkpoint(tmp_path, "all", exclude_frozen_parameters=True)
+    engine.save_checkpoint(tmp_path, "all")
     assert "0.weight" in minizero.consolidate(tmp_path, "all")
     out = tmp_path / "fp32"
     to_fp32 = deepspeed.utils.zero_to_fp32
@@ -549,7 +313,7 @@ def test_tensorboard_is_written_if_it_is_there(tmp_path: Path) -> None:
     try:
         import tensorboard  # noqa: F401
     except ImportError:
-        with pytest.warns(UserWarning, match="nothing is written for TensorBoard"):
+        with pytest.warns(UserWarning, match="no values for TensorBoard"):
             engine = begin(net(), config(tensorboard=monitor))
         assert not engine.monitor.enabled
     else:
@@ -560,7 +324,7 @@ def test_tensorboard_is_written_if_it_is_there(tmp_path: Path) -> None:
 def test_other_optimizers_and_schedules() -> None:
     settings = config(
         1,
-        optimizer={"type": "adagrad", "params": {"lr": "0.1", "weight_decay": 0.01}},
+        optimizer={"type": "adagrad", "params": {"lr": 0.1, "weight_decay": 0.01}},
         scheduler={
             "type": "LRRangeTest",
             "params": {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
@@ -581,33 +345,3 @@ def test_other_optimizers_and_schedules() -> None:
         made.zero_grad()
     assert rates == pytest.approx([0.1, 0.15, 0.2])
     assert same(whole(engine), [p.detach() for p in plain.parameters()])
-
-
-def test_few_live_parameters_are_a_warning(pool: Pool) -> None:
-    """0 is written to free each unit at once: only what is in use is whole."""
-    assert pool.run(few_live) == [True, True]
-
-
-def few_live() -> bool:
-    most = {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": True}
-    plain = trained(3, 1, "engine", zero_optimization=most)
-    most["stage3_max_live_parameters"] = 0
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        few = trained(3, 1, "engine", zero_optimization=most)
-    expected = 0 if minizero.comm.get_rank() else 1
-    found = [
-        w for w in said if "stage3_max_live_parameters = 0 is less" in str(w.message)
-    ]
-    assert len(found) == expected
-    return same(plain, few)
-
-
-@pytest.mark.parametrize("folder", [None, ""])
-def test_a_save_needs_a_folder(
-    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="save_dir is a folder"):
-        begin(net(), config()).save_checkpoint(folder)
-    assert not [*tmp_path.iterdir()]

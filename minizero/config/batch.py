@@ -36,4 +36,4 @@ def batch_sizes(
 
 
 # %% auto #0
-__all__ = ["TOTAL", "MICRO", "STEPS", "batch_sizes"]
+__all__ = ['TOTAL', 'MICRO', 'STEPS', 'batch_sizes']

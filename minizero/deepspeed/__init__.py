@@ -28,8 +28,7 @@ OBJECTS: dict[str, Any] = {
     **vars(compat), **vars(parameters), **vars(lr_schedules),
     "initialize": initialize, "Engine": Engine, "DeepSpeedEngine": Engine,
     "DeepSpeedDataLoader": Loader, "DeepSpeedConfigError": ConfigError,
-    "DeepSpeedOptimizer": EngineOptimizer, "DeepSpeedZeroOptimizer": EngineOptimizer,
-    "DeepSpeedZeroOptimizer_Stage3": EngineOptimizer, "checkpoint": CHECKPOINT,
+    "DeepSpeedOptimizer": EngineOptimizer, "checkpoint": CHECKPOINT,
     "FusedAdam": FusedAdam, "DeepSpeedCPUAdagrad": torch.optim.Adagrad,
     "see_memory_usage": see_memory_usage,
     "get_fp32_state_dict_from_zero_checkpoint": consolidate,
@@ -59,8 +58,6 @@ NAMES = {
     "runtime.utils": "see_memory_usage",
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": _ZERO,
-    "runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
-    "runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "utils": f"{_SAFE} RepeatingLoader OnDevice logger log_dist",
     "utils.groups": "get_data_parallel_group get_data_parallel_rank "
     "get_data_parallel_world_size get_model_parallel_rank "

@@ -171,9 +171,14 @@ class DeepSpeedCPUAdam(kernels.FusedAdam):
     """torch's fused Adam on the host, with DeepSpeed's names of its arguments."""
 
     def __init__(
-        self, model_params: Any, *args: Any, adamw_mode: bool = True, **options: Any
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        *,
+        adamw_mode: bool = True,
+        **more: Any,
     ) -> None:
-        super().__init__(model_params, *args, adam_w_mode=adamw_mode, **options)
+        super().__init__(model_params, lr, adam_w_mode=adamw_mode, **more)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -211,10 +216,7 @@ def configure(
     checkpoint_in_cpu: bool | None = None,
     **others: Any,
 ) -> None:
-    """Set where `checkpoint` keeps arguments, for the whole process.
-
-    Only `checkpoint_in_cpu`, or a config's `cpu_checkpointing`, has an effect.
-    """
+    """Set whether `checkpoint` keeps arguments in host memory, in the whole process."""
     if any(others.values()):
         warnings.warn(f"{', '.join(others)} without effect", stacklevel=2)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
@@ -230,7 +232,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Does nothing: there are no buffers to free between steps."""
+    """Nothing: there are no buffers to free."""
 
 
 logger = logging.getLogger("minizero")

@@ -41,10 +41,10 @@ def precision(config: Config) -> MixedPrecision | None:
     """The dtypes of a config; None where everything is fp32."""
     if config.dtypes == ("float32", "float32", None):
         return None
-    parameters, reduce, buffers = (
-        name and getattr(torch, name) for name in config.dtypes
-    )
-    return MixedPrecision(parameters, reduce, buffers, loss_scale(config))
+    parameters, reduce, buffers = config.dtypes
+    buffer_dtype = None if buffers is None else getattr(torch, buffers)
+    dtypes = getattr(torch, parameters), getattr(torch, reduce), buffer_dtype
+    return MixedPrecision(*dtypes, loss_scale(config))
 
 
 def schedule(config: Config) -> Schedule | None:

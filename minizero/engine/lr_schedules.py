@@ -51,7 +51,7 @@ def cycle(step: int, up: int, down: int, stairs_up: int, stairs_down: int) -> fl
 class Schedule(LRScheduler):
     """Writes the rates of a step to the groups of an optimizer.
 
-    `base_lrs`: the groups' own rates at the start. `last_batch_iteration`, the last field
+    `own`: the groups' own rates at the start. `last_batch_iteration`, the last field
     of each schedule: the last step. If it is -1, the rates of step -1 are written at
     once, for the first update.
     """
@@ -61,8 +61,9 @@ class Schedule(LRScheduler):
     def __post_init__(self) -> None:
         # not `LRScheduler.__init__`: it wraps optimizer.step, to warn of steps that an
         # overflow skips, and writes options to the groups, which are saved
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._last_lr: list[float | Tensor] = [*self.base_lrs]
+        self.own = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.base_lrs: list[float | Tensor] = [*self.own]  # torch's name
+        self._last_lr = self.base_lrs
         if self.last_batch_iteration == -1:
             self.step(-1)
 
@@ -76,7 +77,7 @@ class Schedule(LRScheduler):
 
     def each(self, value: Rates) -> list[float]:
         """One value for each group."""
-        groups = len(self.base_lrs)
+        groups = len(self.own)
         values = list(value) if isinstance(value, Sequence) else [value] * groups
         if len(values) != groups:
             raise ValueError(f"{value} has not one value for each of {groups} groups")
@@ -99,7 +100,7 @@ class Schedule(LRScheduler):
         """Go on by one step, or to a given one."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration: int = last_batch_iteration
         self.last_epoch = last_batch_iteration + 1  # torch's count
         groups = self.optimizer.param_groups
         self._last_lr = self.get_lr()
@@ -131,8 +132,7 @@ class WarmupLR(Schedule):
     last_batch_iteration: int = -1
 
     def rates(self, step: int) -> list[float]:
-        own = [float(rate) for rate in self.base_lrs]
-        top = own if self.warmup_max_lr is None else self.warmup_max_lr
+        top = self.own if self.warmup_max_lr is None else self.warmup_max_lr
         height = warm_up(step, max(2, self.warmup_num_steps), self.warmup_type)
         return self.between(self.warmup_min_lr, top, height)
 
@@ -178,8 +178,7 @@ class WarmupCosineLR(Schedule):
         height = warm_up(step, begin, self.warmup_type)
         if step >= begin:
             low, height = self.cos_min_ratio, cosine(step, begin, self.total_num_steps)
-        factor = max(0.0, low + (1 - low) * height)
-        return [float(rate) * factor for rate in self.base_lrs]
+        return [rate * max(0.0, low + (1 - low) * height) for rate in self.own]
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
-"""Hugging Face's `Trainer`, and `accelerate`'s loop, on the engine.
-
-Read `config` ("auto"), `accelerator` (what replaces DDP), `trainer`.
+"""Hugging Face's `Trainer` and `accelerate`'s loop, on the engine: read `config` ("auto"),
+`accelerator` (what replaces DDP), `trainer`.
 """
 
 from .accelerator import Accelerator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
@@ -34,11 +34,7 @@ def plain_cpu() -> AbstractContextManager[Any]:
 
 
 class EngineStep(AcceleratedOptimizer):
-    """The optimizer that a loop holds: its `step` is the engine's.
-
-    Its groups are those of the optimizer that was prepared, so schedulers made of that
-    one still change its learning rates.
-    """
+    """The optimizer that a loop holds: the prepared one's groups, the engine's step."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -58,11 +54,11 @@ class EngineStep(AcceleratedOptimizer):
 class Accelerator(accelerate.Accelerator):
     """Trains as a DeepSpeed config says; the rest is `accelerate`'s.
 
-    `config`: a dict, the path of a JSON file, or JSON text; or a function that makes
-    the dict for a model. Sizes of batches that it leaves out are the loop's.
+    `config`: a dict, a path or JSON text, or a function that makes the dict for a model.
+    Sizes of batches that it leaves out are the loop's.
     """
 
-    config: Source | Callable[[nn.Module], dict[str, Any]]
+    config: Any
     engine: Engine | None = None
     _reduces = True
 
@@ -131,8 +127,6 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *_: Any, **__: Any) -> Engine:
         """The engine; `accelerate`'s own would move and copy parameters."""
         self.engine = model if isinstance(model, Engine) else self.engine
-        if model not in (self._engine(), self._engine().module):
-            raise ValueError("give prepare a model and its optimizer at once")
         if self.engine not in self._models:
             self._models.append(self.engine)
         return self._engine()
@@ -153,7 +147,7 @@ class Accelerator(accelerate.Accelerator):
         """Add the gradients of a micro-batch, and count it."""
         engine = self._engine()
         engine.set_gradient_accumulation_boundary(self._reduces)
-        loss = loss / self.gradient_accumulation_steps
+        loss = loss / (self.gradient_accumulation_steps or 1)
         engine.backward(loss, retain_graph, scale_wrt_gas=False)
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
         if not self.sync_gradients:
@@ -195,22 +189,13 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: Any = None, *args: Any, **kw: Any) -> Any:
         """The engine saves the run, `accelerate` the rest; on all ranks."""
-        with self._without_engine() as engine:
+        with patch.multiple(self, _models=[], _optimizers=[]):
             folder = super().save_state(output_dir, *args, **kw)
-        engine.save_checkpoint(folder)
+        self._engine().save_checkpoint(folder)
         return folder
 
     def load_state(self, input_dir: Any, *args: Any, **kw: Any) -> None:
         """The inverse, under any plan."""
-        with self._without_engine() as engine:
+        with patch.multiple(self, _models=[], _optimizers=[]):
             super().load_state(input_dir, *args, **kw)
-        engine.load_checkpoint(input_dir)
-
-    @contextmanager
-    def _without_engine(self) -> Iterator[Engine]:
-        both = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield self._engine()
-        finally:
-            self._models, self._optimizers = both
+        self._engine().load_checkpoint(input_dir)

@@ -33,8 +33,7 @@ else:
 class ArgumentsMixin(AnyArguments):
     """What `minizero.hf` changes in a class of training arguments.
 
-    `deepspeed`: a config; without one, every rank keeps everything.
-    `zero`: that config, with the "auto" values that the arguments fill in.
+    `zero`: the config that `deepspeed=` gives, with "auto" filled in.
     """
 
     zero: ZeroConfig
@@ -44,7 +43,6 @@ class ArgumentsMixin(AnyArguments):
         # transformers would import a package of that name
         source, self.deepspeed = self.deepspeed, None
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()
-        # it asks for ranks at once, and would not find ours
         init_distributed(self.ddp_backend, self.ddp_timeout)
         with plain_cpu():
             super().__post_init__()
@@ -74,10 +72,7 @@ class ArgumentsMixin(AnyArguments):
 
 
 class TrainerMixin(AnyTrainer):
-    """What `minizero.hf` changes in a class of trainers.
-
-    Here are the private methods of transformers that it overrides.
-    """
+    """What `minizero.hf` changes in a class of trainers, private methods too."""
 
     args: Any
     _weights: Any = None
@@ -95,7 +90,7 @@ class TrainerMixin(AnyTrainer):
                 raise ValueError(f"{name} does not work with minizero; leave it out")
         self.args.used_by_minizero = True
         super().create_accelerator_and_postprocess()
-        # made without our `__init__`; the arguments have done what that does
+        # the arguments have done what its `__init__` does
         self.accelerator.__class__ = Accelerator
         self.accelerator.config = self._config
 
@@ -115,8 +110,8 @@ class TrainerMixin(AnyTrainer):
             return made
         keys = ("params", "weight_decay")
         groups = [{key: g[key] for key in keys} for g in made.param_groups]
-        settings = read(config, world_size())
-        self.optimizer = make_optimizer(settings, None, self.model, groups)
+        config = read(config, world_size())
+        self.optimizer = make_optimizer(config, None, self.model, groups)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -192,4 +187,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
 def _saved_run(folder: Any) -> bool:
     """Whether rank 0 finds an engine's checkpoint there."""
     found = rank() == 0 and checkpoint.exists(Path(folder))
-    return bool(comm.gather_objects(bool(found))[0])
+    return bool(comm.gather_objects(found)[0])

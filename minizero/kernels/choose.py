@@ -15,9 +15,9 @@ def optimizer_call(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that a config's `optimizer.type` names, and its keyword arguments.
 
-    DeepSpeed's `Adam` is AdamW unless `adam_w_mode` is false, and neither decays
-    weights by default. Both are torch's fused implementations unless `torch_adam` is
-    true. For Muon use `muon_options`.
+    DeepSpeed's `Adam` is AdamW unless `adam_w_mode` is false; neither decays weights by
+    default. Both are torch's fused ones unless `torch_adam` is true. For Muon use
+    `muon_options`.
     """
     options = dict(params)
     if name in ("FusedAdam", "CPUAdam"):  # on the host both are torch's fused Adam

@@ -20,9 +20,7 @@ launched: Counter[str] = Counter()
 def runs_on(*tensors: Tensor | None) -> bool:
     """Whether Triton's kernels work with these tensors, which share a device.
 
-    Compiled on a GPU; on a CPU only where TRITON_INTERPRET=1, set before the program
-    starts, asks for Triton's interpreter, which is for checking kernels: it takes
-    milliseconds a block.
+    On a CPU only where TRITON_INTERPRET=1 asks for Triton's slow interpreter.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     if find_spec("triton") is None or any(t.dtype not in DTYPES for t in given):

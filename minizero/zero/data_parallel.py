@@ -58,7 +58,7 @@ class DataParallel(Net):
             flat.mean.add_(mean)
 
     def publish(self, unit: Unit) -> None:
-        """Launch what sends updated shards to other ranks: not needed here."""
+        """Launch what sends updated shards: not needed here."""
 
     # continued: zero-data-parallel-backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,9 @@ class DataParallel(Net):
                     mean.view(-1, flat.size), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
-                for flat, mean in zip(self.trained, self._means(), strict=True)
+                for flat, mean in zip(
+                    self.trained, self._means(), strict=True
+                )
             ]
             if not norms:
                 return torch.zeros(())

@@ -182,7 +182,7 @@ class Flat:
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-unit
 @dataclass(eq=False)
 class Unit:
-    """Parameters that communicate together: a block's, or the rest (the root).
+    """Parameters that communicate together: a block's, or the root's.
 
     `missing`: parameters whose gradient is still to come in this backward.
     `works`: handles of its collectives under way.

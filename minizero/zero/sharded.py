@@ -180,7 +180,8 @@ class ShardedFlat(Flat):
         """Raise RuntimeError for what was written to freed parameters."""
         now = self._state()
         for slot, a, b in zip(self.slots, self._noted, now, strict=True):
-            if a != b and slot.parameter.sharded_in is self:  # type: ignore[attr-defined]
+            p: Any = slot.parameter
+            if a != b and p.sharded_in is self:
                 self.nan.fill_(self._absent)  # it may be overwritten
                 self.point(self.freed)
                 raise RuntimeError(

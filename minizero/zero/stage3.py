@@ -251,7 +251,7 @@ class ZeRO3(ZeRO2):
         if isinstance(flat, ShardedFlat) and not flat.is_unsharded:
             raise RuntimeError(
                 f"parameter {slot.name!r} was used outside of the forward of "
-                f"unit {unit.name!r}, where it reads as NaN; make one unit of "
+                f"unit {unit.name!r}, where it is NaN; make one unit of "
                 "all modules that use it"
             )
         super()._on_grad(p)
