@@ -16,7 +16,7 @@ import torch
 import minizero
 from minizero import Tracker, dryrun, estimate, launch
 from minizero.__main__ import main
-from minizero.activations import Offloaded, Recompute, recompute_units
+from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape
 from minizero.scale.dryrun import Decoder, DryRun
@@ -27,12 +27,10 @@ TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 
 def gpt(kind: str = "") -> GPT:
-    """`kind`: checkpoint, to the host, frozen, untied, or several of them."""
+    """`kind`: checkpoint, frozen, untied, or several of them."""
     torch.manual_seed(0)
     again = "checkpoint" in kind
     model = GPT(GPTConfig(2, 32, 4, sequence=16, vocabulary=64, checkpoint=again))
-    if "host" in kind:
-        recompute_units(model, Recompute("full", Offloaded()))
     if "frozen" in kind:
         model.blocks[0].requires_grad_(False)
     if "untied" in kind:
@@ -64,7 +62,7 @@ SECTIONS = {"bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping"}
 BOTH = "optimizer param"
 PLACES: list[tuple[Any, ...]] = [
     (0,), (1,), (1, "cpu"), (1, "nvme"), (2,), (2, "cpu"), (2, "nvme"), (3,),
-    (3, "cpu"), (3, "nvme"), (3, "cpu", BOTH), (3, "nvme", BOTH), (3, "nvme", "param"),
+    (3, "cpu"), (3, "nvme"), (3, "cpu", BOTH), (3, "nvme", BOTH),
 ]  # fmt: skip
 OVERLAP = {"overlap_comm": True}
 FP16 = {"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 4}}  # no overflow
@@ -74,7 +72,7 @@ TWO: Runs = [
     *((settings(*place, **OVERLAP), "checkpoint") for place in PLACES),
     (settings(3, "cpu", BOTH, **OVERLAP, **FP16, gradient_accumulation_steps=2), ""),
     (settings(1, gradient_accumulation_steps=2, reduce_bucket_size=1000), "frozen"),
-    (settings(2, bf16={}, gradient_clipping=1.0), "untied host"),
+    (settings(2, bf16={}, gradient_clipping=1.0), "untied"),
     (settings(3, stage3_param_persistence_threshold=10**6, **OVERLAP), "frozen"),
     (settings(3, zero_quantized_weights=True, zero_quantized_gradients=True), ""),
 ]
