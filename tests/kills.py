@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from recovery import Job, build, history, train
 
+from minizero import comm
 from minizero.checkpoint import exists, read_extra
 
 STEPS, KEEP = 90, 2  # steps that no job will need in all; checkpoints that it keeps
@@ -85,6 +86,8 @@ def be_rank(hunt: Hunt, r: int, last: int | None) -> None:
             "timeout": timedelta(seconds=60),
         }
         dist.init_process_group("gloo", store=store, **options)
+        # or the survivors of a kill before the first save would wait for their timeout
+        comm.gather_objects("the ranks make the group for this")
         at: Callable[[str], object] = str
         if last is not None and r == hunt.victim:
             death = itertools.count(), last, hunt.everyone

@@ -1,6 +1,6 @@
 """A training job that outlives its ranks: it restores or starts, trains, saves.
 
-    torchrun --max-restarts 3 tests/recovery.py '{"folder": "run", "kill": null}'
+    torchrun --max-restarts 3 tests/recovery.py '{"folder": "run"}'
 
 `folder/losses` gets a line for each event, in the order in which they happen:
 "life 6 2" when the job begins at step 6, on 2 ranks; "loss 6 0x1.6..." when it has made
@@ -9,10 +9,8 @@ that step; "saved 8" when the checkpoint before step 8 is known to be complete.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -33,14 +31,13 @@ ROWS, VOCABULARY, SEQUENCE = 12, 19, 8  # 12 sequences divide over 1, 2, 3, 4 ra
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, how often to save it, and what happens to it.
+    """What to train, how often to save it.
 
     folder: for checkpoints and losses.
     every: steps between two checkpoints. keep: how many of them stay.
     background: whether a save is written while training goes on.
     dropout: draws on each rank's random state. On another number of ranks other
         numbers are drawn, so losses can be compared there only without it.
-    kill: a step and the rank that is killed at it, once.
     hold: a step that waits until the folder has a file named "go".
     """
 
@@ -52,7 +49,6 @@ class Job:
     background: bool = False
     dropout: float = 0.0
     fp16: bool = False
-    kill: tuple[int, int] | None = None
     hold: int | None = None
 
 
@@ -107,7 +103,8 @@ def train(job: Job, at: Callable[[str], object] = lambda moment: None) -> None:
     saving: checkpoint.Saving | None = None
     for step in range(first, job.steps):
         at("step")
-        interrupt(job, step)
+        while step == job.hold and not (folder / "go").exists():
+            time.sleep(0.05)
         tokens = batch(step)
         loss = net(tokens[:, :-1], tokens[:, 1:])
         net.backward(loss)
@@ -140,17 +137,6 @@ def complete(folder: Path, saving: checkpoint.Saving | None) -> None:
         note(folder, f"saved {saving.path.name.removeprefix('step')}")
 
 
-def interrupt(job: Job, step: int) -> None:
-    """What happens to this process as a step begins."""
-    folder = Path(job.folder)
-    while step == job.hold and not (folder / "go").exists():
-        time.sleep(0.05)
-    if (step, rank()) == job.kill:
-        with contextlib.suppress(FileExistsError):
-            (folder / "killed").touch(exist_ok=False)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def note(folder: Path, line: str) -> None:
     """Add a line to the log. One write: a kill leaves all of it or nothing."""
     if rank() == 0:
@@ -178,6 +164,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
     init_distributed("gloo", options.pop("timeout", None))
-    if options["kill"]:
-        options["kill"] = tuple(options["kill"])
     train(Job(**options))

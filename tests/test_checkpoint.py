@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -82,39 +83,34 @@ class Killed(BaseException):
     """No handler of the code under test may take it for an error."""
 
 
-class Death:
-    """Lets so many file operations happen, and none after that.
+OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
+
+
+def died(net: DataParallel, folder: Path, tag: str, after: int, keep: int) -> bool:
+    """Save, and end after so many file operations; whether it came to that.
 
     As with a process that was killed, what handlers try afterwards does not happen
     either. The last write is done by half.
     """
+    left = itertools.count(after, -1)
 
-    NAMES = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
-
-    def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
-        self.left = after
-        for name in self.NAMES:
-            patch.setattr(os, name, self._wrap(name, getattr(os, name)))
-
-    def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self.left == 0 and name == "write":
-                original(args[0], bytes(args[1])[: len(args[1]) // 2])
-            if self.left <= 0:
-                self.left = -1
-                raise Killed
-            self.left -= 1
+    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            now = next(left)
             if name == "write":  # many short writes: more places to end at
-                return original(args[0], bytes(args[1])[:4096])
-            return original(*args, **kwargs)
+                size = len(args[1]) // 2 if now == 0 else 4096
+                args = args[0], bytes(args[1])[: size if now >= 0 else 0]
+            if now > 0 or (now == 0 and name == "write"):
+                done = call(*args, **options)
+            if now <= 0:
+                raise Killed
+            return done
 
         return wrapped
 
-
-def died(net: DataParallel, folder: Path, tag: str, after: int, keep: int) -> bool:
-    """Save, and end after so many operations; whether it came to that."""
     with pytest.MonkeyPatch.context() as patch:
-        Death(patch, after)
+        for name in OPERATIONS:
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
         try:
             save(net, folder, tag, keep=keep)
         except Killed:
@@ -127,8 +123,11 @@ def died(net: DataParallel, folder: Path, tag: str, after: int, keep: int) -> bo
     [("", "b", 1), ("a", "b", 9), ("a", "a", 9), ("a", "b", 1)],
     ids=["first", "another", "same tag", "last"],
 )
-def test_a_kill_at_any_step(tmp_path: Path, first: str, tag: str, keep: int) -> None:
+def test_a_kill_at_any_step(
+    tmp_path: Path, monkeypatch: Any, first: str, tag: str, keep: int
+) -> None:
     """Also of the first save, after which a folder without files may be left."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # which no kill undoes
     net, other = net_of(), net_of()
     step(net)
     old, template, folder = state(net), tmp_path / "template", tmp_path / "run"
@@ -219,13 +218,10 @@ def test_which_is_found_and_which_are_kept(tmp_path: Path) -> None:
     "tag, extra, text",
     [
         ("a/b", {}, "the tag 'a/b' cannot name a folder"),
-        ("..", {}, "the tag '..' cannot"),
         ("latest", {}, "the tag 'latest' cannot"),
-        ("", {}, "the tag '' cannot"),
         ("a\rb", {}, "the tag 'a.*b' cannot"),
         ("a.tmp-0123abcd", {}, "the tag 'a.tmp-0123abcd' cannot"),
         ("a", {"f": [print]}, "extra holds a print"),
-        ("a", {"f": lambda: 0}, "extra holds .*lambda"),
         ("a", {"net": nn.Linear(1, 1)}, r"extra holds a torch.nn.*state_dict\(\)"),
         ("a", {"loss": numpy.float64(1)}, r"extra holds a numpy.*item\(\)"),
     ],
@@ -264,7 +260,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        for n, name in enumerate(("a/b", "ä b", "'\"", "__metadata__", "0")):
+        for n, name in enumerate(("a/b", "__metadata__", "0")):
             self.register_parameter(name, nn.Parameter(torch.full((2,), n + 1.0)))
             self.register_buffer(f"{name} buffer", torch.full((2,), 0.5j))
         self.register_buffer("gone", torch.zeros(2), persistent=False)
@@ -279,22 +275,21 @@ class Odd(nn.Module):
         self.count = state["count"]
 
 
-def odd(made: bool) -> DataParallel:
-    module = nn.ModuleDict({"extra": nn.Sequential(Odd()), "values/0": Odd()})
+def odd() -> DataParallel:
+    module = nn.ModuleDict({"extra": Odd(), "values/0": Odd()})
     groups = [{"params": [p], "lr": 0.1} for p in module.parameters()]
-    net = parallelize(module, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    if made:
-        module["values/0"].count = 5
-        module["extra"][0].get_buffer("a/b buffer").fill_(7j)
-        for n, group in enumerate(net.optimizer.param_groups):
-            group.update(lr=0.1 / (1 + n), initial_lr=0.9, foreach=True)
-        net.backward(module["extra"](torch.ones(2)))
-        net.step()
-    return net
+    return parallelize(module, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
 
 
 def test_odd_names_groups_and_modules(tmp_path: Path) -> None:
-    net, other = odd(True), odd(False)
+    net, other = odd(), odd()
+    save(other, tmp_path, "no states")
+    net.model["values/0"].count = 5
+    net.model["extra"].get_buffer("a/b buffer").fill_(7j)
+    for n, group in enumerate(net.optimizer.param_groups):
+        group.update(lr=0.1 / (1 + n), initial_lr=0.9, foreach=True)
+    net.backward(net.model["extra"](torch.ones(2)))
+    net.step()
     save(net, tmp_path, "a")
     load(other, tmp_path)
     assert same(state(net), state(other)) and other.model["values/0"].count == 5
@@ -302,8 +297,7 @@ def test_odd_names_groups_and_modules(tmp_path: Path) -> None:
     for mine, its in groups:
         assert its["lr"] == mine["lr"] and its["initial_lr"] == 0.9
         assert not its["foreach"]  # how to compute is not saved
-    save(odd(False), tmp_path, "b")  # an optimizer without any state
-    load(net, tmp_path, "b")
+    load(net, tmp_path, "no states")
     assert not any("momentum" in key for key in state(net))
 
 
@@ -483,39 +477,30 @@ def test_a_part_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
 # In the background
 
 
-class Gate:
-    """Files are written only when it is open."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        self.write = MODULE.write_tensors
-        patch.setattr(MODULE, "write_tensors", self)
-
-    def __call__(self, *args: Any) -> Any:
-        self.reached.set()
-        assert self.opened.wait(60)
-        return self.write(*args)
-
-
 def behind(folder: Path) -> tuple[bool, bool, list[str]]:
     """Steps while a save is held up; what it has saved; the next save waits for it."""
     net = net_of(stage=1)
     step(net)
-    before, order = state(net), []
+    before, order, write = state(net), [], MODULE.write_tensors
+    opened, reached = threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        reached.set()
+        assert opened.wait(60)
+        return write(*args)
+
     with pytest.MonkeyPatch.context() as patch:
-        gate = Gate(patch)
+        patch.setattr(MODULE, "write_tensors", held)
         saving = save(net, folder, "a", background=True)
-        assert gate.reached.wait(60)
+        assert reached.wait(60)
         for _ in range(3):
             step(net)
         unfinished = not exists(folder)
-        gate.opened.set()
+        opened.set()
         second = save(net, folder, "b", background=True)
-        order.append((folder / "latest").read_text().strip())
-        second.wait()
-        second.wait()  # once more does nothing
-        saving.wait()
-        order.append((folder / "latest").read_text().strip())
+        for each in (second, second, saving):  # once more does nothing
+            order.append((folder / "latest").read_text().strip())
+            each.wait()
         finish()
     load(net, folder, "a")
     return unfinished, same(state(net), before), order
@@ -523,7 +508,7 @@ def behind(folder: Path) -> tuple[bool, bool, list[str]]:
 
 def test_steps_go_on_while_files_are_written(two: Pool, tmp_path: Path) -> None:
     for unfinished, equal, order in two.run(behind, tmp_path):
-        assert unfinished and equal and order[0] in "ab" and order[1] == "b"
+        assert unfinished and equal and order[0] in "ab" and order[2] == "b"
     assert complete(tmp_path, "a", "b", ranks=2)
 
 

@@ -23,10 +23,7 @@ from minizero import NVMe, Plan, Tracker, estimate, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.plots.offload import (
     DISK_LANES,
-    depth_figure,
     efficiency_figure,
-    lanes_figure,
-    throughput,
     watched_step,
 )
 from minizero.memory import Placement
@@ -404,10 +401,7 @@ def test_muon_is_refused(tmp_path: Path) -> None:
 # --- the laboratory -----------------------------------------------------------
 
 
-def test_figures(tmp_path: Path) -> None:
-    rates = {depth: throughput(tmp_path, 1 << 16, ALIGN, depth) for depth in (1, 2)}
-    axes = depth_figure(rates).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["write", "read"]
+def test_what_the_figures_show(tmp_path: Path) -> None:
     storage = NVMe(ALL, tmp_path, buffer_size=1024)
     net = build(storage)
     one_step(net)
@@ -419,8 +413,6 @@ def test_figures(tmp_path: Path) -> None:
     # parameter and two states are read and written
     assert counts == [3 * slices, slices, 3 * slices]
     assert all(bar.begin <= bar.end for bar in bars)
-    lanes = lanes_figure({"one": bars, "two": bars})
-    assert [len(a.patches) for a in lanes.axes] == [len(bars)] * 2
     curves = efficiency_figure(70e12).axes
     # half of the time is computing where ait x bandwidth is the peak
     x, y = curves[0].lines[0].get_data()
