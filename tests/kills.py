@@ -32,7 +32,7 @@ from recovery import Job, build, history, train
 from minizero import comm
 from minizero.checkpoint import exists, read_extra
 
-STEPS, KEEP = 90, 2  # steps that no job will need in all; checkpoints that it keeps
+KEEP = 2  # checkpoints
 OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 
 
@@ -128,7 +128,8 @@ def newest(folder: Path) -> int:
 def sweep(hunt: Hunt, every: int) -> int:
     """Kill a job at every moment; how often. AssertionError: what is wrong."""
     job, saves = hunt.job, Path(hunt.job.folder, "checkpoints")
-    whole = replace(job, folder=f"{job.folder}, whole", every=STEPS, steps=STEPS)
+    steps = 20 + 80 // every  # more than the job will make in all its lives
+    whole = replace(job, folder=f"{job.folder}, whole", every=steps, steps=steps)
     for each in (whole, job):
         Path(each.folder).mkdir(parents=True)
     assert not any(live(replace(hunt, job=whole), None))
