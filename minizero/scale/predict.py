@@ -150,13 +150,13 @@ def predict(
     schedule: makes one, given the elements of the largest unit.
     """
     check_counts(sequence=sequence, world_size=world_size)
-    check_choices(reduce=(reduce or precision, ITEMSIZES))
     plan, bits = how.plan, (how.weight_bits, how.gradient_bits)
     tokens = how.micro_batch * sequence
-    reduced = ITEMSIZES[reduce or precision]
     costs = Costs(
         shape, machine, tokens, sequence, attention, precision, logit
     )
+    check_choices(reduce=(reduce or precision, ITEMSIZES))
+    reduced = ITEMSIZES[reduce or precision]
     memory = Memory.of(costs, how, world_size, reduced)
     update = update_seconds(machine, min(machine.gpus, world_size), plan)
     kept = how.checkpointing
