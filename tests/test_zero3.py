@@ -218,34 +218,6 @@ def test_evaluation(pool: Pool, mode: str) -> None:
         assert calls == CONFIG.layers + 1
 
 
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().sum()
-
-
-def failing_forward() -> bool:
-    torch.manual_seed(1)
-    model = Odd()
-    net = parallelize(model, sgd(model))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        net(torch.randn(4, 5))
-    net.backward(net(torch.randn(4, 6)))
-    net.step()
-    return all(not flat.is_unsharded for unit in net.units for flat in unit.flats)
-
-
-def test_a_healthy_step_after_a_failed_forward(pool: Pool) -> None:
-    assert pool.run(failing_forward) == [True, True]
-
-
 class Experts(nn.Module):
     """Each rank calls another of two units that are alike."""
 
