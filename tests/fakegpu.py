@@ -359,9 +359,7 @@ class GPU(TorchDispatchMode):
 
     # Collectives.
 
-    def collective(
-        self, what: str, out: Tensor, inp: Tensor, group: Any
-    ) -> Done:
+    def collective(self, what: str, out: Tensor, inp: Tensor, group: Any) -> Done:
         if out.device.type == "cpu":
             self.by_host(what, [inp], [out])
             return Done(dict(self.clock), True)

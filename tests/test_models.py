@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 import minizero
-from minizero import Plan, consolidate, parallelize
-from minizero.checkpoint import load, save
+from minizero import Plan, parallelize
 from minizero.precision import MixedPrecision
-from minizero.zero import DataParallel, GatheredParameters, Init
+from minizero.zero import GatheredParameters, Init
 
 STAGES = (0, 1, 2, 3)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

@@ -182,6 +182,7 @@ class ZeRO3(ZeRO2):
                         "a clone"
                     )
 
+    # continued: zero-stage3-backward
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
         if unit not in self._backwards:
             self._backwards.add(unit)
@@ -233,6 +234,7 @@ class ZeRO3(ZeRO2):
         self._loss_is_nan = loss.detach().isnan().any()
         super().backward(loss, retain_graph)
 
+    # continued: zero-stage3-last
     def _begin_backward(self) -> None:
         self._leave_all()
         super()._begin_backward()
