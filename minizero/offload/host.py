@@ -124,17 +124,15 @@ class Offload(Storage):
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
+
+        def crossing(flat: Flat) -> int:
+            gradient = flat.shard.numel() * flat.grad_dtype.itemsize
+            nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
+            return nbytes + aligned(gradient) * self.moves_gradients
+
         units = [unit for unit in units if unit.trainable]
-        crossing = [
-            sum(
-                aligned(flat.shard.nbytes) * int(self.moves_parameters)
-                + aligned(flat.shard.numel() * flat.grad_dtype.itemsize)
-                * int(self.moves_gradients)
-                for flat in unit.trainable
-            )
-            for unit in units
-        ]
-        self._staging.reserve(max(crossing, default=0))
+        rooms = [sum(map(crossing, unit.trainable)) for unit in units]
+        self._staging.reserve(max(rooms, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(later) for later in units[i + 1 : i + 2]]
