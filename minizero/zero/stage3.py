@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..memory.plan import Plan
 from .flat import Flat, Unit
+from .groups import CopiedFlat
 from .guards import Hook, refuse_sharded_state
 from .sharded import ShardedFlat
 from .stage2 import ZeRO2
@@ -73,7 +74,7 @@ class ZeRO3(ZeRO2):
     """
 
     plan = Plan.stage(3)
-    flat_type = ShardedFlat
+    flat_type, copied_type = ShardedFlat, CopiedFlat
 
     def place(self, flat: Flat) -> None:
         """Keep a shard of the parameters."""
