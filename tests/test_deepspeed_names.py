@@ -142,16 +142,18 @@ def talk() -> None:
 def build_sharded() -> None:
     """`zero.Init` and `GatheredParameters` with all their arguments."""
     wanted = [p.detach().clone() for p in net().parameters()]
+    with deepspeed.OnDevice(torch.float64, "cpu"):  # random numbers are drawn in it
+        double = [*net().parameters()]
     with deepspeed.zero.Init(remote_device="cpu", dtype=torch.float64, pin_memory=True):
         within = net()
     model = net()
     deepspeed.zero.Init(module=model, config_dict_or_path=config(3))
-    for made, dtype in ((within, torch.float64), (model, torch.float32)):
+    for made, values in ((within, double), (model, wanted)):
         assert all(p.isnan().all() for p in made.parameters() if made is model)
         gathered = [*made.parameters(), None]
         with deepspeed.zero.GatheredParameters(gathered, fwd_module=made):
-            for p, q in zip(made.parameters(), wanted, strict=True):
-                assert p.dtype is dtype and torch.equal(p, q.to(dtype))
+            for p, q in zip(made.parameters(), values, strict=True):
+                assert p.dtype is q.dtype and torch.equal(p, q)
     with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
         assert model[0].weight.isnan().all()
     assert all(
