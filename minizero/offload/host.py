@@ -103,12 +103,11 @@ class Offload(Storage):
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        if self.down.stream is not None:
-            mean = mean.clone()  # its buffer is freed as soon as we return
+        # on a stream: of a clone, since the mean's buffer is freed as we return
+        kept = None if self.down.stream is None else mean.clone()
         self.down.follow()
-        self.down.copy(copied, mean)
-        read_later = None if self.down.stream is None else mean
-        self._arriving.append((shard, copied, read_later, self.down.event()))
+        self.down.copy(copied, mean if kept is None else kept)
+        self._arriving.append((shard, copied, kept, self.down.event()))
 
     def wait_for_copies(self) -> None:
         while self._arriving:
