@@ -141,7 +141,7 @@ def sweep(hunt: Hunt, every: int) -> int:
         codes = live(replace(hunt, job=this), last)
         case = f"{hunt}, killed at {last}: {codes}, from {before}"
         killed = codes[hunt.victim] == -signal.SIGKILL
-        assert all(codes) if killed else not any(codes), case
+        assert killed or not any(codes), case
         seen, found = history(job.folder), newest(saves)
         assert seen.losses.items() <= expected.items(), f"{case}: other losses"
         assert found >= max(before, seen.saved), f"{case}: back to {found}"
