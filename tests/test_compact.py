@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "minizero"
 
 LINES = {
-    "zero": (2_750, 2_200),
+    "zero": (2_660, 2_200),
     "memory precision": (1_180, 1_150),
     "ranks": (1_150, 750),
     "comm": (1_150, 950),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Offload(Storage):
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
-        self._arriving: list[tuple[Tensor, Tensor, Tensor, CopyEvent]] = []
+        self._arriving: list[Any] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -106,7 +107,8 @@ class Offload(Storage):
             mean = mean.clone()  # its buffer is freed as soon as we return
         self.down.follow()
         self.down.copy(copied, mean)
-        self._arriving.append((shard, copied, mean, self.down.event()))
+        read_later = None if self.down.stream is None else mean
+        self._arriving.append((shard, copied, read_later, self.down.event()))
 
     def wait_for_copies(self) -> None:
         while self._arriving:
