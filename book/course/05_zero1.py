@@ -203,6 +203,8 @@ def check_norm(kind: type) -> None:
     # A test that runs on every rank: an AssertionError if `kind`, a ZeRO1 or a
     # class like it, clips by another norm than plan 0. `train(kind, 13, clip=0.1)`
     # trains it.
+    found = train(kind, 13, clip=0.1)
+    assert found["losses"]
 """
     public = """
 from minizero import launch

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minizero import Tracker, comm, launch
 from minizero.memory.labels import labelled_bytes
+from minizero.overlap.simulator import Buffer, Layer
 from minizero.ranks import RankError, rank
 
 from .exercise import BITS
@@ -130,3 +131,16 @@ def kills(
 
     passes = not fails(original)
     return {"passes on the original": passes, "fails on the mutant": fails(mutant)}
+
+
+def layers(sizes: list[int], tokens: int, flops: float) -> list[Layer]:
+    """Units of so many parameters in bf16, for the simulator; the root first."""
+    return [
+        Layer(
+            f"{i}",
+            [Buffer(size, itemsize=2)],
+            forward=2 * size * tokens / flops,
+            backward=4 * size * tokens / flops,
+        )
+        for i, size in enumerate(sizes)
+    ]

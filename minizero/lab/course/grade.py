@@ -205,9 +205,10 @@ def write(class_: dict[str, list[Record]], out: Path) -> None:
         table = csv.writer(file)
         table.writerow(["student", *columns, "points", "of"])
         for student, mine in class_.items():
-            points = {r.label: r.points for r in mine}
+            points = {r.label: f"{r.points:g}" for r in mine}
             every = [points.get(label, "") for label in columns]
-            table.writerow([student, *every, *totals(mine)])
+            got, of = totals(mine)
+            table.writerow([student, *every, f"{got:g}", of])
     for student, mine in class_.items():
         (out / f"{student}.md").write_text(page(student, mine))
 
