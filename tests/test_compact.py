@@ -25,7 +25,7 @@ LINES = {
     "comm": (1_150, 950),
     "overlap": (650, 650),
     "activations": (590, 550),
-    "offload": (1_170, 1_150),
+    "offload": (1_150, 1_150),
     "checkpoint": (1_050, 1_050),
     "config": (700, 700),
     "engine": (1_800, 1_450),
