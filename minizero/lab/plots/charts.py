@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minizero.config import Config
-from minizero.lab.plots.spans import PHASE_COLOURS
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
     GREY,
@@ -269,33 +268,6 @@ def decisions(config: Config) -> list[tuple[str, str, str]]:
             or "those given to initialize",
         ),
     ]
-
-
-@rc_context(STYLE)
-def phase_bars(runs: Mapping[str, Mapping[str, float]]) -> Figure:
-    """A bar a run: the milliseconds of forward, backward and step, stacked.
-
-    What is called "outside" is a clear part: of the step, and of none of the three.
-    """
-    if not runs:
-        raise ValueError("There is nothing to draw; give the phases of a run.")
-    figure, axes = single(0.9 + 0.42 * len(runs))
-    colours = PHASE_COLOURS | {"step": PHASE_COLOURS["update"], "outside": "none"}
-    labels: set[str] = set()
-    for y, phases in enumerate(runs.values()):
-        start = 0.0
-        for name, length in phases.items():
-            label = "" if name in labels else name
-            edge = GREY if name == "outside" else "none"
-            axes.barh(
-                y, length, 0.62, start, color=colours[name], edgecolor=edge, label=label
-            )
-            labels.add(name)
-            start += length
-    name_rows(axes, runs)
-    axes.set_xlabel("milliseconds a step")
-    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return figure
 
 
 @rc_context(STYLE)
