@@ -158,14 +158,18 @@ def test_state_of_a_wide_model_is_exactly_the_estimate(model: str, ranks: int) -
         assert 0 <= more <= counters + 31 * width * (shape.layers + 1), category
 
 
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
+WIDE = Shape(6, 512, 8, 256, 2, 1792, gated=True)
+
+
 @pytest.mark.parametrize(
-    ("shape", "stage", "precision", "size"),
+    ("shape", "stage", "precision", "size", "how"),
     [
-        (replace(MODELS["gpt2"], layers=4), 3, "bf16", 4),
-        (replace(MODELS["llama-8b"], layers=4), 3, "bf16", 1),
-        (Shape(6, 512, 8, 256, 2, 1792, gated=True), 2, "bf16", 8),
-        (Shape(6, 512, 8, 256), 1, "fp32", 8),
+        (replace(MODELS["gpt2"], layers=4), 3, "bf16", 4, "none"),
+        (replace(MODELS["llama-8b"], layers=4), 3, "bf16", 1, "selective"),
+        (WIDE, 2, "bf16", 8, "none"),
+        (WIDE, 2, "bf16", 8, "selective"),
+        (WIDE, 2, "bf16", 8, "full"),
+        (Shape(6, 512, 8, 256), 1, "fp32", 8, "full"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
