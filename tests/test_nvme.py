@@ -27,7 +27,6 @@ from minizero.lab.plots.offload import (
     depth_figure,
     efficiency_figure,
     lanes_figure,
-    point_figure,
     throughput,
     watched_step,
 )
@@ -546,5 +545,3 @@ def test_figures(tmp_path: Path) -> None:
     x, y = curves[0].lines[0].get_data()
     half = min(range(len(y)), key=lambda i: abs(y[i] - 50))
     assert x[half] == pytest.approx(70e12 / 1024 / 1e9, rel=0.1)
-    point = point_figure(1.0, 1.0, {8: (1.0, 0.5)}, {8: 0.25}).axes[0]
-    assert list(point.lines[1].get_data()[1]) == [25]

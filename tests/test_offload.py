@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minizero import Delayed, Offload, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.offload import crossing, rounds, rounds_figure
+from minizero.lab.plots.offload import crossing, lanes_figure, rounds
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned, host_empty
@@ -450,7 +450,7 @@ def test_rounds_overlap() -> None:
     assert rounds(units, pipelined=False)[-1].end == 5 * 4
     slow = {str(i): (3.0, 1.0, 3.0) for i in range(4)}
     assert rounds(slow)[-1].end < rounds(slow, pipelined=False)[-1].end
-    assert len(rounds_figure({"a": rounds(units), "b": rounds(slow)}).axes) == 2
+    assert len(lanes_figure({"a": rounds(units), "b": rounds(slow)}).axes) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
