@@ -31,7 +31,7 @@ LINES = {
     "engine": (1_800, 1_450),
     "deepspeed": (605, 600),
     "hf kernels": (975, 950),
-    "scale": (1_670, 1_450),
+    "scale": (1_664, 1_450),
 }
 """Most lines of each folder, docstrings and blanks included, and the aim."""
 CORE, CORE_FILES = (15_800, 13_500), (110, 110)
