@@ -31,7 +31,6 @@ from minizero.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from minizero.engine.data import Loader
 from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import Pool
 from minizero.zero import DataParallel
