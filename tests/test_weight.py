@@ -23,8 +23,6 @@ HEAVIER = {
     "07_zero3": (3_860, 500, 68),
     "08_overlap": (3_120, 600, 60),
     "09_activations": (3_350, 750, 102),
-    "10_offload": (3_440, 505, 45),
-    "11_nvme": (3_000, 500, 66),
     "13_engine": (3_000, 525, 45),
 }
 """Chapters that are still heavier: they may grow no more."""

@@ -50,7 +50,7 @@ class Offload(Storage):
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
-        self._arriving: list[tuple[Tensor, Tensor, Tensor, CopyEvent]] = []
+        self._arriving: list[tuple[Tensor, Tensor, object, CopyEvent]] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -102,11 +102,11 @@ class Offload(Storage):
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        if self.down.stream is not None:
-            mean = mean.clone()  # its buffer is freed as soon as we return
+        # a stream reads it later, and its buffer is freed as soon as we return
+        kept = None if self.down.stream is None else mean.clone()
         self.down.follow()
-        self.down.copy(copied, mean)
-        self._arriving.append((shard, copied, mean, self.down.event()))
+        self.down.copy(copied, mean if kept is None else kept)
+        self._arriving.append((shard, copied, kept, self.down.event()))
 
     def wait_for_copies(self) -> None:
         while self._arriving:
@@ -122,17 +122,15 @@ class Offload(Storage):
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
+
+        def crossing(flat: Flat) -> int:
+            gradient = flat.shard.numel() * flat.grad_dtype.itemsize
+            nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
+            return nbytes + aligned(gradient) * self.moves_gradients
+
         units = [unit for unit in units if unit.trainable]
-        crossing = [
-            sum(
-                aligned(flat.shard.nbytes) * int(self.moves_parameters)
-                + aligned(flat.shard.numel() * flat.grad_dtype.itemsize)
-                * int(self.moves_gradients)
-                for flat in unit.trainable
-            )
-            for unit in units
-        ]
-        self._staging.reserve(max(crossing, default=0))
+        rooms = [sum(map(crossing, unit.trainable)) for unit in units]
+        self._staging.reserve(max(rooms, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(later) for later in units[i + 1 : i + 2]]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import comm
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
-from .groups import in_groups
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
@@ -19,15 +19,11 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan | None = None,
-    *,
-    weight_bits: int | None = None,
-    gradient_bits: int | None = None,
     **options: Any,
 ) -> DataParallel:
     """Train `model` as `plan` says (default: stage 3).
 
-    The options are those of `DataParallel`. With `weight_bits` or
-    `gradient_bits`, 8 or 4, these are quantized when they are sent.
+    The options are those of `DataParallel`.
     """
     plan = Plan.stage(3) if plan is None else plan
     kinds: dict[tuple[bool, ...], type[DataParallel]] = {
@@ -37,13 +33,48 @@ def parallelize(
         (True, True, True): ZeRO3,
     }
     every = plan.parameters, plan.gradients, plan.optimizer
-    kind: Any = kinds.get(tuple(placement.sharded for placement in every))
+    kind = kinds.get(tuple(placement.sharded for placement in every))
     if kind is None:
         raise ValueError(
             f"{plan} is no stage of ZeRO; shard the optimizer state, then "
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
-    if plan.group or weight_bits or gradient_bits:
-        kind, bits = in_groups(kind), (weight_bits, gradient_bits)
-        options |= dict(zip(("weight_bits", "gradient_bits"), bits, strict=True))
+    check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
     return kind(model, optimizer, plan=plan, **options)
+
+
+def check_groups(
+    plan: Plan, weight_bits: int | None, gradient_bits: int | None
+) -> None:
+    """Raise ValueError for what is not done in groups, or quantized."""
+    if not (plan.group or weight_bits or gradient_bits):
+        return
+    for bits in (weight_bits, gradient_bits):
+        if bits is not None:
+            comm.Quantized(bits)
+    if not plan.optimizer.sharded:
+        raise ValueError(
+            "nothing is sharded at stage 0, so there is nothing to quantize; "
+            "choose a stage, 3 for weights"
+        )
+    if weight_bits and not plan.parameters.sharded:
+        raise ValueError(
+            "weights are quantized as they are gathered for use, which needs "
+            "sharded parameters (stage 3); leave weight_bits out"
+        )
+    parameters, gradients = plan.parameters, plan.gradients
+    group = plan.optimizer.group
+    same = not gradients.sharded or gradients.group == group
+    if parameters.sharded and group:
+        same &= parameters.group == group
+    if not same:
+        raise ValueError(
+            f"{plan}: in groups, everything sharded has one group, or the "
+            "parameters alone have it; use Plan.stage(stage, group=...)"
+        )
+    if parameters.group and not group and parameters.on != "device":
+        raise ValueError(
+            "where only parameters have a group they are stored on the "
+            "device, as a copy for the group; leave offload_param out, or "
+            "group everything"
+        )
