@@ -346,7 +346,11 @@ def test_the_parent_is_killed(end, repeat):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_the_parent_ends_as_ranks_start(end):
     script = Script("launch(time.sleep, 2, 1000)")
-    while not any(each.children() for each in servers(script.process.pid)):
+    while not any(
+        os.getpgid(rank.pid) == rank.pid  # it serves
+        for server in servers(script.process.pid)
+        for rank in server.children()
+    ):
         assert script.process.poll() is None
         time.sleep(0.01)
     if end == signal.SIGKILL:
