@@ -21,7 +21,7 @@ PACKAGE = ROOT / "minizero"
 LINES = {
     "zero": (2_640, 2_200),
     "memory precision": (1_180, 1_150),
-    "ranks": (1_150, 750),
+    "ranks": (1_050, 750),
     "comm": (1_150, 950),
     "overlap": (650, 650),
     "activations": (590, 550),
