@@ -19,8 +19,6 @@ PAUSE = 25
 """Words of prose that end a stretch of code and output."""
 HEAVIER = {
     "01_memory": (3_640, 520, 99),
-    "02_ranks": (3_020, 500, 45),
-    "03_data_parallel": (4_070, 540, 56),
     "04_precision": (3_300, 690, 98),
     "08_overlap": (3_120, 600, 60),
     "09_activations": (3_350, 750, 102),
