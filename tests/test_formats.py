@@ -35,15 +35,6 @@ def test_exponents() -> None:
         formats.exponents({})
 
 
-def test_scale_history() -> None:
-    figure = formats.scale_history([8.0, 4.0, 4.0], [False, True, True])
-    line, crosses = figure.axes[0].lines
-    assert list(line.get_ydata()) == [8.0, 4.0, 4.0]
-    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([0], [8.0])
-    with pytest.raises(ValueError, match="no steps"):
-        formats.scale_history([], [])
-
-
 def test_bit_layout_has_a_box_for_each_bit() -> None:
     boxes = [p for p in formats.bit_layout().axes[0].patches if p.get_width() > 0]
     assert len(boxes) == sum(8 * dtype.itemsize for dtype, *_ in FORMATS.values())

@@ -24,7 +24,6 @@ HEAVIER = {
     "04_precision": (3_300, 690, 98),
     "08_overlap": (3_120, 600, 60),
     "09_activations": (3_350, 750, 102),
-    "13_engine": (3_000, 525, 45),
 }
 """Chapters that are still heavier: they may grow no more."""
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}

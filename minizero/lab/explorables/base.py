@@ -24,14 +24,12 @@ FIGURES = {
     "exchanges": ("exchanges.js",),
     "shards": ("shards.js",),
     "formats": ("formats.js",),
-    "stepcost": ("stepcost.js",),
-    "blocktime": ("blocktime.js",),
+    "link": ("link.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
-    "offload": ("offload.js",),
     "activations": ("activations.js",),
-    "published": ("published.js",),
     "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
+    "plans": ("trace.js", "plans.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""
