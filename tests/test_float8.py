@@ -47,13 +47,6 @@ def test_quantise(dtype: torch.dtype, digits: int) -> None:
         assert ((back - x) / x)[big].abs().max() <= 2.0 ** -(digits + 1) * 1.0001
 
 
-def test_quantise_at_the_edges() -> None:
-    values, _ = quantise(torch.zeros(4), E4M3)
-    assert values.float().eq(0).all()
-    values, scale = quantise(torch.tensor([1.0, torch.inf]), E4M3)
-    assert not (values.float() * scale).isfinite().all()  # an overflow shows
-
-
 @pytest.mark.parametrize("left", [E4M3, E5M2])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
 def test_product_is_torchs(left: torch.dtype, out: torch.dtype) -> None:

@@ -21,34 +21,6 @@ def test_bits_and_spacing(name: str) -> None:
     assert torch.tensor(least / 2).to(dtype).item() == 0
 
 
-def test_exponents() -> None:
-    figure = formats.exponents({"a": torch.tensor([2.0**-30, 1.0, 1.5, 0.0])})
-    (axes,) = figure.axes
-    assert axes.get_title("left") == "a: 33% below fp16"
-    heights = {
-        round(bar.get_x() + 0.43 - 0.5): bar.get_height() for bar in axes.patches
-    }
-    assert heights[0] == pytest.approx(200 / 3) and heights[-30] == pytest.approx(
-        100 / 3
-    )
-    with pytest.raises(ValueError, match="nothing to draw"):
-        formats.exponents({})
-
-
-def test_scale_history() -> None:
-    figure = formats.scale_history([8.0, 4.0, 4.0], [False, True, True])
-    line, crosses = figure.axes[0].lines
-    assert list(line.get_ydata()) == [8.0, 4.0, 4.0]
-    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([0], [8.0])
-    with pytest.raises(ValueError, match="no steps"):
-        formats.scale_history([], [])
-
-
-def test_bit_layout_has_a_box_for_each_bit() -> None:
-    boxes = [p for p in formats.bit_layout().axes[0].patches if p.get_width() > 0]
-    assert len(boxes) == sum(8 * dtype.itemsize for dtype, *_ in FORMATS.values())
-
-
 def test_explorer() -> None:
     explorer = FormatExplorer(weight=0.0, update=-10.0)
     assert explorer.kept() == {

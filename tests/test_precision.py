@@ -304,21 +304,6 @@ def test_a_skipped_step_touches_nothing(two: Pool, precision: MixedPrecision) ->
         assert norm[1] == "gradient norm" and flag == ("all_reduce", "overflow", 1)
 
 
-def exhausted() -> str:
-    scale = DynamicLossScale(1, hysteresis=1)
-    model, net = build(2, MixedPrecision(FP16, loss_scale=scale))
-    with pytest.raises(OverflowError) as error:
-        for _ in range(3):
-            one_step(model, net, Run(), 0, planted="loss")
-    assert net.precision.skipped_steps == 2
-    return str(error.value)
-
-
-def test_a_scale_at_its_minimum(two: Pool) -> None:
-    message = two.run(exhausted)[0]
-    assert "at the minimal loss scale, 1;" in message
-
-
 def test_loss_scale_has_deepspeeds_rules() -> None:
     """Against what DeepSpeed 0.19.8's class did (deepspeed_loss_scale.json)."""
     path = Path(__file__).with_name("deepspeed_loss_scale.json")
@@ -389,21 +374,6 @@ def test_bytes_of_the_update(two: Pool) -> None:
             assert seen["peak"] == seen["live"]["gradients"] + copies
 
 
-def test_bytes_sent(two: Pool) -> None:
-    """Each dtype shows in its own collective; the flag is one number a step."""
-    wide = two.run(measure, 3, MixedPrecision(FP32))[0]["sent"]
-    narrow = two.run(measure, 3, MixedPrecision(BF16))[0]["sent"]
-    assert {k: 2 * v for k, v in narrow.items()} == wide
-    mixed = two.run(measure, 3, MixedPrecision(BF16, reduce=FP32))[0]["sent"]
-    assert mixed["all_gather"] == narrow["all_gather"]
-    assert mixed["reduce_scatter"] == wide["reduce_scatter"]
-    for seen in two.run(measure, 3, MixedPrecision(FP16)):
-        assert seen["flags"] == [1, 1]
-        flags = {k: seen["sent"][k] for k in ("all_reduce", "overflow")}
-        assert seen["sent"] == narrow | flags
-        assert flags["overflow"] == 4
-
-
 # -- dtypes ----------------------------------------------------------------------
 
 
@@ -458,23 +428,6 @@ def test_dtypes(two: Pool, stage: int) -> None:
         assert set(seen["masters"]) == {FP32}
         # from rank 0's values, before they were rounded
         assert torch.equal(seen["first"], seen["originals"])
-
-
-def with_history() -> list[torch.dtype]:
-    """A 16-bit model whose optimizer has made a step already."""
-    model = nn.Linear(4, 4).to(BF16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4, dtype=BF16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    net = parallelize(model, optimizer, Plan.stage(1), precision=MixedPrecision())
-    net.backward(net(torch.ones(1, 4)).sum())
-    net.step()
-    return [v.dtype for s in optimizer.state.values() for v in s.values()]
-
-
-def test_state_of_a_16_bit_model_becomes_fp32(two: Pool) -> None:
-    assert set(two.run(with_history)[0]) == {FP32}
 
 
 def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:

@@ -18,13 +18,9 @@ WORDS, LINES, STRETCH = 3_000, 500, 45
 PAUSE = 25
 """Words of prose that end a stretch of code and output."""
 HEAVIER = {
-    "01_memory": (3_640, 520, 99),
     "02_ranks": (3_020, 500, 45),
     "03_data_parallel": (4_070, 540, 56),
-    "04_precision": (3_300, 690, 98),
     "07_zero3": (3_860, 500, 68),
-    "08_overlap": (3_120, 600, 60),
-    "09_activations": (3_350, 750, 102),
     "10_offload": (3_440, 505, 45),
     "11_nvme": (3_000, 500, 66),
     "13_engine": (3_000, 525, 45),

@@ -1,5 +1,5 @@
 // What a transformer keeps for backward, by mode of checkpointing, in 16 bit.
-// s b h (34 + 5 a s / h) bytes a layer: Korthikanti et al. 2022, sections 4 and 5.
+// 32 s b h bytes a layer with fused attention, and 5 a s s b of scores without.
 
 const CONTROLS = {
   layers: ["layers", [0, 8, TWOS], short],
@@ -14,9 +14,11 @@ const HEAD = ["checkpointing", "kept by all layers", "one layer, computed again"
 function numbers(get) {
   const [layers, h, a, s, b] = Object.keys(CONTROLS).map(get);
   const scores = 5 * a * s * s * b;
-  const whole = 34 * s * b * h + scores;
-  const kept = { none: whole, selective: 34 * s * b * h, full: 2 * s * b * h };
-  return Object.entries(kept).map(([mode, bytes]) => [mode, layers * bytes, whole - bytes]);
+  const sbh = s * b * h;
+  const kept = { none: 32 * sbh, selective: 22 * sbh, full: 2 * sbh };
+  const modes = Object.entries(kept).map(
+    ([mode, bytes]) => [mode, layers * bytes, kept.none - bytes]);
+  return [["none, scores kept", layers * (kept.none + scores), 0], ...modes];
 }
 
 function render({ model, el }) {
@@ -31,9 +33,9 @@ function render({ model, el }) {
     all.forEach(([mode, kept, again], i) => rows[i].update(mode,
       [[HEAD[1], kept], [HEAD[2], again]], Math.max(...peaks), amount(peaks[i])));
     const scores = 5 * get("heads") * get("sequence") / get("hidden");
-    words.textContent = `Attention's scores are ${short(100 * scores / (34 + scores))} % ` +
-      `of a layer: selective spares them, and so does a fused kernel, which never keeps ` +
-      `them. Full keeps the layers' inputs, ${short(peaks[0] / peaks[2])} times less at ` +
+    words.textContent = `The scores of attention would be ` +
+      `${short(100 * scores / (32 + scores))} % of a layer; a fused kernel never keeps ` +
+      `them. Full keeps the layers' inputs, ${short(peaks[1] / peaks[3])} times less at ` +
       `the peak.`;
   };
   const chart = make("div", { class: "chart" }, key(get("palette")),

@@ -188,8 +188,9 @@ class BlockTime(Explorable):
 class ActivationExplorer(Explorable):
     """Bytes that a transformer keeps for backward under each mode of checkpointing.
 
-    16 bit, without tensor parallelism (Korthikanti et al. 2022, sec. 4 and 5), and at
-    the peak one full layer, which backward computes again.
+    16 bit, without dropout and tensor parallelism, with fused attention and, in the
+    first row, without (Korthikanti et al. 2022, sec. 4). At the peak one layer is full,
+    which backward computes again.
 
     layers: 1 to 256. hidden: 256 to 65,536. heads: 1 to 256. sequence: 128 to 131,072
     tokens. micro_batch: sequences, 1 to 256.
@@ -213,13 +214,13 @@ class ActivationExplorer(Explorable):
     def numbers(self) -> list[list[Any]]:
         """By mode: bytes of what all layers keep, and of what one makes again."""
         sizes = (self.hidden, self.heads, self.sequence, self.micro_batch)
-        full = estimate_activations(1, *sizes)
-        return [
-            [
-                mode,
-                estimate_activations(self.layers, *sizes, mode),
-                full - estimate_activations(1, *sizes, mode),
-            ]
+
+        def saved(mode: str, attention: str = "fused", layers: int = 1) -> int:
+            return estimate_activations(layers, *sizes, mode, attention)
+
+        scores = saved("none", "unfused", self.layers)
+        return [["none, scores kept", scores, 0]] + [
+            [mode, saved(mode, layers=self.layers), saved("none") - saved(mode)]
             for mode in ("none", "selective", "full")
         ]
 
