@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _estimate(options: argparse.Namespace) -> None:
+    for name in ("params", "ranks"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name):g}; give 1 or more")
     print(
         f"GB (10^9 bytes) per rank, {options.params:g} parameters, without activations"
     )

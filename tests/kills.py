@@ -1,31 +1,25 @@
-"""Kills training runs at random moments, and sees what they leave behind.
+"""Kills training jobs at every moment of a save, and sees what they leave behind.
 
-    python tests/kills.py FOLDER KILLS SEED
+    python tests/kills.py FOLDER EVERY
 
-A life of a run is a fork of this process, which has imported torch already: it costs
-a fraction of a second where a new process costs several. Half of the kills come at any
-moment of a life, the other half while a checkpoint is being saved; half hit the whole
-process group, the others one rank, whose survivors must then end by themselves. After
-each kill everything that the run promises is checked; the next life goes on from there.
+A life of a job is a fork of this process, which has imported torch already. It loads,
+trains, saves and trains on; one rank counts all that it does to files, and before
+operation number n it kills itself, or all ranks. The next life goes on from what is
+there, with a larger n, until one comes through: so the lives of a job pass every moment
+(or every EVERY-th). After each one all that the job promises is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import itertools
 import json
-import mmap
 import os
-import random
 import signal
-import struct
 import sys
 import threading
-import time
 import traceback
-import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,68 +29,72 @@ import torch
 import torch.distributed as dist
 from recovery import Job, build, history, train
 
-from minizero.checkpoint import exists
+from minizero import comm
+from minizero.checkpoint import exists, read_extra
 
-STEPS, KEEP = 40, 2
-ENDING = 30.0  # seconds that survivors may take to notice and to end
-PHASES = ("start", "load", "step", "save", "end")
-
-# ranks, and what differs from the default job
-RUNS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"stage": 0, "every": 1}),
-    (2, {"stage": 3, "every": 1, "dropout": 0.1}),
-    (2, {"stage": 1, "every": 2, "background": True}),
-    (1, {"stage": 2, "every": 1, "background": True, "fp16": True}),
-    (2, {"stage": 2, "every": 1, "fp16": True, "dropout": 0.1}),
-]
+KEEP = 2  # checkpoints
+OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 
 
-@dataclass
-class Seen:
-    """What a rank tells its parent through memory that both have: phase and step."""
+@dataclass(frozen=True)
+class Hunt:
+    """A job, the rank that counts, and whether all ranks are killed or it alone."""
 
-    memory: mmap.mmap
-    rank: int = 0
-
-    def tell(self, what: str, step: int) -> None:
-        struct.pack_into("ii", self.memory, 8 * self.rank, PHASES.index(what), step)
-
-    def read(self) -> tuple[str, int]:
-        phase, step = struct.unpack_from("ii", self.memory, 0)
-        return PHASES[phase], step
+    job: Job
+    ranks: int
+    victim: int = 0
+    everyone: bool = False
 
 
-def live(job: Job, ranks: int, store: Path, seen: Seen) -> list[int]:
-    """Fork the ranks of one life; gives their process ids, the group is the first's."""
-    store.unlink(missing_ok=True)
-    seen.memory[:] = bytes(len(seen.memory))
-    pids: list[int] = []
-    for r in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.setpgid(0, pids[0] if pids else 0)
-            be_rank(job, r, ranks, store, Seen(seen.memory, r))
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pids[0] if pids else pid)
-        pids.append(pid)
-    return pids
+def hunts(root: Path) -> dict[str, Hunt]:
+    def job(name: str, **options: Any) -> Job:
+        return Job(str(root / name), keep=KEEP, every=1, **options)
+
+    dropout: dict[str, Any] = {"dropout": 0.1}
+    return {
+        "all": Hunt(job("all", **dropout), 2, everyone=True),
+        "rank 0": Hunt(job("rank 0", stage=2, fp16=True, **dropout), 2),
+        "rank 1": Hunt(job("rank 1", stage=1), 2, victim=1),
+        "behind": Hunt(job("behind", stage=1, background=True), 2, everyone=True),
+        "behind, rank 1": Hunt(job("behind 1", background=True), 2, victim=1),
+        "alone": Hunt(job("alone", stage=2, background=True, fp16=True), 1),
+    }
 
 
-def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
+def counted(call: Callable[..., Any], count: Any, last: int, everyone: bool) -> Any:
+    """The same function, until the process ends in call number `last` of all."""
+
+    def counting(*args: Any, **options: Any) -> Any:
+        if next(count) == last:
+            os.kill(0 if everyone else os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    return counting
+
+
+def be_rank(hunt: Hunt, r: int, last: int | None) -> None:
     """The life of a rank; it never returns."""
     code = 1
     try:
-        log = os.open(f"{job.folder}/errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        folder = Path(hunt.job.folder)
+        log = os.open(folder / f"errors-{r}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
-        faulthandler.register(signal.SIGUSR1)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), ranks),
-            rank=r,
-            world_size=ranks,
-            timeout=timedelta(seconds=20),
-        )
-        train(job, seen.tell)
+        store = dist.FileStore(str(folder / "store"), hunt.ranks)
+        options = {
+            "rank": r,
+            "world_size": hunt.ranks,
+            "timeout": timedelta(seconds=60),
+        }
+        dist.init_process_group("gloo", store=store, **options)
+        # or the survivors of a kill before the first save would wait for their timeout
+        comm.gather_objects("the ranks make the group for this")
+        at: Callable[[str], object] = str
+        if last is not None and r == hunt.victim:
+            death = itertools.count(), last, hunt.everyone
+            for name in OPERATIONS:
+                setattr(os, name, counted(getattr(os, name), *death))
+            at = counted(at, *death)
+        train(hunt.job, at)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -107,177 +105,63 @@ def be_rank(job: Job, r: int, ranks: int, store: Path, seen: Seen) -> None:
         os._exit(code)
 
 
-def ended(pids: list[int], seconds: float) -> dict[int, int]:
-    """Exit statuses of those that end in time; negative for signals."""
-    codes: dict[int, int] = {}
-    until = time.monotonic() + seconds
-    while len(codes) < len(pids) and time.monotonic() < until:
-        for pid in set(pids) - codes.keys():
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return codes
-
-
-class Broken(Exception):
-    """A promise that was not kept."""
-
-
-def expect(kept: bool, promise: str) -> None:
-    if not kept:
-        raise Broken(promise)
+def live(hunt: Hunt, last: int | None) -> list[int]:
+    """The exit statuses of a life's ranks, negative for signals; they form a group."""
+    Path(hunt.job.folder, "store").unlink(missing_ok=True)
+    pids: list[int] = []
+    for r in range(hunt.ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            be_rank(hunt, r, last)
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def newest(folder: Path) -> int:
-    """The step of the checkpoint that `latest` names; all of its files are complete."""
-    step = 0
-    for path in indexes(folder):
-        index = json.loads(path.read_bytes())["index"]
-        for name, length, crc32 in index["files"]:
-            data = (path.parent / name).read_bytes()
-            expect(len(data) == length, f"{name} has {len(data)} bytes")
-            expect(zlib.crc32(data) == crc32, f"{name} has another checksum")
-        step = max(step, int(index["tag"].removeprefix("step")))
-    if (folder / "latest").exists():
-        named = int((folder / "latest").read_text().removeprefix("step"))
-        expect(step in (named, named + 1, named + 2), f"latest is {named}, not {step}")
-        step = named
-    return step
+    """The step of the newest checkpoint, after all its files were verified."""
+    return int(read_extra(folder)["step"]) if exists(folder) else 0
 
 
-def indexes(folder: Path) -> list[Path]:
-    """Of every checkpoint that counts."""
-    return [p for p in folder.glob("*/index.json") if ".tmp-" not in p.parent.name]
-
-
-def check_folder(folder: Path, ranks: int) -> int:
-    """No more files than checkpoints to keep, and of one save that was not finished.
-
-    It was cut off by this kill, or by the one before if this life came to no save.
-    Returns how many files there are.
-    """
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    finished = (KEEP + 1) * (ranks + 1) + 1  # files, index; `latest`
-    unfinished = ranks + 1  # files, and what is to be renamed
-    listing = sorted(str(path.relative_to(folder)) for path in files)
-    expect(len(files) <= finished + unfinished, f"{len(files)} files: {listing}")
-    expect(len(indexes(folder)) <= KEEP + 1, f"too many checkpoints: {listing}")
-    return len(files)
-
-
-def check(job: Job, ranks: int, reference: dict[int, float]) -> tuple[int, int]:
-    """What must hold whenever a run has ended; gives its newest step, and files."""
-    folder, seen = Path(job.folder, "checkpoints"), history(job.folder)
-    wrong = [step for step, loss in seen.losses.items() if loss != reference[step]]
-    expect(not wrong and not seen.differing, f"other losses at steps {wrong}")
-    step = newest(folder) if exists(folder) else 0
-    expect(step >= seen.saved, f"step {seen.saved} was saved, and {step} is found")
-    behind = len(seen.losses) - step
-    allowed = job.every * (2 if job.background else 1)
-    expect(behind <= allowed, f"{behind} steps are lost, of at most {allowed}")
-    return step, check_folder(folder, ranks)
-
-
-def a_moment(job: Job, seen: Seen, pids: list[int], chance: random.Random) -> None:
-    """Wait until a random moment of a life."""
-    if chance.random() < 0.5:
-        time.sleep(chance.uniform(0, 0.8))
-        return
-    # in a save: a number of saves from now, and as long into it as saves take
-    skip, last = chance.randrange(4), -1
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        phase, step = seen.read()
-        if phase == "save" and step != last:
-            last, skip = step, skip - 1
-            if skip < 0:
-                break
-        if phase == "end":
-            break
-        time.sleep(0.0005)
-    time.sleep(chance.uniform(0, 0.06))
-
-
-def references(runs: list[tuple[int, Job]], store: Path) -> Iterator[dict[int, float]]:
-    """The losses of each run when nobody kills it."""
-    for ranks, job in runs:
-        job = replace(job, folder=f"{job.folder}-unbroken", every=STEPS + 1)
-        Path(job.folder).mkdir()
-        pids = live(job, ranks, store, Seen(mmap.mmap(-1, 8 * ranks)))
-        codes = ended(pids, 240)
-        errors = Path(job.folder, "errors-0").read_text()
-        expect(list(codes.values()) == [0] * ranks, f"{codes} {errors}")
-        yield history(job.folder).losses
-
-
-def rampage(root: Path, kills: int, seed: int) -> Counter[str]:
-    """Kill so many times; returns what was hit. Raises Broken."""
-    chance, count = random.Random(seed), Counter[str]()
-    store = root / "store"
-    runs = [
-        (ranks, Job(folder=str(root / f"run{i}"), steps=STEPS, keep=KEEP, **options))
-        for i, (ranks, options) in enumerate(RUNS)
-    ]
-    unbroken = list(references(runs, store))
-    number = 0
-    while count["kills"] < kills:
-        which = count["kills"] % len(runs)
-        ranks, job = runs[which]
-        Path(job.folder).mkdir(exist_ok=True)
-        before = check(job, ranks, unbroken[which])[0]
-        seen = Seen(mmap.mmap(-1, 8 * ranks))
-        pids = live(job, ranks, store, seen)
-        a_moment(job, seen, pids, chance)
-        phase, step = seen.read()
-        alone = ranks > 1 and chance.random() < 0.5
-        victim = chance.randrange(ranks)
-        if alone:
-            os.kill(pids[victim], signal.SIGKILL)
-        else:
-            os.killpg(pids[0], signal.SIGKILL)
-        codes = ended(pids, ENDING)
-        for pid in set(pids) - codes.keys():
-            os.kill(pid, signal.SIGUSR1)  # let it say where it hangs
-            time.sleep(1)
-        lives = history(job.folder)
-        what = f"{ranks} ranks, {job}, {phase} {step}, {alone=}, {victim=}, {codes}"
-        try:
-            expect(len(codes) == ranks, "a rank has not ended")
-            expect(all(codes.values()) or phase == "end", "nobody was killed")
-            found, files = check(job, ranks, unbroken[which])
-            begun = len(lives.starts) and phase not in ("start", "load")
-            expect(not begun or lives.starts[-1] == before, "another start")
-            expect(found >= before, f"from step {before} back to {found}")
-        except Broken as error:
-            left = [str(p.relative_to(root)) for p in Path(job.folder).rglob("*")]
-            errors = [p.read_text() for p in Path(job.folder).glob("errors-*")]
-            all_there_is = [str(error), what, *sorted(left), *errors]
-            raise Broken("\n".join(all_there_is)) from None
-        finally:
-            for pid in set(pids) - codes.keys():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        count["kills"] += 1
-        count["of one rank" if alone else "of the whole group"] += 1
-        count[f"in phase {phase}"] += 1
-        count[f"with {ranks} ranks"] += 1
-        count["most files"] = max(count["most files"], files)
-        if found == STEPS:
-            count["runs that came to their end"] += 1
-            expect(sorted(lives.losses) == list(range(STEPS)), "a step is missing")
-            number += 1
-            Path(job.folder).rename(root / f"done{number}")
-    return count
+def sweep(hunt: Hunt, every: int) -> int:
+    """Kill a job at every moment; how often. AssertionError: what is wrong."""
+    job, saves = hunt.job, Path(hunt.job.folder, "checkpoints")
+    steps = 20 + 80 // every  # more than the job will make in all its lives
+    whole = replace(job, folder=f"{job.folder}, whole", every=steps, steps=steps)
+    for each in (whole, job):
+        Path(each.folder).mkdir(parents=True)
+    assert not any(live(replace(hunt, job=whole), None))
+    expected = history(whole.folder).losses
+    for last in itertools.count(0, every):
+        before = newest(saves)
+        # one save, and then one more step, which is beside it in the background
+        this = replace(job, every=before + 2, steps=before + 3)
+        codes = live(replace(hunt, job=this), last)
+        case = f"{hunt}, killed at {last}: {codes}, from {before}"
+        killed = codes[hunt.victim] == -signal.SIGKILL
+        assert all(codes) if killed else not any(codes), case
+        seen, found = history(job.folder), newest(saves)
+        files = sorted(str(p.relative_to(saves)) for p in saves.rglob("*"))
+        assert seen.losses.items() <= expected.items(), f"{case}: other losses"
+        assert found >= max(before, seen.saved), f"{case}: back to {found}"
+        # two kept, one that was begun, one that was to go; `latest`
+        most = (KEEP + 2) * (hunt.ranks + 2) + 2
+        assert len(files) <= most, f"{case}: {files}"
+        if not killed:
+            assert found == before + 2, f"{case}: {found}"
+            return last // every
+    raise AssertionError("unreachable")
 
 
 def main() -> None:
-    root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    root.mkdir(parents=True, exist_ok=True)
+    root, every = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     build(Job("unused", stage=0))  # imports what an optimizer needs, once for all
-    print(json.dumps(rampage(root, kills, seed)))
+    kills = {name: sweep(hunt, every) for name, hunt in hunts(root).items()}
+    print(json.dumps(kills))
 
 
 if __name__ == "__main__":

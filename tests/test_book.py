@@ -118,10 +118,11 @@ def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None
 
 def test_sections_that_are_named_exist() -> None:
     """A page that sends a reader to a section of a chapter names it as it is."""
-    text = " ".join((ROOT / "book/troubleshooting.md").read_text().split())
+    pages = sorted((ROOT / "book").glob("*.md"))
+    text = " ".join(" ".join(page.read_text() for page in pages).split())
     link = r"notebooks/(\w+\.ipynb)\)((?:, \*[^*]+\*(?: and \*[^*]+\*)?))"
     found = re.findall(link, text)
-    assert len(found) > 10
+    assert found
     for name, sections in found:
         chapter = json.loads((ROOT / "notebooks" / name).read_text())
         prose = "\n".join(

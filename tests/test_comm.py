@@ -316,7 +316,6 @@ def grouped(algorithm: str) -> tuple[list[int], list[int], list[tuple[str, int]]
         comm.all_reduce(column, group=groups.across)
         comm.check_sequence()
     assert groups.across.rank == groups.number and groups.within.size == 2
-    assert comm.rank_of(comm.shard_of(me, 2, 4), 2, 4) == me
     return row.tolist(), column.tolist(), [(c.group, c.sent) for c in calls]
 
 

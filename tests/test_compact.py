@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "minizero"
 
 LINES = {
-    "zero": (2_750, 2_200),
+    "zero": (2_660, 2_200),
     "memory precision": (1_165, 1_150),
     "ranks": (1_150, 750),
     "comm": (1_150, 950),
     "overlap": (660, 650),
     "activations": (580, 550),
-    "offload": (1_170, 1_150),
+    "offload": (1_150, 1_150),
     "checkpoint": (1_050, 1_050),
     "config": (700, 700),
     "engine": (1_800, 1_450),

@@ -87,8 +87,6 @@ class Case:
             plan = self.plan
         elif self.plan.group and self.precision != "fp32":
             plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
-        elif getattr(self.optimizer, "keywords", {}).get("fused"):
-            plan = Plan.stage(1)  # fused: the last elements round otherwise
         return Case(
             plan, self.precision, self.optimizer, self.micro, self.postpone, self.bits,
             self.events, storage,

@@ -288,6 +288,41 @@ def test_a_dropped_graph_is_not_waited_for_in_vain(pool: Pool) -> None:
         assert seen == ["blocks.2", "blocks.1", "blocks.0", "root"]
 
 
+def adversarial(stage: int | None) -> list[Tensor]:
+    """A generator's step through a discriminator that is not frozen, then the other's.
+
+    `stage`: None is plain torch on the data of all ranks.
+    """
+    models = Zoo("plain"), Zoo("twice")
+    nets: Any = models
+    every = range(world_size()) if stage is None else [rank()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    if stage is not None:
+        pairs = zip(models, optimizers, strict=True)
+        nets = [parallelize(m, o, Plan.stage(stage)) for m, o in pairs]
+    (g, d), shares = nets, (world_size() if stage is None else 1)
+    for net, makes in ((g, lambda x: g(x)), (d, lambda x: g(x).detach())):
+        for r in every:
+            value = loss(d(makes(data(r)))) / shares
+            value.backward() if stage is None else net.backward(value)
+        step = optimizers[nets.index(net)] if stage is None else net
+        step.step()
+        for optimizer in optimizers if stage is None else ():
+            optimizer.zero_grad()
+    params = [p for model in models for p in model.parameters()]
+    with zero.GatheredParameters(params):
+        return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_through_another_net_leaves_that_alone(pool: Pool, stage: int) -> None:
+    """As where a script clears the other's gradients before that trains."""
+    for got, expected in zip(
+        pool.run(adversarial, stage), pool.run(adversarial, None), strict=True
+    ):
+        assert all(map(torch.equal, got, expected))
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -57,14 +57,6 @@ def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:
     assert differs == {3, 5, 6, 7, 9, 10, 11, 12}
 
 
-def test_each_shard_has_one_saver() -> None:
-    for n in (1, 2, 4, 6, 12):
-        for g in (g for g in range(1, n + 1) if n % g == 0):
-            shards = [comm.shard_of(r, g, n) for r in range(n)]
-            assert sorted(shards) == list(range(n))
-            assert [comm.rank_of(s, g, n) for s in shards] == list(range(n))
-
-
 def sent(plan: Plan) -> tuple[dict[Any, int], dict[str, int], int, int]:
     """Elements sent by group and op in one step, state bytes, parameters, padded."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The figures of checkpoints and the explorable of how often to save."""
+"""How often to save: the formula against dice, and its figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import pytest
 
 from minizero.lab.explorables import interval
-from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.plots import checkpoint as figures
 
 
@@ -20,8 +19,6 @@ def test_interval() -> None:
     least = interval.lost(best, save, between)
     for factor in (0.5, 0.8, 1.25, 2):
         assert interval.lost(factor * best, save, between) > least
-    # first order: saves and half an interval a failure
-    assert least == pytest.approx(math.sqrt(2 * save / between), rel=0.1)
     dice, done, passed = random.Random(0), 0.0, 0.0
     for _ in range(20_000):
         lasts = dice.expovariate(1 / between)
@@ -29,19 +26,14 @@ def test_interval() -> None:
         passed += lasts
     assert 1 - done / passed == pytest.approx(least, rel=0.05)
     assert interval.lost(best, save, between, restart=600.0) > least
-    assert interval.lost(1e9, 1.0, 1.0) == pytest.approx(1)  # and no overflow
 
 
 def test_figures() -> None:
     shards = figures.shards_figure({"a": 20, "b": 31}, saved=4, loaded=3)
     texts = {text.get_text() for text in shards.axes[0].texts}
-    assert {"file 3", "rank 2", "a", "b"} <= texts
-    assert "rank 3" not in texts
+    assert {"file 3", "rank 2", "a", "b"} <= texts and "rank 3" not in texts
     drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
     assert "19 min" in drawn.axes[0].texts[0].get_text()
-
-
-def test_explorable() -> None:
-    explorer = SaveInterval(n_params=70e9, bandwidth=10.0, nodes=128)
+    explorer = interval.SaveInterval(n_params=70e9, bandwidth=10.0, nodes=128)
     assert (explorer.save, explorer.between) == (84.0, 250 * 86_400 / 128)
     assert "save every 1.48 h" in repr(explorer) and "3.1 %" in explorer.fallback()

@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from .files import CheckpointError, write_all
+from .. import comm
+from ..comm import agreeing
+from ..ranks.launch import rank, world_size
+from .files import CheckpointError, LazyTensor
+from .files import write_all, write_tensors
 from .layout import ASIDE, INDEX, LATEST, Index
 from .layout import checkpoints, latest_tag
 
 # %% auto #0
-__all__ = ['aside', 'sync_folder', 'replace_file', 'prepare', 'commit', 'sweep']
+__all__ = ['aside', 'sync_folder', 'replace_file', 'prepare', 'commit', 'sweep', 'save_together']
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-write
 def aside(path: Path, kind: str) -> Path:
@@ -99,3 +104,22 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path)
         elif found:
             path.unlink()
+
+# %% ../../notebooks/12_checkpoint.ipynb #commit-together
+def save_together(
+    written: Path, path: Path, index: Index,
+    tensors: Sequence[LazyTensor], keep: int | None, latest: bool,
+) -> None:
+    """Write this rank's file, then commit; every rank calls it."""
+    name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
+    with agreeing(CheckpointError):  # prepare
+        facts = write_tensors(written / name, tensors)
+    mine = [flat.savers[0] for flat in index.flats]
+    every = comm.gather_objects(((name, *facts), mine))
+    files, shards = zip(*every, strict=True)
+    index.files = list(files)
+    for flat, *written_by in zip(index.flats, *shards, strict=True):
+        flat.savers = [written_by.index(i) for i in range(world_size())]
+    with agreeing(CheckpointError):  # decide, point
+        if rank() == 0:
+            commit(written, path, index, keep, latest)

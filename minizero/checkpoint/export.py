@@ -30,8 +30,7 @@ def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
 
 def read_extra(folder: Folder, tag: str | None = None) -> dict[str, Any]:
     """The `extra` that was given to `save`."""
-    extra: dict[str, Any] = open_run(folder, tag).values("extra")
-    return extra
+    return open_run(folder, tag).values("extra")
 
 
 def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:

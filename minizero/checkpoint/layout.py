@@ -110,10 +110,7 @@ def indexes(folder: Path) -> dict[str, Path]:
 
 
 def exists(folder: Folder) -> bool:
-    """Whether anything was ever saved in a folder, so that a run can go on from it.
-
-    True for a damaged checkpoint as well: `load` says what is wrong.
-    """
+    """Whether there is a checkpoint to go on from, be it a damaged one."""
     return (Path(folder) / LATEST).exists() or bool(indexes(Path(folder)))
 
 

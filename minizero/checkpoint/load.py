@@ -1,7 +1,4 @@
-"""Load a checkpoint into a net of any plan, on any number of ranks.
-
-loaded = load(net, "checkpoints")          # loaded.extra["step"] == 100
-"""
+"""Load a checkpoint into a net of any plan, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from .. import comm
 from ..comm import agreeing
 from ..ranks.launch import rank, world_size
 from ..zero import DataParallel
-from .commit import commit, prepare
-from .files import CheckpointError, LazyTensor, dtype_name, pack, write_tensors
+from .commit import prepare, save_together
+from .files import CheckpointError, LazyTensor, dtype_name, pack
 from .layout import Folder, Index, SavedFlat, SavedSlot
 
 FROZEN = "frozen, so without states (load with optimizer=False)"
@@ -103,29 +103,12 @@ def save(
             mine = prepare(Path(folder), tag) if rank() == 0 else None
         # of rank 0 on all ranks: a tag may hold the time
         path, written, index.number = comm.gather_objects(mine)[0]
-
-        def write() -> None:
-            name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
-            with agreeing(CheckpointError):
-                facts = write_tensors(written / name, tensors)
-            pieces = [flat.savers[0] for flat in index.flats]
-            every = comm.gather_objects(((name, *facts), pieces))
-            index.files = [file for file, _ in every]
-            for number, flat in enumerate(index.flats):
-                shards = [pieces[number] for _, pieces in every]
-                flat.savers = [shards.index(shard) for shard in range(world_size())]
-            with agreeing(CheckpointError):
-                if rank() == 0:
-                    commit(written, path, index, keep, latest)
-
+        write = partial(save_together, written, path, index, tensors, keep, latest)
         if background and not on_disk:
             _under_way = Saving(path, _writer.submit(write))
             return _under_way
         write()
         return Saving(path)
-
-
-# ---- what is saved
 
 
 def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyTensor]]:

@@ -19,7 +19,7 @@ from .collectives import (
     broadcast,
     reduce_scatter,
 )
-from .groups import Group, Groups, everyone, rank_of, shard_of
+from .groups import Group, Groups, everyone
 from .ledger import Call, Ledger, enter, ledger, phase
 from .quantized import Quantized
 from .transport import exchange, reachable
@@ -49,8 +49,6 @@ __all__ = [
     "ledger",
     "ordered_sum",
     "phase",
-    "rank_of",
     "reachable",
     "reduce_scatter",
-    "shard_of",
 ]

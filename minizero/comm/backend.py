@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -30,7 +31,14 @@ def _communicator(
     """Torch's group for these ranks, which make it when they first need it."""
     if not beside and len(ranks) == world.size():
         return world
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    timeout = timeout_of(world)
+    return dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+
+
+def timeout_of(world: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that the script has given; torch gives a new group its default."""
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def communicator(group: Group) -> dist.ProcessGroup:

@@ -67,15 +67,3 @@ class Groups:
         self.within, self.across = every, Group("across", ranks[self.place :: size])
         if self.copies > 1:
             self.within = Group("within", ranks[first : first + size])
-
-
-def shard_of(rank: int, group: int, ranks: int) -> int:
-    """Which of the N shards is a rank's alone: one of those that its place keeps."""
-    number, place = divmod(rank, group)
-    return place * (ranks // group) + number
-
-
-def rank_of(shard: int, group: int, ranks: int) -> int:
-    """The inverse: which rank's alone a shard is."""
-    place, number = divmod(shard, ranks // group)
-    return number * group + place

@@ -26,7 +26,6 @@ from ..memory.plan import Plan
 from ..ranks import rank, world_size
 from ..ranks import init_distributed as find_ranks
 from ..zero import Storage, is_sharded
-from ..zero.init import shard_module
 
 
 class Init(zero.Init):
@@ -54,16 +53,13 @@ class Init(zero.Init):
         super().__init__(**options)
         self.dtype = dtype
         if module is not None and self.enabled:
-            for part in reversed([*module.modules()]):  # a child before its parent
-                self._added(module, "", part)
+            self._added(module, "", module)
+            self._hold([])
 
-    def _added(self, parent: nn.Module, name: str, child: Any) -> None:
-        if not self.enabled or child is None:
-            return
-        for p in child.parameters() if self.dtype else ():
-            if p.is_floating_point() and not is_sharded(p):
-                p.data = p.data.to(self.dtype)
-        shard_module(child, self.storage)
+    def _registered(self, module: nn.Module, name: str, p: Any) -> None:
+        if self.dtype and p is not None and p.is_floating_point() and not is_sharded(p):
+            p.data = p.data.to(self.dtype)
+        super()._registered(module, name, p)
 
 
 def GatheredParameters(

@@ -55,8 +55,7 @@ class View:
         if self.flat.master.numel() == self.flat.padded:
             return part.view(self.slot.shape)
         values = part.new_zeros(self.slot.numel)
-        groups = getattr(self.net, "groups", None)
-        if groups is None or self.net.alone or groups.number == 0:  # not a copy
+        if len(self.net.levels) == 2 or self.net.grid.number == 0:  # not a copy
             values[self.start : self.start + part.numel()] = part
         with comm.phase("view", self.unit.name):
             comm.all_reduce(values, group=self.net.group)

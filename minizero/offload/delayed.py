@@ -44,8 +44,6 @@ class Delayed(Offload):
                 f"the plan's optimizer is on {plan.optimizer.on!r}; use "
                 "Plan.stage(..., offload_optimizer='cpu')"
             )
-        if start < 0:
-            raise ValueError(f"start must be at least 0, not {start!r}")
         super().__init__(plan)
         self.start, self.steps = start, 0
         self._thread = ThreadPoolExecutor(1, "update")
@@ -107,10 +105,8 @@ class Delayed(Offload):
                 self._grads[flat], flat.mean = flat.mean, self._grads[flat]
             else:
                 self.down.copy(self._grads[flat], flat.mean)
+        # and for what the last `flush` sent: the thread may overwrite it
         self.down.event().wait("cpu")
-        # the thread may overwrite what `flush` sent when that has arrived
-        sent = self.up.event()
-        self._results.append(self._thread.submit(sent.wait, "cpu"))
 
     # continued: delayed-flush
     def flush(self) -> list[Unit]:

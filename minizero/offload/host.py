@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Offload(Storage):
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
-        self._arriving: list[tuple[Tensor, Tensor, Tensor, CopyEvent]] = []
+        self._arriving: list[Any] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -106,7 +107,8 @@ class Offload(Storage):
             mean = mean.clone()  # its buffer is freed as soon as we return
         self.down.follow()
         self.down.copy(copied, mean)
-        self._arriving.append((shard, copied, mean, self.down.event()))
+        read_later = None if self.down.stream is None else mean
+        self._arriving.append((shard, copied, read_later, self.down.event()))
 
     def wait_for_copies(self) -> None:
         while self._arriving:
@@ -122,17 +124,15 @@ class Offload(Storage):
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
+
+        def crossing(flat: Flat) -> int:
+            gradient = flat.shard.numel() * flat.grad_dtype.itemsize
+            nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
+            return nbytes + aligned(gradient) * self.moves_gradients
+
         units = [unit for unit in units if unit.trainable]
-        crossing = [
-            sum(
-                aligned(flat.shard.nbytes) * int(self.moves_parameters)
-                + aligned(flat.shard.numel() * flat.grad_dtype.itemsize)
-                * int(self.moves_gradients)
-                for flat in unit.trainable
-            )
-            for unit in units
-        ]
-        self._staging.reserve(max(crossing, default=0))
+        rooms = [sum(map(crossing, unit.trainable)) for unit in units]
+        self._staging.reserve(max(rooms, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(later) for later in units[i + 1 : i + 2]]

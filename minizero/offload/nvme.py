@@ -114,10 +114,7 @@ class NVMe(Offload):
         return self._swapped.get(self._stored.get(tensor, tensor))
 
     def _allocate(self, like: Tensor, category: str) -> Tensor:
-        """A new, uninitialized tensor where its category is stored.
-
-        On disk: a placeholder for it.
-        """
+        """A new, uninitialized tensor; a placeholder if its category is on disk."""
         on = getattr(self.plan, category).on
         if on != "nvme":
             return empty(like.shape, like.dtype, on, category)
@@ -129,11 +126,9 @@ class NVMe(Offload):
         self._swapped[made] = swapped
         return made
 
-    def store(self, values: Tensor, category: str, flat: Flat | None = None) -> Tensor:
+    def store(self, values: Tensor, category: str) -> Tensor:
         if getattr(self.plan, category).on != "nvme":
             return super().store(values, category)
-        if values.ndim == 0:  # a step counter
-            return host_empty((), values.dtype, category).copy_(values)
         made = self._allocate(values, category)
         self.write_shard(made, values)
         return made
@@ -198,8 +193,7 @@ class NVMe(Offload):
                 reading.wait()
                 a, b = swapped.range(record)
                 self.up.copy(into[a:b], swapped.elements(record, buffer))
-                event = self.up.event()
-                self.buffers.give(buffer, [] if event.is_over() else [event])
+                self.buffers.give(buffer, [self.up.event()])
         return into
 
     def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:

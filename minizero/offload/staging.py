@@ -56,6 +56,7 @@ class StagingBuffers:
             self.size = size
             self.free = [aligned_buffer(size) for _ in range(self.count)]
 
+    # continued: staging-buffers-take
     def take(self) -> Tensor:
         """A buffer; waits for the oldest uses if none is free."""
         if not self.free:
@@ -131,19 +132,19 @@ class StagedTensor:
             copied = self.near.to(device(), copy=True)
             self.here = labels.label(copied, "buffers", on="device")
 
-    def launch_write(self) -> list[Transfer]:
-        """Send the elements back; the transfers to the disk."""
+    def launch_write(self) -> Transfer | None:
+        """Send the elements back; the transfer, if it is one to the disk."""
         here, self.here = self.here, self.near
         if not self.written:
-            return []
+            return None
         if here is not self.near:
             self.near.copy_(here)
         if self.swapped is not None:
             record = self.a // self.swapped.step
-            return [self.swapped.write(record, self.section)]
+            return self.swapped.write(record, self.section)
         if self.room:
             self.tensor[self.a : self.b].copy_(self.near)
-        return []
+        return None
 
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
 @dataclass(eq=False)
@@ -198,5 +199,5 @@ class Slice:
             state[key] = staged.tensor
         self.flat.master.data = blank
         del self.flat.staged_shard
-        found = (tensor.launch_write() for tensor in self.tensors)
-        self.writes = [write for writes in found for write in writes]
+        launched = [tensor.launch_write() for tensor in self.tensors]
+        self.writes = [write for write in launched if write]

@@ -28,10 +28,7 @@ class DiskFault(RuntimeError):
 
 
 FULL = "the disk or its quota is full; free space, or choose a folder on another disk"
-LARGE = (
-    "the file may not grow so large; raise the limit (ulimit -f), or choose a folder \
-of another file system"
-)
+LARGE = "the file may not grow so large; raise ulimit -f, or choose another file system"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: LARGE}
 
 
@@ -100,8 +97,6 @@ class SwapFile:
             raise ValueError(
                 f"block_size must be a multiple of {ALIGN} bytes, not {block_size!r}"
             )
-        if queue_depth < 1:
-            raise ValueError(f"queue_depth must be at least 1, not {queue_depth!r}")
         self.path, self.block_size, self.size = folder, block_size, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -71,16 +71,18 @@ class DataParallel(Net):
         """Compute gradients of `loss`, averaged over ranks.
 
         Gradients of several calls add up until `step`: divide the loss by
-        the number of micro-batches if you want their mean.
+        the number of micro-batches if you want their mean. Only this net's
+        parameters get gradients, not those of other nets in the graph.
         """
         with comm.phase("backward"):
             self._begin_backward()
+            Net.running += 1
             try:
                 loss = self.precision.scale_loss(loss)
                 loss.backward(retain_graph=retain_graph)
                 self._end_backward()
             finally:
-                self.in_backward = False
+                self.in_backward, Net.running = False, Net.running - 1
 
     def _begin_backward(self) -> None:
         self.wait()  # for what a backward that failed has left
@@ -107,6 +109,8 @@ class DataParallel(Net):
         unit, flat, slot = self.where[p]
         if not self.in_backward:
             p.grad = None
+            if Net.running:
+                return  # another net's, as of a generator's loss
             raise RuntimeError(
                 f"a gradient of parameter {slot.name!r} came outside of "
                 "backward(loss) of the wrapper; call that in place of "
@@ -172,7 +176,7 @@ class DataParallel(Net):
         with comm.phase("step", unit="gradient norm"):
             norms = [
                 torch.linalg.vector_norm(
-                    mean.view(-1, flat.size), dim=1,
+                    mean.view(-1, flat.size // flat.copies), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
                 for flat, mean in zip(
@@ -187,11 +191,11 @@ class DataParallel(Net):
 
     def all_rows(self, mine: Tensor) -> Tensor:
         """A row for each of the N shards, from rows for those owned here."""
-        if len(mine) == self.group.size:
-            return mine
-        every = mine.new_empty(self.group.size, mine.shape[1])
-        comm.all_gather(every, mine, group=self.group)
-        return every
+        for ranks in self.levels if len(mine) < self.group.size else ():
+            every = mine.new_empty(ranks.size * len(mine), mine.shape[1])
+            comm.all_gather(every, mine, group=ranks)
+            mine = every
+        return mine
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`.

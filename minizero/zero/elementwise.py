@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .flat import Flat
+from .flat import Flat, Layout, in_order
 from .muon import Muon
 
 
@@ -107,6 +108,15 @@ def groups_of(
             "model.parameters()"
         )
     return group_of
+
+
+def layout_of(optimizer: torch.optim.Optimizer, group: int | None) -> Layout:
+    """How to lay out a flat buffer of one of the optimizer's groups."""
+    options = optimizer.param_groups[group] if group is not None else {}
+    if isinstance(optimizer, Muon) and options.get("use_muon"):
+        return optimizer.owners
+    # torch's fused updates round what is left over from blocks of 64 bytes otherwise
+    return partial(in_order, multiple=32) if options.get("fused") else in_order
 
 
 def take_state(optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Any]:

@@ -41,20 +41,25 @@ class Slot(NamedTuple):
         return part.view(self.shape)
 
 
-def in_order(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
+def in_order(
+    params: list[nn.Parameter], n: int, multiple: int = 1
+) -> tuple[list[int], int]:
     """Lay parameters one after the other, in a buffer of n shards.
 
-    Returns each one's offset, and the size of a shard.
+    Returns each one's offset, and the size of a shard: a multiple of
+    `multiple` elements.
     """
     ends = list(accumulate((p.numel() for p in params), initial=0))
-    return ends[:-1], max(1, -(-ends[-1] // n))
+    unit = n * multiple
+    return ends[:-1], multiple * max(1, -(-ends[-1] // unit))
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-flat
 class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them.
+    N `ranks`; `place` is this one's among them. `copies`: how many groups
+    of ranks have all shards; shards are as many pieces each (chapter 17).
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -80,10 +85,12 @@ class Flat:
         group: int | None,
         layout: Layout = in_order,
         ranks: Group | None = None,
+        copies: int = 1,
     ) -> None:
-        self.ranks = ranks or everyone()
+        self.ranks, self.copies = ranks or everyone(), copies
         n, self.place = self.ranks.size, self.ranks.rank
-        offsets, self.size = layout([p for _, p in named], n)
+        offsets, piece = layout([p for _, p in named], n * copies)
+        self.size = piece * copies
         self.slots = [
             Slot(name, p, p.shape, offset)
             for (name, p), offset in zip(named, offsets, strict=True)
@@ -95,7 +102,7 @@ class Flat:
         self.uninitialized: set[nn.Parameter] = set()
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        self.shard = self.master = self.full[:0]
+        self.shard = self.master = full.new_empty(0)  # not a view of it
         self.fill()
 
     # continued: zero-flat-values

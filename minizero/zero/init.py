@@ -5,12 +5,11 @@ These are the two names that DeepSpeed keeps under `deepspeed.zero`.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -82,23 +81,24 @@ def GatheredParameters(
             flat.free(seen=True)
 
 
-_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA: Any = (
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+)
 
 
 class Init(TorchFunctionMode):
     """Build a model that is never unsharded on any rank.
 
-    A module is sharded when it becomes part of another, or when the block
-    ends: a rank holds its shards and one module, on its device. Code inside
-    the block that touches sharded parameters sees their values: the module's
-    buffer is gathered, and stays until code touches another one. Every rank
-    runs the same code; rank 0's values are taken. A model on the meta device
-    is sharded as it is loaded, as by `from_pretrained` of transformers.
+    A parameter is sharded when it is registered: a rank holds its shards, and one
+    module's own parameters, on its device. Code inside the block that touches sharded
+    parameters sees their values: their buffers are gathered, and stay until code touches
+    others. Every rank runs the same code; rank 0's values are taken. A model on the meta
+    device is sharded as it is loaded, as by `from_pretrained` of transformers.
 
-    `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON
-    text; below stage 3 the block does nothing, nor without `enabled`.
-    `storage`: stores the shards (default: on the device, or in host memory
-    if `config` has `offload_param`).
+    `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON text; below
+    stage 3 the block does nothing, nor without `enabled`. `storage`: stores the shards
+    (default: on the device, or in host memory if `config` has `offload_param`).
     """
 
     def __init__(
@@ -113,63 +113,61 @@ class Init(TorchFunctionMode):
         plan = _plan_of(config_dict_or_path if config is None else config)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
-        self._gathered: list[ShardedFlat] = []
+        # buffers that are unsharded, and the module that they were made for
+        self._held: list[ShardedFlat] = []
+        self._module: nn.Module | None = None
 
     def __enter__(self) -> Init:
-        if not self.enabled:
-            return self
-        # where it will train; NCCL, for one, moves nothing else
-        gpu = device().type != "cpu"
-        self._place: Any = device() if gpu else nullcontext()
-        self._place.__enter__()
-        super().__enter__()
-        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self._hooks = [
-            register_module_module_registration_hook(self._added),
-            register_module_parameter_registration_hook(self._loaded),
-        ]
-        # transformers' threads would read the files far ahead of this
-        self._before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        if self.enabled:
+            self._ends = ExitStack()
+            if device().type != "cpu":  # where it will train; NCCL moves nothing else
+                self._ends.enter_context(device())
+            super().__enter__()
+            add, register = (
+                register_module_module_registration_hook,
+                register_module_parameter_registration_hook,
+            )
+            for hook in add(self._added), register(self._registered):
+                self._ends.callback(hook.remove)
+            # transformers' threads would read the files far ahead of this
+            ahead = patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")
+            self._ends.enter_context(ahead)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if not self.enabled:
-            return
-        os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
-        if self._before is not None:
-            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = self._before
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*exc)
-        if exc[0] is None:
-            self._gather([])
-            gc.collect()  # or ranks might differ in what is left of others
-            for module in [*self._modules]:
-                shard_module(module, self.storage)
-        self._place.__exit__(*exc)
+        if self.enabled:
+            super().__exit__(*exc)
+            self._ends.close()
+            if exc[0] is None:
+                self._hold([])
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
-        """Shard a module that becomes part of another."""
-        if child is not None:
-            self._gather([])
-            shard_module(child, self.storage)
+        """Shard what a module brings along that was not registered, as a copy's."""
+        for module in child.modules() if child is not None else ():
+            for key, p in module.named_parameters(recurse=False):
+                self._registered(module, key, p)
 
-    def _loaded(self, module: nn.Module, name: str, p: Any) -> None:
-        """Shard a parameter that takes the place of one on the meta device.
+    def _registered(self, module: nn.Module, name: str, p: Any) -> None:
+        """Shard a parameter; while it is its module's turn, it stays unsharded.
 
-        Each rank keeps its shard of what it has read itself; nothing is
-        sent, so ranks may load in any order.
+        If it takes the place of one on the meta device, it has been loaded: each rank
+        keeps its shard of what it has read itself. Nothing is sent, so ranks may load in
+        any order.
         """
-        self._modules[module] = None
-        before = module._parameters.get(name)
-        if before is None or not before.is_meta or p is None or p.is_meta:
+        if p is None or p.is_meta or is_sharded(p):
             return
-        if not is_sharded(p):
-            p.data = p.data.to(device())
-            refuse_sharded_state(module)
-            flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
-            flat.keep(self.storage)
+        before = module._parameters.get(name)
+        is_loaded = before is not None and before.is_meta
+        if not is_loaded and module is not self._module:
+            self._hold([])
+            self._module = module
+        p.data = p.data.to(device())
+        refuse_sharded_state(module)
+        flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
+        if not is_loaded:
+            flat.holders = 1
+            self._held.append(flat)
+        flat.keep(self.storage)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -178,41 +176,24 @@ class Init(TorchFunctionMode):
         every = tree_leaves((args, kwargs))
         sharded = [x for x in every if hasattr(x, "sharded_in")]
         name = getattr(func, "__name__", "")
-        # `requires_grad` and others need no values; `.data` shows them
-        if sharded and (func == _DATA or name not in ("__get__", "__set__")):
-            self._gather(owners(sharded))
+        # `requires_grad` and others need no values; `.data` shows or replaces them
+        if sharded and (func in _DATA or name not in ("__get__", "__set__")):
+            self._hold(owners(sharded))
         return func(*args, **kwargs)
 
-    def _gather(self, flats: list[ShardedFlat]) -> None:
+    def _hold(self, flats: list[ShardedFlat]) -> None:
         """Unshard these, and shard those again that code touched before."""
-        if not self.enabled or self._gathered == flats:
+        if flats and all(flat in self._held for flat in flats):
             return
-        self.enabled = False  # what is below looks at parameters, too
-        for flat in self._gathered:
-            flat.take_over(0)
-            flat.holders -= 1
-            flat.free(seen=True)
-        for flat in flats:
-            flat.unshard()
-            flat.holders += 1
-        self._gathered, self.enabled = flats, True
-
-
-def shard_module(module: nn.Module, storage: Storage) -> None:
-    """Shard what is not sharded of a module, with rank 0's values."""
-    kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
-    for part in module.modules():
-        for key, p in part.named_parameters(recurse=False):
-            if not p.is_meta and not is_sharded(p):
-                refuse_sharded_state(part)
-                kind = (p.dtype, p.device, p.requires_grad)
-                name = f"{type(module).__name__}.{key}"
-                kinds.setdefault(kind, []).append((name, p))
-    with comm.phase("init"):
-        for named in kinds.values():
-            flat = ShardedFlat(named, None)
-            comm.broadcast(flat.full)
-            flat.keep(storage)
+        held, self._held, self._module = self._held, flats, None
+        with torch._C.DisableTorchFunction(), comm.phase("init"):
+            for flat in held:
+                flat.take_over(0)
+                flat.holders -= 1
+                flat.free(seen=True)
+            for flat in flats:
+                flat.unshard()
+                flat.holders += 1
 
 
 def _plan_of(source: Source | None) -> Plan:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .flat import Flat, Layout, in_order
+from .flat import Flat
 
 
 class Owners:
@@ -77,13 +77,7 @@ class Muon(torch.optim.Optimizer):
                     "group without, which AdamW updates"
                 )
         super().__init__([_complete(group) for group in groups], {})
-        self._owners = Owners()
-
-    def layout(self, group: int | None) -> Layout:
-        """How a flat buffer of this group's parameters is laid out."""
-        if group is None or not self.param_groups[group]["use_muon"]:
-            return in_order
-        return self._owners
+        self.owners = Owners()
 
     def take(self, master: Tensor, flat: Flat) -> None:
         """Update the matrices of a flat that lie in this rank's `master`."""

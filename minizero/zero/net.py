@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from ..memory.plan import Plan
-from .elementwise import check_elementwise, groups_of, take_state
-from .flat import Flat, Slot, Unit, in_order
+from .elementwise import check_elementwise, groups_of, layout_of, take_state
+from .flat import Flat, Slot, Unit
+from .groups import CopiedFlat, check_groups
 from .guards import OWNERS, check_model, check_unchanged, refuse_step
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
@@ -33,14 +34,20 @@ class Net:
     `units`: says which modules communicate as one (default: `find_units`).
     `bucket_size`: most elements in one reduction.
     `group`: the ranks that train the model together (default: all).
+    `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so many bits (qwZ and
+        qgZ, Wang et al. 2023); None as they are.
 
     `has_gradients`: whether a backward has run since the last step.
     `where`: of each parameter, its unit, flat buffer and slot.
     `handles`: of the hooks on the model.
+    `grid`: the groups of ranks that have a copy each of what is sharded: one, of all
+        ranks, if the plan has no groups.
+    `levels`: between which ranks shards are divided, the innermost group last.
     """
 
+    running = 0  # how many backwards are, of any net
     plan = Plan.stage(0)
-    flat_type: Callable[..., Flat] = Flat
+    flat_type: Callable[..., Any] = Flat
 
     def __init__(
         self,
@@ -54,8 +61,19 @@ class Net:
         storage: Storage | None = None,
         plan: Plan | None = None,
         group: comm.Group | None = None,
+        weight_bits: int | None = None,
+        gradient_bits: int | None = None,
     ) -> None:
         self.plan, self.group = plan or self.plan, group or comm.everyone()
+        check_groups(self.plan, weight_bits, gradient_bits)
+        self.grid = comm.Groups(self.plan.group or self.group.size, self.group)
+        self.levels = [self.grid.within]
+        copied = self.plan.parameters.group and not self.plan.optimizer.group
+        if copied and self.grid.copies > 1:
+            self.levels.insert(0, self.grid.across)
+            self.flat_type = partial(CopiedFlat, self.grid)
+        self.weight_bits = weight_bits
+        self.quantized = comm.Quantized(gradient_bits) if gradient_bits else None
         check_model(model, self.plan)
         check_elementwise(optimizer)
         if bucket_size < 1:
@@ -80,15 +98,18 @@ class Net:
         """Make units and buffers, with rank 0's values, as the plan says."""
         group_of = groups_of(self.model, self.optimizer)
         modules = find_units(self.model, policy)
-        muon = self.optimizer if isinstance(self.optimizer, Muon) else None
         self.units: list[Unit] = []
         with comm.phase("init"):
             for name, params in assign(self.model, modules).items():
                 materialise(self.model, [p for _, p in params])
                 unit = Unit(name or "root", modules[name])
                 for group, part in split(params, group_of):
-                    layout = muon.layout(group) if muon else in_order
-                    flat = self.flat_type(part, group, layout, self.group)
+                    layout = layout_of(self.optimizer, group)
+                    grid = self.grid
+                    flat = self.flat_type(part, group, layout, grid.within, grid.copies)
+                    if self.weight_bits:
+                        piece = flat.size // flat.copies
+                        flat.quantized = comm.Quantized(self.weight_bits, piece)
                     comm.broadcast(flat.full, group=self.group)
                     own = self.owned(flat.full, flat)
                     flat.start = int(own.storage_offset())
@@ -189,6 +210,30 @@ class Net:
         """Clear all gradients."""
         raise NotImplementedError
 
+    def reduced(self, flat: Flat) -> None:
+        """Called when the mean of a buffer's gradients has arrived."""
+        raise NotImplementedError
+
+    def averaged(self, unit: Unit, flat: Flat) -> None:
+        """Called when the mean of the group has arrived: average it over the groups."""
+        if self.grid.copies > 1:
+            shard = flat.full_grad()[flat.place * flat.size :][: flat.size]
+            rows, across = shard.view(self.grid.copies, -1), self.grid.across
+            how: Any = {"average": True, "group": across, "quantized": self.quantized}
+            width = max(1, self.bucket_size // len(rows))
+            works = []
+            with comm.phase(unit=unit.name):
+                for part in rows.split(width, dim=1):
+                    if len(self.levels) == 1:  # every group updates all of it
+                        work = comm.all_reduce(part, async_op=True, **how)
+                    else:
+                        own = part[across.rank]
+                        work = comm.reduce_scatter(own, part, async_op=True, **how)
+                    works.append(work)
+            for work in works:
+                work.wait()
+        self.reduced(flat)
+
     def _updated(self, units: list[Unit]) -> None:
         """Publish units whose shards have been updated."""
         for unit in units:
@@ -215,7 +260,7 @@ class Net:
 
     def note_writes(self) -> None:
         """Remember the values as they are now, to notice what is written later."""
-        self._noted = self._written()
+        self._sums = self._checksums()
 
     def take_over_writes(self) -> None:
         """Let masters take over what the script has written since the last update.
@@ -223,38 +268,28 @@ class Net:
         Writes to sharded parameters are noticed when these are gathered.
         """
         check_unchanged(self)
-        moved = False
         for flat in () if self.plan.parameters.sharded else self.flats:
             for slot, view in zip(flat.slots, flat.views(), strict=True):
                 p = slot.parameter
                 if p.data_ptr() != view.data_ptr():  # by `p.data = values`
                     view.copy_(p.data)
-                    p.data, moved = view, True
-        counters, sums = self._written()
-        before, sums_before = self._noted
-        if len(sums) and not moved and counters == before:
-            moved = not sums.equal(sums_before)  # reads the device: in 16 bit only
-        if moved or counters != before:
+                    p.data = view
+        if len(self._sums) and not self._checksums().equal(self._sums):
             self.refresh()
 
-    def _written(self) -> tuple[list[int], Tensor]:
-        """What tells of a write: version counters, and checksums on the device.
+    def _checksums(self) -> Tensor:
+        """Of each buffer of which the optimizer updates a copy; on the device.
 
-        A write through `.data` moves no counter; it matters where the optimizer
-        updates a copy, in another dtype.
+        A version counter would not do: what is written through `.data` moves none.
         """
-        nothing = torch.empty(0)
-        if self.plan.parameters.sharded:
-            return [], nothing
-        counters = [0 if p.is_inference() else p._version for p in self.where]
         sums = []
-        for flat in self.trained:
-            if flat.master.dtype != flat.full.dtype:
+        for flat in () if self.plan.parameters.sharded else self.trained:
+            if flat.master is not flat.shard:
                 raw = flat.full.view(torch.uint8)
                 words = len(raw) // 8 * 8
                 tail = raw[words:].sum(dtype=torch.int64)
                 sums.append(raw[:words].view(torch.int64).sum() + tail)
-        return counters, torch.stack(sums) if sums else nothing
+        return torch.stack(sums) if sums else torch.empty(0)
 
     def refresh(self) -> None:
         """Let masters take over what was written to parameters or shards.

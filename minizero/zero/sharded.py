@@ -36,6 +36,7 @@ class ShardedFlat(Flat):
     """
 
     storage = Storage(Plan.stage(3))
+    quantized: comm.Quantized | None = None
     is_unsharded, used, holders = True, False, 0
     _arriving: Work | None = None
 
@@ -104,19 +105,16 @@ class ShardedFlat(Flat):
         self.is_unsharded = True
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.kept(self.full))
-            work = self.launch_gather(own)
+            work = comm.all_gather(
+                self.full, own, async_op=True, group=self.ranks,
+                quantized=self.quantized,
+            )  # fmt: skip
         self._arriving = work
         return work.then(arrive).then(self._arrived)
 
-    def launch_gather(self, own: Tensor) -> Work:
-        """Launch the all-gather of what each rank stores."""
-        return comm.all_gather(
-            self.full, own, async_op=True, group=self.ranks
-        )
-
     def kept(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that this rank stores: its shard."""
-        return self.own(buffer)
+        return super().own(buffer)
 
     def _arrived(self) -> None:
         self._arriving = None
@@ -150,8 +148,24 @@ class ShardedFlat(Flat):
         self.is_unsharded = False
 
     # continued: zero-sharded-writes
+    def send_copies(self) -> list[Work]:
+        """Send the updated shard to who keeps a copy: here, nobody."""
+        return []
+
     def make_exact(self) -> None:
-        """Bring what a quantized all-gather has rounded: here, nothing."""
+        """Gather once more as it is, if that was quantized."""
+        if self.quantized is not None:
+            with self.storage.on_copy_stream() as arrive:
+                into = self.kept(self.full)
+                own = self.exact(self.storage.load(self.stored, into))
+                work = comm.all_gather(
+                    self.full, own, async_op=True, group=self.ranks
+                )
+            work.then(arrive).wait()
+
+    def exact(self, kept: Tensor) -> Tensor:
+        """What is stored, without what a quantized copy has rounded."""
+        return kept
 
     def take_over(self, modifier_rank: int) -> None:
         """Keep what that rank has written to the parameters, everywhere."""

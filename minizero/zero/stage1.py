@@ -36,21 +36,21 @@ class ZeRO1(DataParallel):
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the own shard of the unit's gradients."""
         for flat in unit.trainable:
-            grad = flat.full_grad()
-            own, shards = flat.own(grad), grad.view(self.group.size, -1)
+            shards = flat.full_grad().view(flat.ranks.size, -1)
+            own = shards[flat.place]
             for part in flat.pieces(self.bucket_size):
                 work = comm.reduce_scatter(
                     own[part], shards[:, part], async_op=True, average=True,
-                    group=self.group,
+                    group=flat.ranks, quantized=self.quantized,
                 )  # fmt: skip
                 unit.works.append(work)
-            work.then(partial(self.reduced, flat))
+            work.then(partial(self.averaged, unit, flat))
 
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
         for flat in unit.changed:
             own = flat.own(flat.full)
             work = comm.all_gather(
-                flat.full, own, async_op=True, group=self.group
+                flat.full, own, async_op=True, group=flat.ranks
             )
             unit.works.append(work)

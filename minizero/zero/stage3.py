@@ -100,6 +100,9 @@ class ZeRO3(ZeRO2):
     def publish(self, unit: Unit) -> None:
         """Free old values; ranks gather the shard when they need it."""
         self.release(unit)
+        flats: list[Any] = unit.changed
+        for flat in flats:
+            unit.works += flat.send_copies()
 
     # continued: zero-stage3-hooks
     def _register_hooks(self) -> None:
@@ -187,12 +190,12 @@ class ZeRO3(ZeRO2):
     def _after_backward(self, unit: Unit) -> None:
         self._backwards.discard(unit)
         self._leave(unit)
-        if self.in_backward:
-            self._expected[unit] -= 1
-            # below 0, as where a graph is used again, more may come: reduce
-            # it at the end
-            if self._expected[unit] == 0 and unit not in self._reduced:
-                self._reduce(unit)
+        self._expected[unit] -= 1
+        # below 0, as where a graph is used again, more may come: reduce it
+        # at the end
+        last = self._expected[unit] == 0 and unit not in self._reduced
+        if self.in_backward and last:
+            self._reduce(unit)
 
     def _leave(self, unit: Unit) -> None:
         if not self._in_use(unit):
@@ -248,7 +251,8 @@ class ZeRO3(ZeRO2):
 
     def _on_grad(self, p: nn.Parameter) -> None:
         unit, flat, slot = self.where[p]
-        if isinstance(flat, ShardedFlat) and not flat.is_unsharded:
+        assert isinstance(flat, ShardedFlat)
+        if self.in_backward and not flat.is_unsharded:
             raise RuntimeError(
                 f"parameter {slot.name!r} was used outside of the forward of "
                 f"unit {unit.name!r}, where it is NaN; make one unit of "
@@ -261,4 +265,7 @@ class ZeRO3(ZeRO2):
         """As `DataParallel.gathered`; what is in use is unsharded already."""
         idle = [unit for unit in units if not self._in_use(unit)]
         with super().gathered(idle):
+            flats: list[Any] = [flat for unit in idle for flat in unit.flats]
+            for flat in flats:
+                flat.make_exact()
             yield
