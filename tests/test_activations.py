@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from nasty import Nasty, batches
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minizero import comm, parallelize
+from minizero import comm
 from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.saved_tensors import SavedTensors, by_operator
 from minizero.activations.stores import Copies, Offloaded, Sharded, Store
@@ -21,7 +20,6 @@ from minizero.lab.models.activations import Activations
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.memory.labels import label, on_host
-from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, rank, world_size
 
@@ -220,49 +218,6 @@ def test_only_the_first_units() -> None:
 
 
 # plans and ranks
-
-
-def on_plan(
-    stage: int, how: Callable[[], Recompute] | None, same: bool = False
-) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
-    """Losses and weights of 3 steps of the nasty model, and its collectives."""
-    torch.manual_seed(0)
-    model = Nasty()
-    if how is not None:
-        recompute_units(model, how())
-    params = [p for p in model.parameters() if p.requires_grad]
-    net = parallelize(model, torch.optim.AdamW(params, lr=1e-2), Plan.stage(stage))
-    losses = []
-    with comm.ledger() as calls:
-        for step, (x, y) in enumerate(batches(3, 1, rows=2)):
-            model.step = step
-            part = slice(2) if same else slice(rank() * 2, rank() * 2 + 2)
-            loss = net(x[part], y[part])
-            net.backward(loss)
-            net.step()
-            losses.append(loss.detach())
-    weights = net.state_dict()
-    made = [
-        (c.op, c.unit, c.phase, c.elements) for c in calls if c.unit != "activations"
-    ]
-    return [torch.stack(losses), *weights.values()], made
-
-
-def test_recomputing_gathers_no_more_often(two: Pool) -> None:
-    plain = two.run(on_plan, 3, None)
-    for name in ("full", "selective", "full, offloaded"):
-        for got, want in zip(two.run(on_plan, 3, HOW[name]), plain, strict=True):
-            assert equal(got[0], want[0]), name
-            assert got[1] == want[1], name
-
-
-def test_sharded_where_the_batch_is_the_same(pool: Pool) -> None:
-    plain = pool.run(on_plan, 3, None, same=True)
-    for name in ("full, sharded", "selective, sharded"):
-        got = pool.run(on_plan, 3, SHARDED[name], same=True)
-        for one, want in zip(got, plain, strict=True):
-            assert equal(one[0], want[0]), name
-            assert one[1] == want[1], name
 
 
 # sharded

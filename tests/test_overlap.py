@@ -190,17 +190,6 @@ def test_bad_settings_are_told(name: str, value: Any) -> None:
         Overlap(**{name: value})
 
 
-def test_one_overlap_serves_one_net() -> None:
-    schedule = Overlap()
-    for expected in ("", "another net"):
-        model = nn.Sequential(nn.Linear(2, 2))
-        if not expected:
-            parallelize(model, sgd(model), schedule=schedule)
-            continue
-        with pytest.raises(ValueError, match=expected):
-            parallelize(model, sgd(model), schedule=schedule)
-
-
 class NextInList(Schedule):
     """Also gathers the unit that follows in the list, and never releases it."""
 

@@ -234,19 +234,13 @@ def test_as_fsdp2(two: Pool) -> None:
 # -- overflow ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plant", "stages"), [("loss", (3,)), ("gradient", (1,))])
-def test_an_overflow_on_one_rank(
-    pool: Pool, plant: str, stages: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("plant", "stage"), [("loss", 3), ("gradient", 1)])
+def test_an_overflow_on_one_rank(two: Pool, plant: str, stage: int) -> None:
     """All ranks skip, the scale halves, and it is as if the batch had not been."""
     precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(10, 100, 1))
-    without = pool.run(train, 0, precision, leave_out=4)
-    runs = [
-        run
-        for stage in stages
-        for run in pool.run(train, stage, precision, plant=plant)
-    ]
-    for run, reference in zip(runs, without * len(stages), strict=True):
+    without = two.run(train, 0, precision, leave_out=4)
+    runs = two.run(train, stage, precision, plant=plant)
+    for run, reference in zip(runs, without, strict=True):
         assert run.updated == [step != 4 for step in range(STEPS)]
         assert run.skipped == 1
         assert run.scales == [1024.0] * 5 + [512.0] * (STEPS - 5)
@@ -417,9 +411,8 @@ def dtypes(stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_dtypes(two: Pool, stage: int) -> None:
-    for seen in two.run(dtypes, stage):
+def test_dtypes(two: Pool) -> None:
+    for seen in two.run(dtypes, 3):
         assert seen["seen"] == (BF16, BF16, torch.int64)
         floats = {n: d for n, d in seen["parameters"].items() if n != "places"}
         assert set(floats.values()) == {BF16}
@@ -446,7 +439,7 @@ def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         return before, after, p.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_written_by_hand_reaches_the_masters(two: Pool, stage: int) -> None:
     for before, after, value in two.run(by_hand_written, stage):
         assert value.float().eq(3.0).all()
