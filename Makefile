@@ -14,7 +14,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help book test test-all oldest train bench gpu parity lab rerun check picture clean
+.PHONY: help book test test-all oldest train bench gpu parity course grade lab rerun check picture clean
 
 help:
 	@echo 'make book      the book, as pages in _build/html'
@@ -25,6 +25,8 @@ help:
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="overlap --repeats 9")'
 	@echo 'make gpu       run everything that concerns a GPU, on one, in parts (ARGS="alone waits")'
 	@echo 'make parity    train one script on DeepSpeed and on this, and compare (ARGS=--record keeps DeepSpeed half for the tests)'
+	@echo 'make course    what a course is given, in _build/course: notebooks, a book without solutions'
+	@echo 'make grade     grade a class (SUBMISSIONS=folder with a folder for each student)'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make rerun     run every notebook here and store its outputs (ARGS="notebooks/05_zero1.ipynb")'
 	@echo 'make check     ruff, mypy, import-linter, and modules equal to their notebooks'
@@ -59,6 +61,14 @@ gpu: $(VENV)/peers
 
 parity: $(VENV)/peers
 	@$(BIN)/python tests/parity $(ARGS)
+
+course: $(READY)
+	@$(BIN)/python -m minizero.lab.course build $(ARGS)
+
+SUBMISSIONS := submissions
+
+grade: $(READY)
+	@$(BIN)/python -m minizero.lab.course grade $(SUBMISSIONS) $(ARGS)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks

@@ -35,7 +35,7 @@ import minizero.memory.labels
 import minizero.offload.delayed
 import minizero.offload.nvme
 import minizero.offload.swap_file
-import minizero.zero.data_parallel
+import minizero.zero.net
 from minizero.ranks import device
 
 NAME = "fakegpu"
@@ -161,7 +161,7 @@ class Module:
 
 class GPU(TorchDispatchMode):
     """The recorder: see the module. `faults` are races; `syncs` what the host waited
-    for; `held` reductions that would wait for a copy from the host."""
+    for."""
 
     now: GPU
 
@@ -175,8 +175,6 @@ class GPU(TorchDispatchMode):
         self.queues: dict[Any, Stream] = {}
         self.faults: list[str] = []
         self.syncs: list[str] = []
-        self.held: list[str] = []
-        self.ways: dict[str, set[str]] = {"up": set(), "down": set()}
         self._ends: list[Any] = []
 
     # Who acts, and after what.
@@ -344,7 +342,6 @@ class GPU(TorchDispatchMode):
             return self.launch(name, [source], [out])
         host = out if out.device.type == "cpu" else source
         down = host is out
-        self.ways["down" if down else "up"].add(self.stream.name)
         self.act(self.stream.name, self.stream.clock)
         self.on_stream(
             self.stream,
@@ -362,17 +359,11 @@ class GPU(TorchDispatchMode):
 
     # Collectives.
 
-    def collective(
-        self, what: str, out: Tensor, inp: Tensor, group: Any, reduces: bool
-    ) -> Done:
+    def collective(self, what: str, out: Tensor, inp: Tensor, group: Any) -> Done:
         if out.device.type == "cpu":
             self.by_host(what, [inp], [out])
             return Done(dict(self.clock), True)
         queue = self.queues.setdefault(group, Stream(name=f"nccl {len(self.queues)}"))
-        waits = {w: n for w, n in queue.clock.items() if w.startswith("stream")}
-        if reduces:
-            late = [w for w, n in waits.items() if n > self.stream.clock.get(w, 0)]
-            self.held += [f"{what} waits for {w}" for w in late]
         queue.wait_stream(self.stream)
         self.act(queue.name, queue.clock)
         self.on_stream(queue, what, [inp], [out])
@@ -395,23 +386,23 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _all_gather(out: Tensor, inp: Tensor, group: Any, async_op: bool) -> Done:
-    return GPU.now.collective("all_gather", out, inp, group, False)
+    return GPU.now.collective("all_gather", out, inp, group)
 
 
 def _reduce_scatter(
     out: Tensor, inp: Tensor, op: Any = None, group: Any = None, async_op: bool = True
 ) -> Done:
-    return GPU.now.collective("reduce_scatter", out, inp, group, True)
+    return GPU.now.collective("reduce_scatter", out, inp, group)
 
 
 def _all_reduce(
     t: Tensor, op: Any = None, group: Any = None, async_op: bool = True
 ) -> Done:
-    return GPU.now.collective("all_reduce", t, t, group, True)
+    return GPU.now.collective("all_reduce", t, t, group)
 
 
 def _broadcast(t: Tensor, src: int, group: Any = None, async_op: bool = True) -> Done:
-    return GPU.now.collective("broadcast", t, t, group, False)
+    return GPU.now.collective("broadcast", t, t, group)
 
 
 def _post(
@@ -536,7 +527,7 @@ def install(rank: int, ranks: int) -> None:
     # the guard of such a device asks Python for its type: not in autograd's threads
     torch.autograd.set_multithreading_enabled(False).__enter__()
     # it tries optimizers on elements, and there are none
-    minizero.zero.data_parallel.check_elementwise = lambda *args: None
+    minizero.zero.net.check_elementwise = lambda *args: None
     # a fake parameter cannot be exchanged; models are made where they are to be
     torch.nn.Module.to = lambda module, *args, **options: module
 

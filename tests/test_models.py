@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 import minizero
-from minizero import Plan, consolidate, parallelize
-from minizero.checkpoint import load, save
+from minizero import Plan, parallelize
 from minizero.precision import MixedPrecision
-from minizero.zero import DataParallel, GatheredParameters, Init
+from minizero.zero import GatheredParameters, Init
 
 STAGES = (0, 1, 2, 3)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -118,44 +116,6 @@ def test_as_plain_torch(kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["0-dim, Adagrad", "0-dim, Adam"])
-def test_a_number_alone_in_its_group_is_saved(
-    kind: str, stage: int, tmp_path: Path
-) -> None:
-    """Its states have no dimension either, and neither has the count of steps."""
-    make, data, make_optimizer = MODELS[kind]
-
-    def start(load_it: bool, stage: int) -> DataParallel:
-        model = build(make)
-        params = [*model.parameters()]
-        numbers = [p for p in params if not p.ndim]
-        others = [p for p in params if p.ndim]
-        optimizer = make_optimizer([{"params": numbers}, {"params": others}])
-        if not load_it:  # states from before wrapping
-            loss_of(model(data())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        net = parallelize(model, optimizer, Plan.stage(stage))
-        if load_it:
-            load(net, tmp_path)
-        return net
-
-    def train(net: DataParallel) -> dict[str, Tensor]:
-        net.backward(loss_of(net(data())))
-        net.step()
-        return net.state_dict()
-
-    net = start(False, stage)
-    weights = train(net)
-    save(net, tmp_path, "a")
-    assert torch.equal(consolidate(tmp_path)["scale"], weights["scale"])
-    expected = train(net)
-    for other in STAGES:
-        got = train(start(True, other))
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["float64", "complex"])
 def test_clipping_in_any_precision(kind: str, stage: int) -> None:
     make, data, make_optimizer = MODELS[kind]
@@ -205,16 +165,6 @@ def test_init_lets_a_model_copy_its_layers() -> None:
     with GatheredParameters(model.parameters()):
         got = model.state_dict()
         assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-def test_units_inside_a_graph_are_refused() -> None:
-    model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
-    whole = torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match=r"engine.compile\(\), which compiles unit"):
-        parallelize(whole, sgd(model.parameters()), Plan.stage(3))
-    model[0].compile(backend="eager")
-    with pytest.raises(ValueError, match="0 is compiled"):
-        parallelize(model, sgd(model.parameters()), Plan.stage(3))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

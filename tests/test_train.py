@@ -198,4 +198,4 @@ def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     totals = [line.split()[-1] for line in out.splitlines()[2:]]
     assert totals == ["112.00", "38.50", "26.25", "14.00"]
     assert main(["estimate", "--params", "-1", "--ranks", "8"]) == 2
-    assert "n_params must be above 0" in capsys.readouterr().err
+    assert "--params is -1" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -120,41 +119,6 @@ def test_init_lets_a_model_initialise_itself_again(pool: Pool) -> None:
         assert torch.equal(weight, inside[name]), name
 
 
-class Outermost(nn.Linear):
-    """Part of nothing, with a parameter of its own beside those of another."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-        self.inner = nn.Linear(3, 2)
-
-
-def outermost() -> list[bool]:
-    with zero.Init(), zero.Init():
-        model = Outermost()
-        whole = not bool(model.weight.isnan().any())
-    absent = [bool(p.isnan().all()) for p in model.parameters()]
-    return [whole, *absent]
-
-
-def test_init_shards_the_outermost_module_at_its_end(pool: Pool) -> None:
-    assert pool.run(outermost) == [[True] * 5] * 2
-
-
-def wrapped_inside() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    torch.manual_seed(5)
-    with zero.Init():
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        with zero.GatheredParameters(model.parameters()):
-            expected = {k: v.clone() for k, v in model.state_dict().items()}
-        net = parallelize(model, sgd(model))
-    return expected, net.state_dict()
-
-
-def test_a_model_may_be_wrapped_before_the_end_of_init(pool: Pool) -> None:
-    expected, got = pool.run(wrapped_inside)[0]
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 def below_stage_3() -> tuple[bool, str]:
     with zero.Init(config={"zero_optimization": {"stage": 2}}):
         model = nn.Sequential(nn.Linear(3, 3))
@@ -170,31 +134,6 @@ def test_init_and_other_stages(pool: Pool) -> None:
     whole, message = pool.run(below_stage_3)[0]
     assert whole
     assert "built inside zero.Init" in message
-
-
-def set_weights(modifier: int | None) -> list[Any]:
-    torch.manual_seed(rank())
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    net = parallelize(model, sgd(model))
-    weight = model[0].weight
-    with zero.GatheredParameters(weight, modifier_rank=modifier):
-        with torch.no_grad():
-            weight.fill_(rank() + 1)
-    with zero.GatheredParameters([weight]):
-        inside = weight.detach().clone()
-        with zero.GatheredParameters(weight):
-            pass
-        assert not weight.isnan().any()  # an inner block leaves it whole
-    assert weight.isnan().all()
-    del net
-    return [inside]
-
-
-def test_gathered_parameters(pool: Pool) -> None:
-    a, b = pool.run(set_weights, 1)
-    assert torch.equal(a[0], torch.full((3, 4), 2.0)) and torch.equal(a[0], b[0])
-    a, b = pool.run(set_weights, None)
-    assert torch.equal(a[0], b[0]) and not (a[0] == 1).any()
 
 
 def evaluate(mode: str) -> tuple[Tensor, Tensor, int]:
@@ -216,34 +155,6 @@ def test_evaluation(pool: Pool, mode: str) -> None:
     for plain, out, calls in pool.run(evaluate, mode):
         assert torch.equal(plain, out)
         assert calls == CONFIG.layers + 1
-
-
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().sum()
-
-
-def failing_forward() -> bool:
-    torch.manual_seed(1)
-    model = Odd()
-    net = parallelize(model, sgd(model))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        net(torch.randn(4, 5))
-    net.backward(net(torch.randn(4, 6)))
-    net.step()
-    return all(not flat.is_unsharded for unit in net.units for flat in unit.flats)
-
-
-def test_a_healthy_step_after_a_failed_forward(pool: Pool) -> None:
-    assert pool.run(failing_forward) == [True, True]
 
 
 class Experts(nn.Module):

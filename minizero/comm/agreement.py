@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks.launch import world_size
-from .backend import current_algorithm, timeout_of
+from .backend import current_algorithm, timeout
 from .collectives import sequences
 
 _own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
@@ -25,8 +25,7 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     if _own_group[0] is not dist.group.WORLD:
-        world = dist.group.WORLD
-        _own_group = world, dist.new_group(backend="gloo", timeout=timeout_of(world))
+        _own_group = dist.group.WORLD, dist.new_group(timeout=timeout(), backend="gloo")
     values = [None] * world_size()
     dist.all_gather_object(values, value, _own_group[1])
     return values

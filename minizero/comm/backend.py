@@ -31,12 +31,12 @@ def _communicator(
     """Torch's group for these ranks, which make it when they first need it."""
     if not beside and len(ranks) == world.size():
         return world
-    timeout = timeout_of(world)
-    return dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout(), use_local_synchronization=True)
 
 
-def timeout_of(world: dist.ProcessGroup) -> timedelta | None:
+def timeout() -> timedelta | None:
     """The timeout that the script has given; torch gives a new group its default."""
+    world = dist.distributed_c10d._get_default_group()
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 

@@ -32,8 +32,8 @@ class Init(zero.Init):
     """`minizero.zero.Init`; the ranks need not be connected yet.
 
     `module`: shard this model at once. `remote_device`: "cpu" keeps shards in host
-    memory until `initialize`. `dtype`: of floating-point parameters (default: as they
-    are, since the config's dtype is made of fp32 masters).
+    memory until `initialize`. `dtype`: in which floating-point parameters are made
+    (default: as they are, since the config's dtype is made of fp32 masters).
     """
 
     def __init__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Offload(Storage):
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
-        self._arriving: list[Any] = []
+        self._arriving: list[tuple[Tensor, Tensor, object, CopyEvent]] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -103,12 +102,11 @@ class Offload(Storage):
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        if self.down.stream is not None:
-            mean = mean.clone()  # its buffer is freed as soon as we return
+        # a stream reads it later, and its buffer is freed as soon as we return
+        kept = None if self.down.stream is None else mean.clone()
         self.down.follow()
-        self.down.copy(copied, mean)
-        read_later = None if self.down.stream is None else mean
-        self._arriving.append((shard, copied, read_later, self.down.event()))
+        self.down.copy(copied, mean if kept is None else kept)
+        self._arriving.append((shard, copied, kept, self.down.event()))
 
     def wait_for_copies(self) -> None:
         while self._arriving:

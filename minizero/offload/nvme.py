@@ -24,8 +24,7 @@ from .host import Offload
 from .staging import Slice, StagedTensor, StagingBuffers
 from .swap_file import SwapFile, SwappedTensor, Transfer
 
-# The optimizer's vector instructions round the elements of an incomplete
-# vector in another way.
+# The optimizer rounds the elements of an incomplete vector in another way.
 VECTOR = 64
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..memory.plan import PRECISIONS, Plan, estimate
 from .machines import STREAM, Machine
-from ..zero.groups import check_groups
+from ..zero.parallelize import check_groups
 from .shapes import Shape, check_choices, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}

@@ -66,32 +66,27 @@ def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     matrix = nn.Parameter(draw())
     cut = matrix.detach().flatten().split([10, 14])
     pieces = [nn.Parameter(part.clone()) for part in cut]
-    on_matrix = _twin(optimizer, group, [matrix])
-    on_pieces = _twin(optimizer, group, pieces)
+    twins = [_twin(optimizer, group, params) for params in ([matrix], pieces)]
     for _ in range(3):
         matrix.grad = draw()
         pieces[0].grad, pieces[1].grad = matrix.grad.flatten().split([10, 14])
-        on_matrix.step()
-        on_pieces.step()
+        for twin in twins:
+            twin.step()
     return torch.allclose(matrix.flatten(), torch.cat([*pieces]), rtol=1e-4)
-
-
-def state_made(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
-) -> dict[str, Any]:
-    """The state that one step makes for three elements of the dtype of `like`."""
-    p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
-    p.grad = torch.ones_like(p)
-    twin = _twin(optimizer, group, [p])
-    twin.step()
-    return dict(twin.state[p])
 
 
 def state_layout(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
 ) -> dict[str, torch.dtype]:
-    """Names and dtypes of the states that have one value for each element."""
-    state = state_made(optimizer, group, like).items()
+    """Names and dtypes of the states that have one value for each element.
+
+    Those that one step makes for three elements of the dtype of `like`.
+    """
+    p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
+    p.grad = torch.ones_like(p)
+    twin = _twin(optimizer, group, [p])
+    twin.step()
+    state = twin.state[p].items()
     return {k: v.dtype for k, v in state if isinstance(v, Tensor) and v.shape == (3,)}
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import comm
 from ..comm import Work
-from ..memory.plan import Plan
 from .seams import Storage
 from .sharded import ShardedFlat
 
@@ -61,40 +60,3 @@ class CopiedFlat(ShardedFlat):
     def exact(self, kept: Tensor) -> Tensor:
         comm.all_gather(kept, self.shard.clone(), group=self.grid.across)
         return kept
-
-
-def check_groups(
-    plan: Plan, weight_bits: int | None, gradient_bits: int | None
-) -> None:
-    """Raise ValueError for what is not done in groups, or quantized."""
-    if not (plan.group or weight_bits or gradient_bits):
-        return
-    for bits in (weight_bits, gradient_bits):
-        if bits is not None:
-            comm.Quantized(bits)
-    if not plan.optimizer.sharded:
-        raise ValueError(
-            "nothing is sharded at stage 0, so there is nothing to quantize; "
-            "choose a stage, 3 for weights"
-        )
-    if weight_bits and not plan.parameters.sharded:
-        raise ValueError(
-            "weights are quantized as they are gathered for use, which needs "
-            "sharded parameters (stage 3); leave weight_bits out"
-        )
-    parameters, gradients = plan.parameters, plan.gradients
-    group = plan.optimizer.group
-    same = not gradients.sharded or gradients.group == group
-    if parameters.sharded and group:
-        same &= parameters.group == group
-    if not same:
-        raise ValueError(
-            f"{plan}: in groups, everything sharded has one group, or the "
-            "parameters alone have it; use Plan.stage(stage, group=...)"
-        )
-    if parameters.group and not group and parameters.on != "device":
-        raise ValueError(
-            "where only parameters have a group they are stored on the "
-            "device, as a copy for the group; leave offload_param out, or "
-            "group everything"
-        )

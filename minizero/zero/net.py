@@ -16,7 +16,6 @@ from ..memory import labels
 from ..memory.plan import Plan
 from .elementwise import check_elementwise, groups_of, layout_of, take_state
 from .flat import Flat, Slot, Unit
-from .groups import CopiedFlat, check_groups
 from .guards import OWNERS, check_model, check_unchanged, refuse_step
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
@@ -48,6 +47,7 @@ class Net:
     running = 0  # how many backwards are, of any net
     plan = Plan.stage(0)
     flat_type: Callable[..., Any] = Flat
+    copied_type: Callable[..., Any]  # of stage 3, where groups have copies
 
     def __init__(
         self,
@@ -65,13 +65,12 @@ class Net:
         gradient_bits: int | None = None,
     ) -> None:
         self.plan, self.group = plan or self.plan, group or comm.everyone()
-        check_groups(self.plan, weight_bits, gradient_bits)
         self.grid = comm.Groups(self.plan.group or self.group.size, self.group)
         self.levels = [self.grid.within]
         copied = self.plan.parameters.group and not self.plan.optimizer.group
         if copied and self.grid.copies > 1:
             self.levels.insert(0, self.grid.across)
-            self.flat_type = partial(CopiedFlat, self.grid)
+            self.flat_type = partial(self.copied_type, self.grid)
         self.weight_bits = weight_bits
         self.quantized = comm.Quantized(gradient_bits) if gradient_bits else None
         check_model(model, self.plan)

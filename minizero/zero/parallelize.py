@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import comm
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .stage1 import ZeRO1
@@ -38,4 +39,42 @@ def parallelize(
             f"{plan} is no stage of ZeRO; shard the optimizer state, then "
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
+    check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
     return kind(model, optimizer, plan=plan, **options)
+
+
+def check_groups(
+    plan: Plan, weight_bits: int | None, gradient_bits: int | None
+) -> None:
+    """Raise ValueError for what is not done in groups, or quantized."""
+    if not (plan.group or weight_bits or gradient_bits):
+        return
+    for bits in (weight_bits, gradient_bits):
+        if bits is not None:
+            comm.Quantized(bits)
+    if not plan.optimizer.sharded:
+        raise ValueError(
+            "nothing is sharded at stage 0, so there is nothing to quantize; "
+            "choose a stage, 3 for weights"
+        )
+    if weight_bits and not plan.parameters.sharded:
+        raise ValueError(
+            "weights are quantized as they are gathered for use, which needs "
+            "sharded parameters (stage 3); leave weight_bits out"
+        )
+    parameters, gradients = plan.parameters, plan.gradients
+    group = plan.optimizer.group
+    same = not gradients.sharded or gradients.group == group
+    if parameters.sharded and group:
+        same &= parameters.group == group
+    if not same:
+        raise ValueError(
+            f"{plan}: in groups, everything sharded has one group, or the "
+            "parameters alone have it; use Plan.stage(stage, group=...)"
+        )
+    if parameters.group and not group and parameters.on != "device":
+        raise ValueError(
+            "where only parameters have a group they are stored on the "
+            "device, as a copy for the group; leave offload_param out, or "
+            "group everything"
+        )

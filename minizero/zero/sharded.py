@@ -41,30 +41,23 @@ class ShardedFlat(Flat):
     _arriving: Work | None = None
 
     def fill(self) -> None:
-        """Take the parameters over, out of `zero.Init`'s buffers if need be.
-
-        One of those at a time is unsharded.
-        """
-        before: ShardedFlat | None = None
+        """Take the parameters over, out of `zero.Init`'s buffers if need be."""
         for slot, view in zip(self.slots, self.views(), strict=True):
             p: Any = slot.parameter
             source = getattr(p, "sharded_in", None)
-            if source is not before:
-                if before is not None:
-                    before.free()
-                if source is not None:
-                    source.unshard()
-                before = source
+            if source is not None:
+                source.unshard()
             with torch._C.DisableTorchFunction():  # `zero.Init` would gather
                 view.copy_(p.detach())
             p.sharded_in = self
             p.__deepcopy__ = partial(copy_unsharded, p)
             p.__reduce_ex__ = partial(reduce_unsharded, p)
-        if before is not None:
-            before.free()
+            if source is not None:
+                source.free()
         self.cut()
         self.point(self.whole)
 
+    # continued: zero-sharded-point
     def cut(self) -> None:
         """Cut the views that parameters are: an empty storage gives none."""
         self.whole = self.views()
@@ -112,6 +105,7 @@ class ShardedFlat(Flat):
         self._arriving = work
         return work.then(arrive).then(self._arrived)
 
+    # continued: zero-sharded-free
     def kept(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that this rank stores: its shard."""
         return super().own(buffer)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..memory.plan import Plan
 from .flat import Flat, Unit
+from .groups import CopiedFlat
 from .guards import Hook, refuse_sharded_state
 from .sharded import ShardedFlat
 from .stage2 import ZeRO2
@@ -73,7 +74,7 @@ class ZeRO3(ZeRO2):
     """
 
     plan = Plan.stage(3)
-    flat_type = ShardedFlat
+    flat_type, copied_type = ShardedFlat, CopiedFlat
 
     def place(self, flat: Flat) -> None:
         """Keep a shard of the parameters."""
@@ -182,6 +183,7 @@ class ZeRO3(ZeRO2):
                         "a clone"
                     )
 
+    # continued: zero-stage3-backward
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
         if unit not in self._backwards:
             self._backwards.add(unit)
@@ -233,6 +235,7 @@ class ZeRO3(ZeRO2):
         self._loss_is_nan = loss.detach().isnan().any()
         super().backward(loss, retain_graph)
 
+    # continued: zero-stage3-last
     def _begin_backward(self) -> None:
         self._leave_all()
         super()._begin_backward()

@@ -1,0 +1,296 @@
+"""Builds what a course is given: notebooks, a book without solutions, a zip.
+
+Everything goes into one folder, `_build/course` as a rule, and is made from the
+chapters and from `book/course/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_raw_cell
+
+from .exercise import (
+    NOTEBOOKS,
+    ROOT,
+    SOURCES,
+    Exercise,
+    chapters,
+    labels,
+    load,
+    statement,
+)
+from .grade import EXPLANATION
+from .syllabus import SYLLABI, syllabus
+
+NEEDED = "torch cloudpickle pydantic annotated-types safetensors zlib-ng numpy psutil"
+
+
+def build(out: Path, seed: str, pages: bool = True) -> None:
+    """Build everything; `pages`: also render the book without solutions, as HTML."""
+    shutil.rmtree(out, ignore_errors=True)
+    for folder in ("students", "otter"):
+        (out / folder).mkdir(parents=True)
+    for chapter in chapters():
+        if load(chapter):
+            write(student_notebook(chapter), out / "students" / f"{chapter}.ipynb")
+            write(otter_notebook(chapter), out / "otter" / f"{chapter}.ipynb")
+    for name in SYLLABI:
+        (out / f"syllabus-{name}.md").write_text(syllabus(name))
+    shutil.copy(SOURCES / "rubrics.md", out)
+    edition(out / "book")
+    archive(out / "gradescope.zip", seed)
+    if pages:
+        command = [sys.executable, "-m", "jupyter_book", "build", "--quiet", "--all"]
+        subprocess.run([*command, str(out / "book")], check=True, cwd=out)
+
+
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def write(notebook: Any, path: Path) -> None:
+    notebook.metadata.setdefault("kernelspec", KERNEL)
+    for i, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{i}"  # the same at each build
+    nbformat.write(notebook, path)
+
+
+def asked_in(chapter: str) -> list[tuple[str, Exercise | None]]:
+    """The chapter's exercises, each with what grades it, if something does."""
+    graded = {each.label: each for each in load(chapter)}
+    return [(label, graded.get(label)) for label in labels(chapter)]
+
+
+def heading(label: str, points: int) -> str:
+    """An exercise as a student's notebook states it."""
+    asked = statement(label)
+    worth = f"{points} points" if points else "read by a person"
+    return (
+        f"## {asked.title}\n\n`{label}`, {worth}, {asked.minutes} minutes\n\n"
+        f"{asked.text}\n\n<details><summary>Hint</summary>\n\n{asked.hint}\n\n</details>"
+    )
+
+
+def explanation(label: str) -> Any:
+    return new_markdown_cell(f"{EXPLANATION} of {label}, below this line:\n\n")
+
+
+def opening(chapter: str) -> Any:
+    title = re.search(r"^# (.*)", chapters()[chapter], re.M)
+    return new_markdown_cell(
+        f"# Exercises of chapter {title[1] if title else chapter}\n\n"
+        f"Hand in this notebook under its name, `{chapter}.ipynb`. An answer is the "
+        "cell whose first line names its exercise: keep that line. All that an answer "
+        "needs, imports too, stands in its cell, since each is graded in a process of "
+        "its own. The cell below an answer has checks that you can run; they earn "
+        "nothing. What is graded are other cases, drawn for you."
+    )
+
+
+def student_notebook(chapter: str) -> Any:
+    """The exercises of a chapter with starters and public checks, and no solution."""
+    cells = [opening(chapter)]
+    for label, asked in asked_in(chapter):
+        cells.append(new_markdown_cell(heading(label, asked.points if asked else 0)))
+        if asked:
+            starter = f"# {label}\n{asked.starter.strip()}"
+            cells.append(new_code_cell(starter, metadata={"exercise": label}))
+            cells.append(new_code_cell(asked.public.strip()))
+        if not asked or asked.explain:
+            cells.append(explanation(label))
+    return new_notebook(cells=cells)
+
+
+def otter_notebook(chapter: str) -> Any:
+    """The same with solutions, as `otter assign` of otter-grader reads it."""
+
+    def raw(text: str) -> Any:
+        return new_raw_cell(text)
+
+    config = {"name": chapter, "init_cell": "false", "export_cell": "false"}
+    lines = [f"{key}: {value}" for key, value in config.items()]
+    cells = [raw("\n".join(["# ASSIGNMENT CONFIG", *lines])), opening(chapter)]
+    for label, asked in asked_in(chapter):
+        name, manual = label.replace("-", "_"), not asked or bool(asked.explain)
+        points = asked.points if asked else 4
+        if asked:
+            cells += [
+                raw(f"# BEGIN QUESTION\nname: {name}\npoints: {points}"),
+                new_markdown_cell(heading(label, points)),
+                raw("# BEGIN SOLUTION"),
+                new_code_cell(
+                    f'# {label}\n""" # BEGIN PROMPT\n{asked.starter.strip()}\n'
+                    f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
+                    f"{asked.reference.strip()}\n# END SOLUTION"
+                ),
+                raw("# END SOLUTION"),
+                raw("# BEGIN TESTS"),
+                new_code_cell(
+                    '""" # BEGIN TEST CONFIG\npoints: 0\n""" # END TEST CONFIG\n'
+                    + asked.public.strip()
+                ),
+                new_code_cell(
+                    f'""" # BEGIN TEST CONFIG\npoints: {points}\nhidden: true\n'
+                    '""" # END TEST CONFIG\nfrom minizero.lab.course import check\n'
+                    f'assert check("{label}", {asked.answer})'
+                ),
+                raw("# END TESTS"),
+                raw("# END QUESTION"),
+            ]
+        if manual:
+            told = asked.explain if asked else "See the rubric."
+            cells += [
+                raw(f"# BEGIN QUESTION\nname: {name}_why\npoints: 2\nmanual: true"),
+                new_markdown_cell(
+                    f"### Explain `{label}`" if asked else heading(label, 0)
+                ),
+                raw("# BEGIN SOLUTION"),
+                new_markdown_cell(told),
+                raw("# END SOLUTION"),
+                raw("# END QUESTION"),
+            ]
+    return new_notebook(cells=cells)
+
+
+DIRECTIVE = r"^(?P<f{0}>[`:]{{3,}})\{{solution-{0}\}}[^\n]*\n(?::[^\n]*\n)*(?P=f{0})$"
+START, END = (re.compile(DIRECTIVE.format(end), re.M) for end in ("start", "end"))
+
+
+def without_solutions(notebook: Any) -> Any:
+    """A chapter's notebook without what stands between a solution's start and end."""
+    kept, inside = [], False
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown":
+            if not inside:
+                kept.append(cell)
+            continue
+        text, rest = "", cell.source
+        while rest:
+            mark = (END if inside else START).search(rest)
+            if not inside:
+                text += rest[: mark.start()] if mark else rest
+            rest = rest[mark.end() :] if mark else ""
+            inside = inside != bool(mark)
+        if text.strip():
+            cell.source = text.strip()
+            kept.append(cell)
+    if inside:
+        raise ValueError("a solution has a start and no end")
+    notebook.cells = kept
+    return notebook
+
+
+def edition(out: Path) -> None:
+    """The sources of the book without any solution."""
+    skip = shutil.ignore_patterns("__pycache__", SOURCES.name, "_modidx.py")
+    for name in ("book", "minizero"):
+        shutil.copytree(
+            ROOT / name, out / name, ignore=skip if name == "book" else None
+        )
+    for path in (ROOT / "_config.yml", ROOT / "_toc.yml"):
+        shutil.copy(path, out)
+    (out / "notebooks").mkdir()
+    for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
+        notebook = without_solutions(nbformat.read(path, as_version=4))
+        nbformat.write(notebook, out / "notebooks" / path.name)
+
+
+SETUP = """#!/bin/bash
+# Run once, when Gradescope builds the image.
+set -e
+apt-get update && apt-get install -y python3 python3-venv
+python3 -m venv /autograder/env
+/autograder/env/bin/pip install --requirement /autograder/source/requirements.txt
+"""
+RUN = """#!/bin/bash
+# Run for each submission; AUTOGRADER and PYTHON are set by a dry run only.
+cd "${{AUTOGRADER:-/autograder}}/source"
+export PYTHONPATH=$PWD
+exec "${{PYTHON:-/autograder/env/bin/python}}" -m minizero.lab.course \\
+  gradescope "${{AUTOGRADER:-/autograder}}" --seed '{seed}'
+"""
+
+
+def archive(path: Path, seed: str) -> None:
+    """Gradescope's zip: the package, the exercises, the chapters' statements."""
+    pinned = (ROOT / "requirements.txt").read_text().splitlines()
+    needed = [line for line in pinned if line.split("==")[0] in NEEDED.split()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+
+        def add(name: str, text: str, mode: int = 0o644) -> None:
+            info = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
+            info.external_attr, info.compress_type = mode << 16, zipfile.ZIP_DEFLATED
+            file.writestr(info, text)
+
+        add("setup.sh", SETUP, 0o755)
+        add("run_autograder", RUN.format(seed=seed.replace("'", "")), 0o755)
+        add("requirements.txt", "\n".join(needed) + "\n")
+        for folder in (ROOT / "minizero", SOURCES):
+            for each in sorted(folder.rglob("*")):
+                if each.is_file() and "__pycache__" not in each.parts:
+                    file.write(each, each.relative_to(ROOT))
+        for each in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
+            notebook = nbformat.read(each, as_version=4)
+            notebook.cells = [c for c in notebook.cells if c.cell_type == "markdown"]
+            add(f"notebooks/{each.name}", nbformat.writes(notebook))
+
+
+def handed_in(chapter: str, text: Callable[[Exercise], str]) -> Any:
+    """A student's notebook in which each answer is `text` of its exercise."""
+    notebook = student_notebook(chapter)
+    graded = {asked.label: asked for asked in load(chapter)}
+    for cell in notebook.cells:
+        if label := cell.metadata.get("exercise"):
+            cell.source = f"# {label}\n{text(graded[label]).strip()}"
+    return notebook
+
+
+def dry_run(path: Path, chapter_names: Iterable[str]) -> list[dict[str, Any]]:
+    """Run the zip as Gradescope does, on reference answers; its tests with scores.
+
+    `setup.sh` is left out: this Python is used.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        with zipfile.ZipFile(path) as file:
+            file.extractall(root / "source")
+        (root / "submission").mkdir()
+        for chapter in chapter_names:
+            notebook = handed_in(chapter, lambda asked: asked.reference)
+            write(notebook, root / "submission" / f"{chapter}.ipynb")
+        start = root / "source" / "run_autograder"
+        start.chmod(0o755)
+        told = {**os.environ, "AUTOGRADER": name, "PYTHON": sys.executable}
+        subprocess.run([str(start)], check=True, env=told, cwd=root)
+        found = json.loads((root / "results" / "results.json").read_text())
+        return list(found["tests"])
+
+
+def sample(folder: Path) -> None:
+    """Five submissions of the first chapter that is graded: what a class hands in."""
+    chapter = next(name for name in chapters() if load(name))
+
+    def hangs(asked: Exercise) -> str:
+        return "while True:\n    pass" if asked is load(chapter)[0] else asked.reference
+
+    class_: dict[str, Callable[[Exercise], str]] = {
+        "ada": lambda asked: asked.reference,
+        "ben": lambda asked: asked.planted(asked.wrong[0]),
+        "cleo": lambda asked: asked.starter,
+        "dan": hangs,
+        "eva": lambda asked: "raise RuntimeError('does not run')",
+    }
+    for student, text in class_.items():
+        (folder / student).mkdir(parents=True, exist_ok=True)
+        write(handed_in(chapter, text), folder / student / f"{chapter}.ipynb")

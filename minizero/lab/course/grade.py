@@ -1,0 +1,268 @@
+"""Grades a folder of submissions: a table of the class, and a page for each student.
+
+A submission is a folder with the student's name, and in it the student's notebooks:
+`submissions/ada/05_zero1.ipynb`. An answer is a cell whose first line names its
+exercise.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from .exercise import (
+    SOURCES,
+    Case,
+    Exercise,
+    alike,
+    chapters,
+    equal,
+    load,
+    statement,
+    unequal,
+)
+from .sandbox import Sandbox
+
+MARK = re.compile(r"^# *(ex-[\w-]+)", re.M)
+EXPLANATION = "**Your explanation**"
+MOST = 100_000  # characters of an answer that are read
+
+
+@dataclass
+class Record:
+    """What one answer has earned, and why not more."""
+
+    label: str
+    points: float
+    most: int
+    remark: str
+    explanation: str = ""
+    key: str = ""
+    """Of the answer and its exercise: a record with this key need not be made again."""
+
+
+class Grader:
+    """Compares answers with references, each in a process of its own."""
+
+    def __init__(self, seed: str, jobs: int = 1) -> None:
+        self.seed, self.jobs = seed, jobs
+        self._boxes: Queue[Sandbox] = Queue()
+        self._known: dict[str, list[Any]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Grader:
+        for _ in range(self.jobs):
+            self._boxes.put(self._stack.enter_context(Sandbox()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, asked: Exercise, text: str, cases: list[Case]) -> list[Any]:
+        """What is observed of an answer, in a process of its own."""
+        box = self._boxes.get()
+        try:
+            return box.run(asked, text, cases)
+        finally:
+            self._boxes.put(box)
+
+    def trusted(self, asked: Exercise, text: str, cases: list[Case]) -> list[Any]:
+        """As `run`, once for all students who have the same cases."""
+        key = json.dumps([asked.label, text, cases])
+        if key not in self._known:
+            self._known[key] = self.run(asked, text, cases)
+        return self._known[key]
+
+    def grade(self, asked: Exercise, student: str, text: str | None) -> Record:
+        """Grade one answer; None where there is none."""
+        if text is None:
+            return Record(asked.label, 0, asked.points, "There is no answer.")
+        cases = asked.cases(self.seed, student)
+        seen = self.run(asked, text, cases)
+        expected = self.trusted(asked, asked.reference, cases)
+        right = list(map(equal, seen, expected))
+        points = round(asked.points * sum(right) / len(cases), 2)
+        if all(right):
+            return Record(asked.label, points, asked.points, "Right.")
+        i = right.index(False)
+        where = ", ".join(f"{name}={value!r}" for name, value in cases[i].items())
+        remark = f"With {where[:500]}: {unequal(seen[i], expected[i])[:800]}."
+        for wrong in asked.wrong:
+            (theirs,) = self.trusted(asked, asked.planted(wrong), [cases[i]])
+            if alike(seen[i], theirs, expected[i]):
+                remark += f" {wrong.thought}"
+                break
+        return Record(asked.label, points, asked.points, remark)
+
+
+def answers(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The answers and the explanations in a student's file, by label.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found: dict[str, str] = {}
+    explained: dict[str, str] = {}
+    try:
+        text = path.read_text(errors="replace")
+        if path.suffix == ".py":
+            starts = [m.start() for m in MARK.finditer(text)]
+            ends = [*starts[1:], len(text)]
+            cells = [("code", text[a:b]) for a, b in zip(starts, ends, strict=True)]
+        else:
+            cells = [
+                (str(c["cell_type"]), "".join(c["source"]))
+                for c in json.loads(text)["cells"]
+            ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error!r}") from error
+    for kind, source in cells:
+        if kind == "code" and (mark := MARK.match(source)):
+            label = mark[1]
+            found[label] = (found.get(label, "") + source + "\n")[:MOST]
+        elif kind == "markdown" and EXPLANATION in source:
+            if label_ := re.search(r"ex-[\w-]+", source):
+                body = source.split("\n", 1)[-1].strip()
+                explained[label_[0]] = body[:MOST]
+    return found, explained
+
+
+def submitted(folder: Path) -> Iterator[tuple[str, str, Path]]:
+    """Each student's files: the student, the chapter, the file."""
+    for student in sorted(p for p in folder.iterdir() if p.is_dir()):
+        for chapter in chapters():
+            for suffix in (".ipynb", ".py"):
+                path = student / f"{chapter}{suffix}"
+                if path.is_file() and load(chapter):
+                    yield student.name, chapter, path
+                    break
+
+
+def grade(folder: Path, out: Path, seed: str, jobs: int = 1) -> dict[str, list[Record]]:
+    """Grade all submissions of a folder, and write what came of it to `out`.
+
+    What was graded before, of the same answer, is not graded again: a run that was
+    ended goes on where it was.
+    """
+    tasks = []
+    for student, chapter, path in submitted(folder):
+        source = (SOURCES / f"{chapter}.py").read_bytes()
+        try:
+            (found, explained), fault = answers(path), ""
+        except ValueError as error:
+            found, explained, fault = {}, {}, str(error)
+        for asked in load(chapter):
+            text = found.get(asked.label)
+            name = f"{seed}\0{student}\0{text}\0{fault}".encode() + source
+            key = hashlib.sha256(name).hexdigest()[:16]
+            note = explained.get(asked.label, "")
+            tasks.append((student, asked, text, key, note, fault))
+    with Grader(seed, jobs) as grader, ThreadPoolExecutor(jobs) as threads:
+        records = list(threads.map(partial(_graded, grader, out), tasks))
+    class_: dict[str, list[Record]] = {}
+    for (student, *_), record in zip(tasks, records, strict=True):
+        class_.setdefault(student, []).append(record)
+    write(class_, out)
+    return class_
+
+
+def _graded(grader: Grader, out: Path, task: tuple[Any, ...]) -> Record:
+    student, asked, text, key, note, fault = task
+    path = out / "records" / student / f"{asked.label}.json"
+    if path.exists():
+        known = Record(**json.loads(path.read_text()))
+        if known.key == key:
+            known.explanation = note
+            return known
+    record = grader.grade(asked, student, text)
+    record.key, record.explanation = key, note
+    record.remark = fault or record.remark
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps(asdict(record)))
+    half.replace(path)
+    print(
+        f"{student:20} {asked.label:18} {record.points:g} of {record.most}", flush=True
+    )
+    return record
+
+
+def write(class_: dict[str, list[Record]], out: Path) -> None:
+    """The table of the class, `grades.csv`, and a page a student."""
+    out.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(r.label for mine in class_.values() for r in mine))
+    with (out / "grades.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["student", *columns, "points", "of"])
+        for student, mine in class_.items():
+            points = {r.label: f"{r.points:g}" for r in mine}
+            every = [points.get(label, "") for label in columns]
+            got, of = totals(mine)
+            table.writerow([student, *every, f"{got:g}", of])
+    for student, mine in class_.items():
+        (out / f"{student}.md").write_text(page(student, mine))
+
+
+def totals(mine: Iterable[Record]) -> tuple[float, int]:
+    records = list(mine)
+    return round(sum(r.points for r in records), 2), sum(r.most for r in records)
+
+
+def page(student: str, mine: list[Record]) -> str:
+    """What a student is told."""
+    points, most = totals(mine)
+    parts = [f"# {student}\n\n{points:g} of {most} points.\n"]
+    for record in mine:
+        title = statement(record.label).title
+        parts.append(
+            f"## {title} (`{record.label}`): {record.points:g} of {record.most}\n\n"
+            f"{record.remark}\n"
+        )
+        if record.explanation:
+            quoted = record.explanation.replace("\n", "\n> ")
+            parts.append(f"Your explanation, read by a person:\n\n> {quoted}\n")
+    return "\n".join(parts)
+
+
+def gradescope(folder: Path, seed: str) -> None:
+    """Grade what Gradescope has put into `folder`, and write its `results.json`."""
+    described = folder / "submission_metadata.json"
+    student = "student"
+    if described.exists():
+        users = json.loads(described.read_text()).get("users") or [{}]
+        student = users[0].get("email") or student
+    tests = []
+    with Grader(seed) as grader:
+        for chapter in chapters():
+            paths = sorted((folder / "submission").glob(f"{chapter}.*"))
+            if not paths:
+                continue
+            try:
+                found, fault = answers(paths[0])[0], ""
+            except ValueError as error:
+                found, fault = {}, str(error)
+            for asked in load(chapter):
+                record = grader.grade(asked, student, found.get(asked.label))
+                tests.append(
+                    {
+                        "name": f"{statement(asked.label).title} ({asked.label})",
+                        "score": record.points,
+                        "max_score": record.most,
+                        "output": fault or record.remark,
+                    }
+                )
+    (folder / "results").mkdir(exist_ok=True)
+    result: dict[str, Any] = {"tests": tests}
+    if not tests:
+        result = {"score": 0, "output": "No file has the name of a chapter."}
+    (folder / "results" / "results.json").write_text(json.dumps(result, indent=1))

@@ -1,0 +1,315 @@
+"""Runs answers, each in a process of its own with limits; leaves nothing of them.
+
+`Sandbox` is the grader's side. It starts one process that imports torch and the
+package, and never the exercises' references: `python -m minizero.lab.course.sandbox`.
+That one forks for each answer, watches the fork and all that it starts, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from .exercise import RAISES, ROOT, Exercise, define, observe
+
+PACKAGE = ROOT / "minizero"
+ANSWER, TASK, RESULT, OUTPUT = "answer.py", "task", "result.jsonl", "output"
+LOOK = 0.05  # seconds between looks at a running answer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one answer may take, with all processes that it starts."""
+
+    seconds: float = 120
+    memory: int = 4 << 30
+    processes: int = 48
+    disk: int = 64 << 20
+    """Of each file, and of all files together."""
+
+
+class Sandbox:
+    """A process that runs answers one after another; ends with its `with` block."""
+
+    def __enter__(self) -> Sandbox:
+        self._folder = Path(tempfile.mkdtemp(prefix="course-"))
+        command = [sys.executable, "-m", "minizero.lab.course.sandbox"]
+        paths = {"PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [*command, str(self._folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=self._folder, env={**os.environ, **paths}, start_new_session=True,
+        )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()  # it ends with its input
+        self._process.wait()
+        self._process.stdout.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(
+        self,
+        asked: Exercise,
+        text: str,
+        cases: list[dict[str, Any]],
+        limits: Limits | None = None,
+    ) -> list[Any]:
+        """What was observed of each case, or what ended the answer before."""
+        limits = limits or Limits(seconds=asked.seconds)
+        job = Path(tempfile.mkdtemp(dir=self._folder))
+        (job / ANSWER).write_text(text, errors="replace")
+        (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
+        assert self._process.stdin and self._process.stdout
+        order = {"job": str(job), "limits": asdict(limits)}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        how = self._process.stdout.readline().strip()
+        if not how:
+            raise RuntimeError("the process that runs answers has ended")
+        seen = list(results(job / RESULT))[: len(cases)]
+        shutil.rmtree(job, ignore_errors=True)
+        return seen + [{RAISES: how}] * (len(cases) - len(seen))
+
+
+def results(path: Path) -> Any:
+    """The observations that an answer's process has written: not to be trusted."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and not path.is_symlink():
+            with path.open() as file:
+                for line in file.read(1 << 20).splitlines():
+                    yield json.loads(line)
+
+
+def main() -> None:
+    """Run jobs until the input ends; answer each with what ended it."""
+    import torch  # noqa: F401  each fork has it
+
+    import minizero  # noqa: F401
+    from minizero.lab.course import drivers  # noqa: F401
+
+    prctl(36, 1)  # what an answer leaves behind becomes a child of this process
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        how = supervise(Path(order["job"]), Limits(**order["limits"]))
+        with contextlib.suppress(BrokenPipeError):  # the grader has gone
+            print(how, file=replies, flush=True)
+
+
+def supervise(job: Path, limits: Limits) -> str:
+    """Run one job in a fork until it ends or exceeds a limit; what ended it."""
+    pid, parent = os.fork(), os.getppid()
+    if pid == 0:
+        try:
+            confine(job, limits)
+            work(job)
+        finally:
+            os._exit(0)
+    until, how = time.monotonic() + limits.seconds, ""
+    while not how and os.getppid() == parent:
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            ended, status = pid, 0
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"the process of the answer ended with {code}"
+        elif time.monotonic() > until:
+            how = f"it did not end in {limits.seconds:g} seconds"
+        else:
+            how = excess(limits, job)
+            time.sleep(LOOK)
+    end_all()
+    return how or "the grader has ended"
+
+
+def excess(limits: Limits, job: Path) -> str:
+    """Which limit the processes of the answer exceed, in words."""
+    family = psutil.Process().children(recursive=True)
+    if len(family) > limits.processes:
+        return f"it started more than {limits.processes} processes"
+    held = 0
+    for each in family:
+        with contextlib.suppress(psutil.Error):
+            held += each.memory_info().rss
+    if held > limits.memory:
+        return f"it took more than {limits.memory >> 20} MB of memory"
+    size = 0
+    for folder, _, names in os.walk(job):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(folder, name)).st_size
+    if size > limits.disk:
+        return f"it wrote more than {limits.disk >> 20} MB"
+    return ""
+
+
+def end_all() -> None:
+    """Kill all children of this process, until there are none."""
+    while True:
+        for child in psutil.Process().children(recursive=False):
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)  # at once, if it leads a group
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def confine(job: Path, limits: Limits) -> None:
+    """Limit this process, and what it starts, to its folder and its share."""
+    os.setsid()
+    os.chdir(job)
+    home, path = str(job), job / "path"  # the package, and nothing beside it
+    path.mkdir()
+    (path / "minizero").symlink_to(PACKAGE)
+    sys.path[:] = [str(path)] + [
+        p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "tests")
+    ]
+    os.environ.clear()
+    os.environ.update(
+        HOME=home, TMPDIR=home, PATH=os.defpath, PYTHONPATH=str(path),
+        OMP_NUM_THREADS="1", LC_ALL="C.UTF-8",
+    )  # fmt: skip
+    tempfile.tempdir = None
+    output = os.open(OUTPUT, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, target in ((0, nothing), (1, output), (2, output)):
+        os.dup2(target, number)
+    os.closerange(3, 256)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write raises OSError
+    user = os.getuid() or 60_000 + os.getppid() % 5_000
+    mine = (p for p in psutil.process_iter() if p.uids().real == user)
+    threads = sum(p.num_threads() for p in mine)
+    for kind, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, 4 * limits.memory),
+        (resource.RLIMIT_FSIZE, limits.disk),
+        (resource.RLIMIT_NOFILE, 512),
+        (resource.RLIMIT_NPROC, threads + 20 * limits.processes),
+    ):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most, most))
+    forbid(read=[*readable(), job], write=[job, Path(os.devnull)])
+    if user != os.getuid():
+        become_another(user, job)
+
+
+def become_another(user: int, job: Path) -> None:
+    """For a grader who is root, whom no limit of processes binds: be another user.
+
+    This user may read what root may, where `forbid` permits it, since Python itself may
+    be in root's home.
+    """
+    for each in (job, *job.iterdir()):
+        os.chown(each, user, user, follow_symlinks=False)
+    job.parent.chmod(0o711)
+    reading = 2  # CAP_DAC_READ_SEARCH
+    prctl(8, 1)  # capabilities survive a change of user
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)(*[1 << reading] * 3, 0, 0, 0)
+    if ctypes.CDLL(None).capset(header, sets) == 0:
+        prctl(47, 2, reading)  # and what it starts may, too
+
+
+def work(job: Path) -> None:
+    """Run the answer's cases, and write what is observed of each as a line."""
+    run, name, cases = cloudpickle.loads((job / TASK).read_bytes())
+    (job / TASK).unlink()
+    try:
+        answer = define((job / ANSWER).read_text(), name)
+    except BaseException as error:
+        seen = {RAISES: f"{type(error).__name__}: {error}"[:2000]}
+        (job / RESULT).write_text((json.dumps(seen) + "\n") * len(cases))
+        return
+    for case in cases:
+        seen = observe(run, answer, case)
+        with (job / RESULT).open("a") as file:
+            file.write(json.dumps(seen) + "\n")
+
+
+def readable() -> list[Path]:
+    """What Python, torch and this package are made of."""
+    system = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/opt")
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix]
+    packages = [p for p in sys.path if p.endswith(("-packages", ".zip"))]
+    return [PACKAGE, *map(Path, (*system, *python, *packages))]
+
+
+def prctl(option: int, value: int, more: int = 0) -> None:
+    """A switch of Linux; elsewhere nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, more, 0, 0)
+
+
+def forbid(read: list[Path], write: list[Path]) -> bool:
+    """Forbid files elsewhere and signals outward, by Landlock; whether it could.
+
+    So an answer finds no reference on the disk, and leaves no file outside its folder.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    create, add, restrict = 444, 445, 446
+    version = call(create, None, 0, 1)
+    if version < 1:
+        return False
+    reading = 0b1101  # execute, read a file, list a folder
+    every = (1 << min(13 + (version > 1) + (version > 2) + (version > 4), 16)) - 1
+    rights = every & ~(1 << 15)  # not ioctl on devices, which terminals need
+
+    class Ruleset(ctypes.Structure):
+        _fields_ = [(n, ctypes.c_uint64) for n in ("files", "network", "scopes")]
+
+    class Beneath(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+    scopes = 0b10 if version > 5 else 0  # signals stay inside
+    size = 24 if version > 5 else 8
+    rules = call(create, ctypes.byref(Ruleset(rights, 0, scopes)), size, 0)
+    for paths, allowed in ((read, reading), (write, rights)):
+        for path in paths:
+            if path.exists():
+                folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                only = allowed if path.is_dir() else allowed & 0b111
+                call(add, rules, 1, ctypes.byref(Beneath(only, folder)), 0)
+                os.close(folder)
+    prctl(38, 1)  # gain no rights
+    return call(restrict, rules, 0) == 0
+
+
+if __name__ == "__main__":
+    main()

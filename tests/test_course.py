@@ -1,0 +1,299 @@
+"""The course kit: what answers earn, and that no answer harms another or its grader."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+
+from minizero.lab.course import build, exercise, grade, reader, syllabus
+from minizero.lab.course.__main__ import listing
+from minizero.lab.course.exercise import Exercise, every
+from minizero.lab.course.grade import Grader
+from minizero.lab.course.sandbox import RAISES, Limits, Sandbox
+
+ROOT = Path(__file__).resolve().parent.parent
+EASY = every()["ex-zero3-1"]
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader("a course") as grader:
+        yield grader
+
+
+def printed(asked: Exercise) -> str:
+    """An answer that returns what the chapter prints, whatever it is asked."""
+    names: dict[str, Any] = {"answer": exercise.define(asked.reference, asked.answer)}
+    if asked.run is Exercise.run:
+        value = names["answer"](**asked.book)
+        return f"def {asked.answer}(*args, **how):\n    return {value!r}\n"
+    return asked.starter
+
+
+PARAMETERS = [
+    pytest.param(each, marks=[pytest.mark.thorough] * each.on_ranks, id=each.label)
+    for each in every().values()
+]
+
+
+@pytest.mark.parametrize("asked", PARAMETERS)
+def test_what_answers_earn(asked: Exercise, grader: Grader) -> None:
+    """References earn all, starters nothing, wrong answers less, and are named."""
+    assert len(asked.wrong) >= 2 + asked.on_ranks
+    full = grader.grade(asked, "ada", asked.reference)
+    assert full.points == asked.points, full.remark
+    for text in (asked.starter, printed(asked)) if asked.book else (asked.starter,):
+        none = grader.grade(asked, "ada", text)
+        assert none.points == 0, (text, none.remark)
+    for wrong in asked.wrong:
+        record = grader.grade(asked, "ada", asked.planted(wrong))
+        assert record.points < asked.points, wrong.name
+        assert record.remark.endswith(wrong.thought), (wrong.name, record.remark)
+        if wrong.name == "unsharded":
+            assert record.points == 0
+
+
+def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list of what is graded; a label that has gone from its chapter fails."""
+    for chapter in exercise.chapters():
+        gone = {e.label for e in exercise.load(chapter)} - {*exercise.labels(chapter)}
+        assert not gone, f"{chapter} has these exercises no more: {gone}"
+        for label in exercise.labels(chapter):
+            stated = exercise.statement(label)
+            assert stated.hint and stated.minutes and "solution-" not in stated.text
+    with capsys.disabled():
+        print("\n" + listing())
+
+
+def test_cases_are_drawn_for_a_student() -> None:
+    for asked in every().values():
+        assert asked.cases("s", "ada") == asked.cases("s", "ada")
+        drawn = [json.dumps(asked.cases("s", f"student {i}")) for i in range(30)]
+        assert len(set(drawn)) > 2, asked.label
+
+
+def test_starters_and_public_checks_run_from_imports_alone() -> None:
+    for asked in every().values():
+        for text in (asked.starter, asked.reference):
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(text, names)
+            assert asked.answer in names
+        if not asked.on_ranks:
+            exec(asked.public, names)  # of the reference
+
+
+HOSTILE = {
+    "hangs": "while True: pass",
+    "exits": "import sys; sys.exit(0)",
+    "exits at once": "import os; os._exit(0)",
+    "raises": "raise RuntimeError('on import')",
+    "forks": "import os\nwhile True: os.fork()",
+    "prints a gigabyte": "while True: print('x' * 1_000_000)",
+    "fills memory": "import torch\nkept = [torch.ones(10**8) for _ in range(200)]",
+    "fills the disk": (
+        "for i in range(200):\n    open(f'{i}', 'wb').write(b'x' * 10_000_000)"
+    ),
+    "leaves a process": (
+        "import subprocess, sys\nfor _ in range(3): subprocess.Popen([sys.executable,"
+        " '-c', 'import time; time.sleep(999)'], start_new_session=True)"
+    ),
+    "edits the tests": (
+        "import minizero.lab.course.exercise as e\nimport os\n"
+        "e.equal = lambda *a: True\n"
+        "for path in (e.__file__, str(e.SOURCES / '05_zero1.py'), e.ROOT / 'left'):\n"
+        "    open(path, 'a').write('# edited')"
+    ),
+    "writes its own result": (
+        "import os\nopen('result.jsonl', 'w').write('true\\n' * 9)\nos._exit(0)"
+    ),
+    "reads the reference": (
+        "import gc, sys\nfrom minizero.lab.course import exercise\n"
+        "known = exercise.every()\n"
+        "found = [o for o in gc.get_objects() if isinstance(o, exercise.Exercise)]\n"
+        "exec((known.get('ex-zero3-1') or found[0]).reference)"
+    ),
+    "ends its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+}
+LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(20, marks=pytest.mark.thorough)], ids=str
+)
+def test_an_answer_harms_nobody(what: str, times: int) -> None:
+    if what in LANDLOCK and not confined():
+        pytest.skip("this system has no Landlock")
+    before = {
+        path: path.read_bytes() for path in (ROOT / "book" / "course").glob("*.py")
+    }
+    cases = EASY.cases("seed", "ada")
+    with Sandbox() as box:
+        for _ in range(times):
+            limits = Limits(seconds=3, memory=1 << 30, processes=12, disk=8 << 20)
+            seen = box.run(EASY, HOSTILE[what], cases, limits)
+            assert len(seen) == len(cases)
+            right = box.run(EASY, EASY.reference, cases)
+            assert not any(map(exercise.equal, seen, right)), seen
+        family = psutil.Process(box._process.pid).children(recursive=True)
+        assert not family
+    assert RAISES not in right[0]
+    assert before == {path: path.read_bytes() for path in before}
+    assert not (ROOT / "left").exists()
+    assert not box._folder.exists()
+
+
+def confined() -> bool:
+    """Whether this system can confine a process to folders."""
+    with Sandbox() as box:
+        text = f"import os\nos.listdir({str(ROOT)!r})\n" + EASY.reference
+        return RAISES in box.run(EASY, text, [EASY.book or {}])[0]
+
+
+def test_a_class_is_graded_and_goes_on_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "class", tmp_path / "grades"
+    build.sample(folder)
+    (folder / "fay").mkdir()
+    (folder / "fay" / "01_memory.ipynb").write_text("not a notebook")
+    asked = [each for each in exercise.load("01_memory") if each.label.endswith("-1")]
+    monkeypatch.setattr(grade, "load", lambda chapter: asked * (chapter == "01_memory"))
+    monkeypatch.setattr(type(asked[0]), "seconds", 3)
+    class_ = grade.grade(folder, out, "seed")
+    points = {student: mine[0].points for student, mine in class_.items()}
+    nothing = dict.fromkeys(("cleo", "dan", "eva", "fay"), 0)
+    assert points == {"ada": 4, "ben": 0} | nothing
+    assert "cannot be read" in (out / "fay.md").read_text()
+    assert asked[0].wrong[0].thought in (out / "ben.md").read_text()
+    rows = list(csv.DictReader((out / "grades.csv").open()))
+    assert [row["points"] for row in rows] == ["4", "0", "0", "0", "0", "0"]
+
+    # what is known is not graded again; what was handed in anew is
+    monkeypatch.setattr(Grader, "grade", lambda self, a, student, text: 1 / 0)
+    assert grade.grade(folder, out, "seed") == class_
+    again = folder / "eva" / "01_memory.ipynb"
+    again.write_text(again.read_text().replace("does not run", "does"))
+    with pytest.raises(ZeroDivisionError):
+        grade.grade(folder, out, "seed")
+
+
+def test_a_reader_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reader, "PROGRESS", tmp_path / "progress.json")
+
+    def too_few(parameter: int, gradient: int, state: int) -> int:
+        return (parameter + gradient + state) // parameter
+
+    hint = exercise.statement(EASY.label).hint
+    assert not reader.check(EASY.label, too_few)
+    first = capsys.readouterr().out
+    assert EASY.wrong[0].thought in first and hint not in first
+    assert not reader.check(EASY.label, None)
+    assert hint in capsys.readouterr().out
+    assert reader.check(EASY.label, lambda *cost: sum(cost) // cost[0] + 1)
+    assert "Right. 1 of" in capsys.readouterr().out
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress == {EASY.label: {"tries": 3, "solved": True}}
+    assert not reader.check("ex-zero9-1", too_few)
+
+
+def solutions() -> Iterator[tuple[str, str]]:
+    """Sentences and lines of code that stand in a solution, and nowhere else."""
+    outside = ""
+    for path in exercise.NOTEBOOKS.glob("[0-9]*.ipynb"):
+        notebook = build.without_solutions(nbformat.read(path, as_version=4))
+        outside += "\n".join(cell.source for cell in notebook.cells)
+    for path in [*(ROOT / "book").glob("*.md"), *(ROOT / "minizero").rglob("*.py")]:
+        outside += path.read_text()
+    for chapter in exercise.chapters():
+        path = exercise.NOTEBOOKS / f"{chapter}.ipynb"
+        cells = nbformat.read(path, as_version=4).cells
+        text = "\n\n".join(cell.source for cell in cells)
+        for label in exercise.labels(chapter):
+            after = text.split(f"{{solution-start}} {label}\n")[1]
+            solution = after.split("{solution-end}")[0]
+            for line in re.split(r"\n|(?<=[.:;]) ", solution):
+                words = line.strip()
+                if len(words) > 30 and words not in outside:
+                    yield label, words
+
+
+def assert_no_solution(folder: Path, found: list[tuple[str, str]]) -> None:
+    for path in folder.rglob("*"):
+        if path.suffix in (".ipynb", ".md", ".html", ".js", ".txt", ".py"):
+            text = path.read_text(errors="replace")
+            if path.suffix == ".ipynb":
+                cells = nbformat.reads(text, as_version=4).cells
+                text = "\n".join(cell.source for cell in cells)
+            for label, words in found:
+                assert words not in text, f"{path} has the solution of {label}: {words}"
+
+
+def test_no_solution_is_given_away(tmp_path: Path) -> None:
+    build.build(tmp_path / "course", "seed", pages=False)
+    found = list(solutions())
+    assert len({label for label, _ in found}) > 60
+    for name in ("students", "book"):
+        assert_no_solution(tmp_path / "course" / name, found)
+    assert not list((tmp_path / "course" / "book").rglob("05_zero1.py"))
+    for asked in every().values():
+        chapter = exercise.statement(asked.label).chapter
+        text = (tmp_path / "course" / "students" / f"{chapter}.ipynb").read_text()
+        assert asked.label in text
+        given = asked.starter + asked.public + exercise.statement(asked.label).text
+        for line in asked.reference.splitlines():
+            if len(line) > 30 and "import" not in line and line.strip() not in given:
+                assert json.dumps(line)[1:-1] not in text, line
+    for path in (tmp_path / "course" / "otter").glob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        raw = [c.source.split("\n")[0][2:] for c in cells if c.cell_type == "raw"]
+        for block in ("QUESTION", "SOLUTION", "TESTS"):
+            begins, ends = raw.count(f"BEGIN {block}"), raw.count(f"END {block}")
+            assert begins == ends > 0
+    assert len(build.SYLLABI) == len(list((tmp_path / "course").glob("syllabus-*.md")))
+
+
+@pytest.mark.thorough
+def test_gradescope_gives_full_points_to_the_references(tmp_path: Path) -> None:
+    build.archive(tmp_path / "it.zip", "it's a seed")
+    tests = build.dry_run(tmp_path / "it.zip", ["01_memory", "05_zero1"])
+    assert len(tests) == len(exercise.load("01_memory") + exercise.load("05_zero1"))
+    assert all(test["score"] == test["max_score"] for test in tests), tests
+
+
+@pytest.mark.thorough
+def test_the_rendered_book_has_no_solution(tmp_path: Path) -> None:
+    build.build(tmp_path / "course", "seed")
+    pages = tmp_path / "course" / "book" / "_build" / "html"
+    assert (pages / "searchindex.js").exists()
+    plain = [
+        (label, w) for label, w in solutions() if not re.search(r"[`$*{<>&\"']", w)
+    ]
+    assert_no_solution(pages, plain)
+
+
+def test_the_syllabi_have_the_chapters_minutes() -> None:
+    for name in syllabus.SYLLABI:
+        text = syllabus.syllabus(name)
+        rows = [[c.strip() for c in line.split("|")] for line in text.splitlines()]
+        minutes = [int(row[5]) for row in rows if len(row) > 5 and row[5].isdecimal()]
+        assert f"In all {sum(minutes)} minutes" in text
+        assert len(minutes) == (10 if name == "two-weeks" else 13)
+
+
+def test_training_does_not_need_the_course() -> None:
+    assert "minizero.lab.course" in sys.modules
+    for path in (ROOT / "minizero").rglob("*.py"):
+        if "course" not in path.parts:
+            assert "lab.course" not in path.read_text(), path
