@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minizero.lab import hardware
-from minizero.lab.explorables.figures import BlockTime, StepCost
+from minizero.lab.explorables.figures import LinkTime
 from minizero.lab.hardware import (
     A100,
-    H100,
     NODES,
     V100,
     break_even,
@@ -56,12 +54,9 @@ def test_break_even_is_that_of_the_disk_and_of_the_explorables() -> None:
     assert efficiency(intensity("optimizer", 1024, 2), read, peak) == pytest.approx(
         1 / (1 + tokens / 2048)
     )
-    block = BlockTime(bandwidth=50, speed=400, ranks=8)
-    assert block.least_tokens() == pytest.approx(break_even(sent(3, 8), 50e9, 400e12))
-    step = StepCost(bandwidth=50, compute=400, latency=1, unit=3200)
-    step.tokens = break_even(3 * 2, 50e9, 400e12)
-    work, _, three = step.times()
-    assert three == pytest.approx(work, rel=1e-4)
+    unit = LinkTime(bandwidth=50, speed=400, latency=1, unit=3200)
+    least = break_even(3 * 2, 50e9, 400e12)
+    assert unit.least_tokens() == pytest.approx(least, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["moved", "bandwidth", "flops", "operations"])
@@ -72,14 +67,8 @@ def test_break_even_refuses_what_is_not_above_zero(name: str) -> None:
 
 
 def test_table_has_a_column_for_each_node() -> None:
-    text = repr(hardware.table())
-    head, *rows = text.splitlines()
+    head, _, *rows = repr(hardware.table()).splitlines()
     assert all(node.name in head for node in NODES) and len(rows) == len(hardware.ROWS)
-    assert max(map(len, (head, *rows))) <= 92
     (network,) = [row for row in rows if "network" in row]
-    assert network.split()[-5:] == ["50", "25", "6.25", "1.25", "GB/s"]
-    page = hardware.table(A100, V100)._repr_html_()
-    assert "DGX-2" in page and "H100" not in page
-    assert page.count("<tr>") == len(hardware.ROWS) + 1
-    odd = hardware.table(replace(H100, name="<b>"))
-    assert "&lt;b&gt;" in odd._repr_html_()
+    assert network.split(" | ")[1:] == ["50", "25", "6.25", "1.25", "GB/s |"]
+    assert "H100" not in repr(hardware.table(A100, V100))

@@ -18,7 +18,7 @@ from minizero.lab import plots
 from minizero.lab.models import gpt
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, SIZES, GPTConfig
-from minizero.lab.plots import style
+from minizero.lab.plots import bars, style
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import CATEGORIES
@@ -239,17 +239,18 @@ def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 # --- The palette and the figures ---
 
-WHITE, DARK = "#FFFFFF", "#121212"
 
 def test_palette_covers_every_category_and_reads_on_every_page() -> None:
     for page in ("#FFFFFF", "#121212"):
         # the best that one grey can do on both is 4.3
         assert style.contrast(style.GREY, page) > 4.25
         assert all(style.contrast(line, page) > 2 for line in style.LINES)
-    for fill in (*style.CATEGORY_COLOURS.values(), *style.OP_COLOURS.values()):
+    for fill in (*style.CATEGORY_COLOURS.values(), *style.DOING_COLOURS.values()):
         assert style.contrast(style.ink(fill), fill) > 4.5
     assert tuple(style.CATEGORY_COLOURS) == CATEGORIES
-    assert tuple(style.CATEGORY_HATCHES) == CATEGORIES
+    hues = set(style.CATEGORY_COLOURS.values())
+    for other in {*style.LINES, style.GREY, *style.DOING_COLOURS.values()} - hues:
+        assert len({other[i : i + 2] for i in (1, 3, 5)}) == 1, "a grey"
 
 
 def texts(figure: plots.Figure) -> list[str]:
@@ -303,6 +304,7 @@ def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:
 
 
 def test_timeline_hatches_the_wait() -> None:
+    """A lane for waiting, and below it the calls; those that overlap stand apart."""
     rows = [
         [
             call("all_gather", 10.0, 10.001, 10.004),
@@ -313,26 +315,33 @@ def test_timeline_hatches_the_wait() -> None:
     figure = plots.timeline(rows)
     assert {"rank 0", "rank 1", "all_gather", "waiting"} <= set(texts(figure))
     assert "all_reduce" not in texts(figure)  # never waited for, so it has no end
-    bars = figure.axes[0].patches
-    spans = sorted((round(b.get_x(), 6), round(b.get_width(), 6)) for b in bars)
+    drawn = figure.axes[0].patches
+    spans = sorted((round(b.get_x(), 6), round(b.get_width(), 6)) for b in drawn)
     assert spans == [(0, 4), (1, 3), (1, 4)]  # milliseconds; the second is the wait
-    assert [bool(bar.get_hatch()) for bar in bars] == [False, True, False]
-    with pytest.raises(ValueError, match="no calls"):
+    assert sorted(bool(bar.get_hatch()) for bar in drawn) == [False, False, True]
+    with pytest.raises(ValueError, match="nothing to draw"):
         plots.timeline([[], []])
-
-
-def test_timeline_puts_overlapping_calls_in_lanes() -> None:
     row = [call("all_gather", t, t, t + 2.5) for t in range(4)]
-    figure = plots.timeline({7: row})
-    assert "rank 7" in texts(figure)
-    bars = [b for b in figure.axes[0].patches if not b.get_hatch()]
-    for a, b in itertools.combinations(bars, 2):
+    drawn = [b for b in plots.timeline({7: row}).axes[0].patches if not b.get_hatch()]
+    for a, b in itertools.combinations(drawn, 2):
         apart = (
             a.get_x() + a.get_width() <= b.get_x()
             or a.get_y() + a.get_height() <= b.get_y()
             or b.get_y() + b.get_height() <= a.get_y()
         )
         assert apart
+
+
+def test_bars_of_other_kinds() -> None:
+    """Bytes read and written, phases of a step, libraries, and what a block saves."""
+    traffic = bars.traffic_bars({"fused": (16, 12), "apart": (60, 40)}, 28, "bytes")
+    assert {"28", "100", "bytes, read", "bytes, written"} <= set(texts(traffic))
+    phases = bars.phase_bars({"run": {"forward": 1.0, "step": 2.0, "outside": 0.5}})
+    assert {"3.5 ms", "forward", "outside"} <= set(texts(phases))
+    peers = bars.peer_bars({"minizero": [1.0, 3.0], "FSDP2": [5.0]}, ["FSDP2", "none"])
+    assert {"FSDP2", "5"} <= set(texts(peers)) and "minizero" not in texts(peers)
+    saved = plots.saved_bars({"none": {("block.up", "mm"): 900, ("", "add"): 100}})
+    assert {"up", "1 kB"} <= set(texts(saved))
 
 
 def test_equal_losses_share_a_line() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.offload import crossing, rounds, rounds_figure
+from minizero.lab.plots.offload import crossing, lanes_figure, rounds
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned
@@ -404,7 +404,7 @@ def test_rounds_overlap() -> None:
     for i in range(2, 5):
         assert bars["in", str(i)].begin >= bars["out", str(i - 2)].end
     assert rounds(units, pipelined=False)[-1].end == 5 * 4
-    assert len(rounds_figure({"a": rounds(units), "b": rounds(units)}).axes) == 2
+    assert len(lanes_figure({"a": rounds(units), "b": rounds(units)}).axes) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

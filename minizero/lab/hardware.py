@@ -6,8 +6,7 @@ less: `ATTAINED` says how much of the arithmetic.
 
 from __future__ import annotations
 
-from html import escape
-
+from minizero.lab.plots.charts import peer_table
 from minizero.lab.plots.style import short
 from minizero.scale.machines import A100 as A100
 from minizero.scale.machines import ATTAINED as ATTAINED
@@ -110,7 +109,7 @@ ROWS = {
 
 
 class Table:
-    """A column for each node, a row for each quantity; a cell's last line."""
+    """A column for each node, a row for each quantity; in Markdown."""
 
     def __init__(self, *nodes: Node) -> None:
         self.head = ["", *(n.name for n in nodes), ""]
@@ -120,27 +119,9 @@ class Table:
         ]
 
     def __repr__(self) -> str:
-        columns = list(zip(self.head, *self.rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        lines = []
-        for name, *numbers, unit in (self.head, *self.rows):
-            middle = "  ".join(map(str.rjust, numbers, widths[1:-1]))
-            lines.append(f"{name:{widths[0]}}  {middle} {unit}".rstrip())
-        return "\n".join(lines)
+        return peer_table(self.head, self.rows)
 
-    def _repr_html_(self) -> str:
-        def row(cells: list[str], tag: str) -> str:
-            side = ["left", *["right"] * (len(cells) - 2), "left"]
-            return "".join(
-                f'<{tag} style="text-align: {s}; padding: 2px 8px">{escape(c)}</{tag}>'
-                for c, s in zip(cells, side, strict=True)
-            )
-
-        body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows)
-        return (
-            '<div style="overflow-x: auto"><table><thead><tr>'
-            f"{row(self.head, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
-        )
+    _repr_markdown_ = __repr__
 
 
 def table(*nodes: Node) -> Table:

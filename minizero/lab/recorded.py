@@ -84,15 +84,3 @@ def planner_runs() -> Iterator[tuple[str, float, float]]:
             predicted = Result(job, plans[plan]).prediction.tokens_per_second_per_gpu
             measured = job.each * job.sequence / median(seconds)
             yield f"{name}; {plan}", measured, predicted
-
-
-def kernel_rates() -> str:
-    """The kernels' share of a copy's speed on a GPU, or that none was recorded."""
-    path = MEASURED / "kernels.json"
-    if not path.exists():
-        return "No figures of a GPU are kept here: make bench ARGS=kernels"
-    kept = json.loads(path.read_text("utf-8"))
-    lines = [f"{kept['machine']['gpu']}, torch {kept['machine']['torch']}"]
-    for c in kept["comparisons"]:
-        lines.append(f"{c['name']:38}{c['a']:12}{100 * c['ratio']:5.0f} % of a copy")
-    return "\n".join(lines)

@@ -6,10 +6,22 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import Amount, Explorable, look, module, table
-from minizero.lab.hardware import H100, efficiency, intensity
-from minizero.lab.plots.spans import PHASE_COLOURS
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, amount
+from minizero.lab.explorables.base import (
+    STRIPES,
+    Amount,
+    Explorable,
+    look,
+    module,
+    table,
+)
+from minizero.lab.hardware import H100
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    DOING_COLOURS,
+    GREY,
+    LINES,
+    amount,
+)
 from minizero.memory.plan import estimate_activations
 
 
@@ -59,8 +71,8 @@ class Shards(Explorable):
 
     @traitlets.default("palette")
     def _palette(self) -> dict[str, Any]:
-        colours = zip(self.sizes, LINES, strict=False)
-        return {name: look(colour) for name, colour in colours}
+        looks = (look(shade, s) for s in (None, STRIPES) for shade in LINES[:2])
+        return dict(zip(self.sizes, looks, strict=False))
 
     def sent(self) -> float:
         """Elements that each rank sends in an all-reduce of the padded buffer."""
@@ -85,31 +97,30 @@ class Shards(Explorable):
         )
 
 
-class StepCost(Explorable):
-    """What ZeRO-2 and ZeRO-3 send for a unit in bf16, beside the time of computing it.
+class LinkTime(Explorable):
+    """A unit in bf16 against the tokens: computing it, and moving it over the link.
 
     tokens: of a micro-batch, 256 to 262,144.
     bandwidth: gigabytes a second that a rank sends, 1 to 1,000.
     latency: microseconds of a call, 1 to 1,000.
     unit: millions of parameters, 0.1 to 3,200.
-    compute: TFLOP/s of a rank, 10 to 1,600.
+    speed: TFLOP/s of a rank, 10 to 2,000.
 
     It opens with an H100 and its network.
     """
 
-    kind = "stepcost"
+    kind = "link"
     _esm = module(kind)
 
     tokens = Amount(8192, 256, 262_144).tag(sync=True)
     bandwidth = Amount(H100.network / 1e9, 1, 1000).tag(sync=True)
     latency = Amount(30, 1, 1000).tag(sync=True)
     unit = Amount(200, 0.1, 3200).tag(sync=True)
-    compute = Amount(H100.flops / 1e12, 10, 1600).tag(sync=True)
+    speed = Amount(round(H100.flops / 1e12), 10, 2000).tag(sync=True)
     palette = traitlets.Dict(
         {
-            "computation": look(LINES[2]),
-            "ZeRO-2 sends": look(LINES[3]),
-            "ZeRO-3 sends": look(LINES[0]),
+            "computation": look(DOING_COLOURS["backward"]),
+            "waiting": look("transparent", GREY),
         }
     ).tag(sync=True)
 
@@ -121,67 +132,26 @@ class StepCost(Explorable):
         """
         elements = self.unit * 1e6
         call = 2 * elements / (self.bandwidth * 1e9) + self.latency / 1e6
-        work = 6 * elements * self.tokens / (self.compute * 1e12)
+        work = 6 * elements * self.tokens / (self.speed * 1e12)
         return work, 2 * call, 3 * call
 
     def numbers(self) -> list[list[Any]]:
-        """Seconds of each part."""
-        return [list(pair) for pair in zip(self.palette, self.times(), strict=True)]
-
-    def describe(self) -> str:
-        work, _, sent = self.times()
-        return f"ZeRO-3 communicates for {sent / work:.2f} of the computing time."
-
-
-class BlockTime(Explorable):
-    """Forward and backward of a block under ZeRO-3 in bf16, at once and overlapped.
-
-    tokens: a rank and step, 256 to 131,072.
-    bandwidth: gigabytes a second that a rank sends, 1 to 1,000.
-    speed: TFLOP/s of a rank, 10 to 2,000.
-    ranks: 2 to 1,024.
-    """
-
-    kind = "blocktime"
-    _esm = module(kind)
-
-    tokens = traitlets.Int(2048, min=256, max=131_072).tag(sync=True)
-    bandwidth = Amount(H100.link / 1e9, 1, 1000).tag(sync=True)
-    speed = Amount(round(H100.flops / 1e12), 10, 2000).tag(sync=True)
-    ranks = traitlets.Int(H100.gpus, min=2, max=1024).tag(sync=True)
-    palette = traitlets.Dict(
-        {
-            "forward": look(PHASE_COLOURS["forward"]),
-            "backward": look(PHASE_COLOURS["backward"]),
-            "waiting": look("transparent", GREY),
-        }
-    ).tag(sync=True)
-
-    def times(self) -> tuple[float, float]:
-        """Seconds a parameter: of computing forward, and of one gather in bf16."""
-        share = (self.ranks - 1) / self.ranks
-        computing = 2 * self.tokens / (self.speed * 1e12)
-        return computing, 2 * share / (self.bandwidth * 1e9)
-
-    def numbers(self) -> list[list[Any]]:
-        """Seconds a parameter: forward, waiting, backward, waiting."""
-        compute, move = self.times()
-        wait = max(0.0, move - compute)
+        """Seconds of computing, of sending, and of waiting once they overlap."""
+        work, *sent = self.times()
         return [
-            ["at once", compute, move, 2 * compute, 2 * move],
-            ["overlapped", compute, wait, 2 * compute, 2 * wait],
+            [name, work, moved, max(0.0, moved - work)]
+            for name, moved in zip(("ZeRO-2", "ZeRO-3"), sent, strict=True)
         ]
 
     def least_tokens(self) -> float:
-        """Tokens from which communication hides: R / W · (N - 1) / N."""
-        computing, moving = self.times()
-        return self.tokens * moving / computing
+        """Tokens from which ZeRO-3's communication hides behind computation."""
+        work, _, moved = self.times()
+        return self.tokens * moved / work
 
     def describe(self) -> str:
         return (
-            f"At {self.speed:g} TFLOP/s, {self.bandwidth:g} GB/s and {self.ranks} "
-            f"ranks, communication hides from {self.least_tokens():,.0f} tokens a "
-            "rank on."
+            f"At {self.speed:g} TFLOP/s and {self.bandwidth:g} GB/s, ZeRO-3 hides its "
+            f"communication from {self.least_tokens():,.0f} tokens on."
         )
 
 
@@ -236,65 +206,4 @@ class ActivationExplorer(Explorable):
         return (
             f"Activations of {self.layers} layers of {self.hidden}, "
             f"{self.micro_batch} x {self.sequence:,} tokens"
-        )
-
-
-class OffloadEfficiency(Explorable):
-    """The share of a step that is computing, for each offloaded state and each place.
-
-    ZeRO-Infinity's formula (Rajbhandari et al. 2021, sec. 4), which overlaps nothing
-    and counts only what that one state moves.
-
-    batch: sequences of a rank and step, 1 to 4,096. sequence: tokens of each, 128 to
-        131,072. hidden: 256 to 65,536.
-    bus, disk: gigabytes a second of a GPU to its host and to its share of the disks,
-        1 to 1,000 and 0.1 to 100.
-    speed: TFLOP/s of a GPU while it computes, 10 to 2,000.
-    """
-
-    kind = "offload"
-    _esm = module(kind)
-
-    states = {
-        "parameters": "parameters, gradients",
-        "optimizer": "optimizer states",
-        "activations": "activation inputs",
-    }
-    """What can be stored off the device, as `intensity` calls it, and in words."""
-
-    batch = traitlets.Int(16, min=1, max=4096).tag(sync=True)
-    sequence = traitlets.Int(2048, min=128, max=131_072).tag(sync=True)
-    hidden = traitlets.Int(4096, min=256, max=65_536).tag(sync=True)
-    bus = Amount(H100.pcie / 1e9, 1, 1000).tag(sync=True)
-    disk = Amount(H100.disk / 1e9, 0.1, 100).tag(sync=True)
-    speed = Amount(H100.flops / 1e12, 10, 2000).tag(sync=True)
-    palette = traitlets.Dict(
-        {title: look(CATEGORY_COLOURS[name]) for name, title in states.items()}
-        | {"waiting": look("transparent", GREY)}
-    ).tag(sync=True)
-
-    def numbers(self) -> list[list[Any]]:
-        """The share of computing, by state: from the host, and from the disk."""
-        peak = self.speed * 1e12
-        rows = []
-        for name, title in self.states.items():
-            ait = intensity(name, self.sequence, self.batch, self.hidden)
-            shares = (efficiency(ait, x * 1e9, peak) for x in (self.bus, self.disk))
-            rows.append([title, *shares])
-        return rows
-
-    def least_tokens(self) -> tuple[float, float]:
-        """Tokens a step from which half of it is computing, with Adam's states off.
-
-        Over the bus, and to the disk.
-        """
-        ait = intensity("optimizer", 1, 1)
-        bus, disk = (self.speed * 1e12 / (ait * x * 1e9) for x in (self.bus, self.disk))
-        return bus, disk
-
-    def describe(self) -> str:
-        bus, disk = self.least_tokens()
-        return (
-            f"With Adam's states off the device, half of a step is computing from "
-            f"{bus:,.0f} tokens over the bus, and from {disk:,.0f} to the disk."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -132,31 +132,6 @@ def exponents(values: Mapping[str, Tensor]) -> Figure:
         )
     panels[0].margins(y=0.3)
     panels[-1].set_xlabel("power of two")
-    return figure
-
-
-@rc_context(STYLE)
-def scale_history(scales: Sequence[float], updated: Sequence[bool]) -> Figure:
-    """The loss scale of each step, and a cross where the step was skipped."""
-    if not scales:
-        raise ValueError("There are no steps to draw; train at least one.")
-    figure, axes = single(2.4)
-    steps = range(len(scales))
-    axes.step(steps, scales, where="mid", color=LINES[0], linewidth=1.8)
-    skipped = [step for step in steps if not updated[step]]
-    axes.plot(
-        skipped,
-        [scales[s] for s in skipped],
-        "x",
-        color=LINES[2],
-        markersize=8,
-        markeredgewidth=2,
-        label="skipped",
-        linestyle="none",
-    )
-    axes.set_yscale("log", base=2)
-    axes.set(xlabel="step", ylabel="loss scale")
-    axes.legend(loc="upper right")
     return figure
 
 

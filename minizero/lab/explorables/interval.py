@@ -10,10 +10,10 @@ import traitlets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from minizero.lab.explorables.base import Amount, Explorable, look, module
+from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
 from minizero.lab.plots.style import GREY, LINES, STYLE, legend, line, short, single
 
-PALETTE = {"saves": look(LINES[1]), "steps made again": look(LINES[0])}
+PALETTE = {"saves": look(LINES[1], STRIPES), "steps made again": look(LINES[0])}
 
 
 def best_interval(save: float, between: float) -> float:
@@ -58,7 +58,7 @@ def interval_figure(
         [x / 60 for x in simulated],
         [100 * y for y in simulated.values()],
         "o",
-        color=LINES[2],
+        color=GREY,
         label="lost in all, simulated",
     )
     best = best_interval(save, between)
@@ -128,11 +128,6 @@ class SaveInterval(Explorable):
             f"{duration(self.between)}: save every {duration(best)}, and "
             f"{100 * share:.1f} % of the time is lost."
         )
-
-
-def save_interval(**controls: Any) -> SaveInterval:
-    """The explorable, with some controls set."""
-    return SaveInterval(**controls)
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,11 @@ const PRECISIONS = { bf16: "bf16", fp32: "fp32" };
 const OPTIMIZERS = { adam: "Adam", momentum: "SGD, momentum", sgd: "SGD" };
 const [LOWEST, HIGHEST] = [1e8, 1e12];
 const NAMES = ["n_params", "world_size", "stage", "precision", "optimizer",
-  "offload_optimizer", "offload_param", "device_memory"];
+  "offload_optimizer", "offload_param", "device_memory", "sequence", "micro_batch",
+  "recomputation"];
+const RECOMPUTED = { none: "none", selective: "selective", full: "full" };
+const twos = (from, to) => Object.fromEntries(Array.from({ length: to - from + 1 },
+  (_, i) => [2 ** (from + i), (2 ** (from + i)).toLocaleString("en-US")]));
 
 const STYLE = `
   .controls { grid-template-columns: 1fr 1fr; gap: 14px 28px; }
@@ -81,24 +85,6 @@ function ranks(model) {
   return { box, update };
 }
 
-/** A button for each setting that was measured. */
-function measuredRuns(model) {
-  const buttons = model.get("measured").map((run) => make("button", { type: "button",
-    onclick: () => {
-      const setting = { n_params: run.n_params, world_size: run.world_size,
-        precision: "bf16", optimizer: "adam", offload_optimizer: false,
-        offload_param: false };
-      Object.entries(setting).forEach(([name, value]) => model.set(name, value));
-      model.save_changes();
-    } }, run.world_size === 1 ? "1 rank" : `${run.world_size} ranks`));
-  const box = make("div", { role: "group", "aria-label": "Measured runs" },
-    make("span", { class: "name" }, "As measured, on"),
-    make("div", { class: "presets" }, ...buttons));
-  const update = () => model.get("measured").forEach((run, i) => buttons[i].setAttribute(
-    "aria-pressed", String(run === measuredAt((name) => model.get(name)))));
-  return { box, update };
-}
-
 function choice(model, name, title, options, read = String) {
   const select = make("select", { onchange: () => put(model, name, read(select.value)) },
     ...Object.entries(options).map(([value, text]) => make("option", { value }, text)));
@@ -116,11 +102,13 @@ function tick(model, name, text) {
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const memories = model.get("device_memories").map((gb) => [gb, `${gb} GB`]);
-  const runs = measuredRuns(model);
   const choices = [
     choice(model, "precision", "Precision", PRECISIONS),
     choice(model, "optimizer", "Optimizer", OPTIMIZERS),
     choice(model, "device_memory", "Memory of a GPU", Object.fromEntries(memories), Number),
+    choice(model, "sequence", "Sequence", twos(7, 17), Number),
+    choice(model, "micro_batch", "Micro-batch", twos(0, 8), Number),
+    choice(model, "recomputation", "Recomputation", RECOMPUTED),
   ];
   const ticks = [
     tick(model, "offload_optimizer", "optimizer state"),
@@ -132,17 +120,15 @@ function render({ model, el }) {
   const controls = make("div", { class: "controls" }, ...boxes(first),
     make("div", { class: "wide" }, ...boxes(choices),
       make("fieldset", {},
-        make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks)),
-      runs.box));
-  const all = [...first, ...choices, ...ticks, runs, chart];
+        make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
+  const all = [...first, ...choices, ...ticks, chart];
   const end = mount({ model, el }, {
-    title: "Memory of the model states",
+    title: "Memory of a GPU in training",
     names: NAMES,
     style: STYLE + CHART_STYLE,
     content: [controls, chart.box],
     update: () => all.forEach((part) => part.update()),
-    table: { head: [...HEAD, "measured"], say: (x) => x === undefined ? "–" : amount(x),
-      rows: () => numbers(get).map((line, i) => [...line, measuredAt(get)?.held[i]]) },
+    table: { head: HEAD, say: amount, rows: () => numbers(get) },
   });
   // The chart alone: a half-written number in the text field stays as it is.
   const resized = new ResizeObserver(chart.update);

@@ -1,40 +1,38 @@
-"""An explorable: how much of a GPU the model states take, under each stage."""
+"""An explorable: how much of a GPU a model takes in training, under each stage."""
 
 from __future__ import annotations
 
-import csv
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import (
-    STRIPES,
-    Amount,
-    Explorable,
-    look,
-    module,
-    table,
-)
-from minizero.lab.plots.style import CATEGORY_COLOURS, CATEGORY_HATCHES, amount
-from minizero.memory.plan import OPTIMIZERS, Breakdown, estimate
+from minizero.lab.explorables.base import Amount, Explorable, look, module, table
+from minizero.lab.plots.style import CATEGORY_COLOURS, amount
+from minizero.memory.plan import OPTIMIZERS, Breakdown, estimate, estimate_activations
 
 STATES = ("parameters", "gradients", "optimizer")
+RECOMPUTED = ("none", "selective", "full")
 STAGES = ("Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 PRECISIONS = ("bf16", "fp32")
 DEVICE_MEMORIES = (24, 40, 80, 141)
 """Gigabytes of a GPU that can be chosen."""
 
-PALETTE = {
-    name: look(CATEGORY_COLOURS[name], STRIPES if CATEGORY_HATCHES[name] else None)
-    for name in STATES
-}
+PALETTE = {name: look(CATEGORY_COLOURS[name]) for name in STATES}
 """How each category of model state looks."""
 
 
+def gpt_shape(n_params: float) -> tuple[int, int, int]:
+    """Layers, hidden size and heads of a GPT of about that size.
+
+    As GPT-3's 175B: 128 hidden elements a layer and a head, 12 h² parameters a layer.
+    """
+    layers = max(1, round((n_params / (12 * 128**2)) ** (1 / 3)))
+    return layers, 128 * layers, layers
+
+
 class MemoryExplorer(Explorable):
-    """How much of a GPU the model states take, for the four stages side by side.
+    """How much of a GPU states and activations take, the four stages side by side.
 
     n_params: parameters of the model, 1e8 to 1e12.
     world_size: GPUs, a power of two from 1 to 1,024.
@@ -43,8 +41,8 @@ class MemoryExplorer(Explorable):
     offload_optimizer, offload_param: keep these states in host memory, in the stages
         that shard them.
     device_memory: gigabytes (10^9 bytes) of a GPU, one of :data:`DEVICE_MEMORIES`.
-
-    Where ranks were measured with a setting, their bytes stand beside the estimate.
+    sequence: tokens of a sequence, 128 to 131,072. micro_batch: sequences, 1 to 256.
+    recomputation: "none", "selective" or "full", as in chapter 9.
     """
 
     kind = "memory"
@@ -58,14 +56,14 @@ class MemoryExplorer(Explorable):
     offload_optimizer = traitlets.Bool(False).tag(sync=True)
     offload_param = traitlets.Bool(False).tag(sync=True)
     device_memory = traitlets.Enum(DEVICE_MEMORIES, 80).tag(sync=True)
+    sequence = traitlets.Enum([2**i for i in range(7, 18)], 2048).tag(sync=True)
+    micro_batch = traitlets.Enum([2**i for i in range(9)], 1).tag(sync=True)
+    recomputation = traitlets.Enum(RECOMPUTED, "full").tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
-    measured: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    palette = traitlets.Dict(PALETTE).tag(sync=True)
-
-    @traitlets.default("measured")
-    def _measured(self) -> list[dict[str, Any]]:
-        return measured()
+    palette = traitlets.Dict(
+        PALETTE | {"activations": look(CATEGORY_COLOURS["activations"])}
+    ).tag(sync=True)
 
     @traitlets.default("coefficients")
     def _coefficients(self) -> dict[str, Any]:
@@ -87,11 +85,25 @@ class MemoryExplorer(Explorable):
             offload_param="cpu" if self.offload_param and stage >= 3 else None,
         )
 
+    def activations(self) -> float:
+        """Bytes at the peak: what all layers keep, and one layer that is recomputed.
+
+        By the formula of Korthikanti et al. (2022), which is for 16 bit; twice as many
+        in fp32.
+        """
+        layers, hidden, heads = gpt_shape(self.n_params)
+        sizes = hidden, heads, self.sequence, self.micro_batch
+        mode = self.recomputation
+        kept = estimate_activations(layers, *sizes, mode)
+        one = estimate_activations(1, *sizes) - estimate_activations(1, *sizes, mode)
+        return (kept + one) * (1 if self.precision == "bf16" else 2)
+
     def numbers(self) -> list[list[Any]]:
         """Bytes of each category a GPU, and on its host, for each stage."""
         there = [self.breakdown(stage) for stage in range(4)]
+        own = self.activations()
         return [
-            [name, b.parameters, b.gradients, b.optimizer, b.host.total]
+            [name, b.parameters, b.gradients, b.optimizer, own, b.host.total]
             for name, b in zip(STAGES, there, strict=True)
         ]
 
@@ -105,32 +117,18 @@ class MemoryExplorer(Explorable):
 
     def _title(self) -> str:
         return (
-            f"Model states of {self.n_params / 1e9:g}B parameters, "
-            f"{self.precision}, {self.optimizer}, on {self.world_size} GPUs"
+            f"Training {self.n_params / 1e9:g}B parameters, {self.precision}, "
+            f"{self.optimizer}, on {self.world_size} GPUs, with "
+            f"{amount(self.activations())} of activations"
         )
 
     def _totals(self) -> list[str]:
-        return [amount(self.breakdown(stage).total) for stage in range(4)]
+        return [amount(sum(row[1:-1])) for row in self.numbers()]
 
 
 def explorer(**controls: Any) -> MemoryExplorer:
     """The memory explorer, with any of its controls set."""
     return MemoryExplorer(**controls)
-
-
-def measured() -> list[dict[str, Any]]:
-    """The recorded runs by their number of ranks: parameters, and bytes by stage.
-
-    `measured.csv` has what tests/bench/held.py found in a run of GPT-2's smallest.
-    """
-    by_ranks: dict[int, dict[str, Any]] = {}
-    with Path(__file__).with_name("measured.csv").open(encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            ranks, size = int(line["world_size"]), int(line["n_params"])
-            run = {"world_size": ranks, "n_params": size, "held": []}
-            held = by_ranks.setdefault(ranks, run)["held"]
-            held.append(sum(int(line[name]) for name in STATES))
-    return list(by_ranks.values())
 
 
 def coefficients() -> dict[str, dict[str, tuple[float, float]]]:

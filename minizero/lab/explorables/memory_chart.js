@@ -1,7 +1,8 @@
-// The memory explorer's chart: bytes of model state per GPU, for the four stages.
+// The memory explorer's chart: bytes of states and activations per GPU, for the four stages.
 //
-// It computes nothing but bytes = n_params · (whole + split / world_size), with the
-// coefficients that Python derived from minizero.memory.estimate.
+// Of states it computes bytes = n_params · (whole + split / world_size), with the
+// coefficients that Python derived from minizero.memory.estimate; of activations the
+// formula of chapter 9, for a GPT of about that size.
 
 const STAGES = ["Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"];
 const SHARDS = [
@@ -11,6 +12,7 @@ const SHARDS = [
   "shards everything",
 ];
 const STATES = ["parameters", "gradients", "optimizer"];
+const PARTS = [...STATES, "activations"];
 
 const CHART_STYLE = `
   .capacity { position: relative; height: 20px; font-size: 13px; }
@@ -24,10 +26,6 @@ const CHART_STYLE = `
   .soft { color: color-mix(in srgb, currentColor 78%, transparent); }
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
-  .found { flex-basis: 100%; text-align: right; }
-  [hidden] { display: none; }
-  .mark { position: absolute; top: 50%; transform: translate(-50%, -50%);
-    font-size: 15px; line-height: 1; }
   .small .track::after { display: none; }
   .small .capacity span { right: 0; transform: none; }
   .sign { font-weight: 700; }
@@ -63,20 +61,23 @@ function coefficients(get, stage) {
   return table[`${base}/${o}${p}`] ?? table[`${base}/${o}0`] ?? table[`${base}/00`];
 }
 
-/** Fewest GPUs on which the stage's device state fits; Infinity if it never does. */
-function fewest(rows, n, capacity) {
+/** Fewest GPUs on which the stage's state fits in `room`; Infinity if it never does. */
+function fewest(rows, n, room) {
   const [whole, split] = rows.reduce(([a, b], [c, d]) => [a + c, b + d], [0, 0]);
-  if (n * (whole + split) <= capacity) return 1;
-  if (n * whole >= capacity) return Infinity;
-  return Math.ceil((n * split) / (capacity - n * whole));
+  if (room <= 0) return Infinity;
+  if (n * (whole + split) <= room) return 1;
+  if (n * whole >= room) return Infinity;
+  return Math.ceil((n * split) / (room - n * whole));
 }
 
-/** The run that was measured with this setting, if there is one. */
-function measuredAt(get) {
-  const plain = get("precision") === "bf16" && get("optimizer") === "adam"
-    && !get("offload_optimizer") && !get("offload_param");
-  return get("measured").find((run) => plain && run.n_params === get("n_params")
-    && run.world_size === get("world_size"));
+/** Bytes at the peak: what all layers keep, and one layer that is recomputed. */
+function activations(get) {
+  const layers = Math.max(1, Math.round((get("n_params") / (12 * 128 ** 2)) ** (1 / 3)));
+  const [length, wide] = [get("sequence"), 128 * layers];
+  const all = 34 + 5 * layers * length / wide;
+  const kept = { none: all, selective: 34, full: 2 }[get("recomputation")];
+  return length * get("micro_batch") * wide * (layers * kept + all - kept)
+    * (get("precision") === "bf16" ? 1 : 2);
 }
 
 /** Bytes of each category and of the host, and whether a stage fits. */
@@ -85,13 +86,14 @@ function state(get, stage) {
   const table = coefficients(get, stage);
   const bytes = ([whole, split]) => n * (whole + split / get("world_size"));
   const rows = STATES.map((name) => table[name]);
-  const parts = rows.map(bytes);
+  const active = activations(get);
+  const parts = [...rows.map(bytes), active];
   const total = parts.reduce((a, b) => a + b);
-  const least = fewest(rows, n, capacity);
+  const least = fewest(rows, n, capacity - active);
   return { parts, total, least, host: bytes(table.host), fits: total <= capacity };
 }
 
-const HEAD = ["stage", ...STATES, "on the host"];
+const HEAD = ["stage", ...PARTS, "on the host"];
 
 /** Bytes of each category a GPU, and on its host, for each stage. */
 function numbers(get) {
@@ -121,8 +123,7 @@ function memoryChart(model) {
     box.classList.toggle("small", small);
     tag.style.left = small ? "" : `${(100 * capacity) / scale}%`;
     tag.textContent = `${get("device_memory")} GB${small ? " →" : ""}`;
-    const held = measuredAt(get)?.held;
-    rows.forEach((row, stage) => row.update(states[stage], scale, capacity, held?.[stage]));
+    rows.forEach((row, stage) => row.update(states[stage], scale, capacity));
     note.textContent = sentence(get, states[get("stage")]);
   };
   return { box, update };
@@ -130,13 +131,13 @@ function memoryChart(model) {
 
 /** The selected stage in words. */
 function sentence(get, { parts, total, host, fits, least }) {
-  const held = STATES.map((name, i) => `${name} ${amount(parts[i])}`).join(", ");
+  const held = PARTS.map((name, i) => `${name} ${amount(parts[i])}`).join(", ");
   const off = host > 0 ? ` On the host, per GPU: ${amount(host)}.` : "";
   const need = least === Infinity ? "It fits on no number of GPUs."
     : `The fewest GPUs on which it fits: ${least.toLocaleString("en-US")}.`;
   return `${STAGES[get("stage")]} on ${gpus(get("world_size"))}: ${amount(total)} on ` +
     `each (${held}), which ${fits ? "fits" : "does not fit"} in ` +
-    `${get("device_memory")} GB.${off} ${need} Activations and buffers come on top.`;
+    `${get("device_memory")} GB.${off} ${need} Buffers come on top.`;
 }
 
 function stageRow(model, name, stage) {
@@ -148,30 +149,20 @@ function stageRow(model, name, stage) {
   const words = make("span");
   const verdict = make("span", { class: "verdict" }, sign, " ", words);
   const bar = make("div", { class: "bar" });
-  const mark = make("span", { class: "mark", "aria-hidden": "true" }, "◆");
-  const found = make("span", { class: "found" });
-  const track = make("div", { class: "track", role: "img" }, bar, mark);
+  const track = make("div", { class: "track", role: "img" }, bar);
   const box = make("label", { class: "row" },
     make("div", { class: "head" }, radio, make("span", { class: "stage" }, name),
-      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict, found),
+      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict),
     track);
-  const update = (state, scale, capacity, held) => {
+  const update = (state, scale, capacity) => {
     radio.checked = model.get("stage") === stage;
     total.textContent = amount(state.total);
     verdict.className = `verdict ${state.fits ? "yes" : "no"}`;
     sign.textContent = state.fits ? "✓" : "✗";
     words.textContent = judgement(state);
-    found.hidden = held === undefined;
-    mark.hidden = found.hidden;
-    if (held !== undefined) {
-      const error = held - state.total;
-      found.textContent = `measured ${amount(held)}: ${amount(Math.abs(error))} ` +
-        `${error < 0 ? "less" : "more"}`;
-      mark.style.left = `${(100 * held) / scale}%`;
-    }
     track.style.setProperty("--capacity", `calc(${(100 * capacity) / scale}% - 1px)`);
     track.setAttribute("aria-label",
-      STATES.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));
+      PARTS.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));
     bar.replaceChildren(...segments(state, scale, track.clientWidth, model.get("palette")));
     box.dataset.bytes = JSON.stringify([...state.parts, state.host]);
     box.dataset.least = state.least;
@@ -193,7 +184,7 @@ function segments({ parts }, scale, width, palette) {
     left -= shown;
     const text = amount(part);
     const room = (width * shown) / scale > 7.5 * text.length + 8;
-    const look = palette[STATES[i]];
+    const look = palette[PARTS[i]];
     const style = `background: ${fill(look)}; color: ${look.ink}; ` +
       `width: ${(100 * shown) / scale}%`;
     // Without stripes behind the digits.

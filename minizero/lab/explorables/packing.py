@@ -1,23 +1,10 @@
-"""Traces as short text, for a page: `trace.js` unpacks them."""
+"""Traces as lists of whole numbers, for a page: `trace.js` unpacks them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from minizero.memory.trace import Trace
-
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
-def base36(number: int) -> str:
-    """As JavaScript's parseInt(text, 36) reads it."""
-    sign, number = "-" * (number < 0), abs(number)
-    text = DIGITS[number % 36]
-    while number := number // 36:
-        text = DIGITS[number % 36] + text
-    return sign + text
 
 
 class Pack:
@@ -32,20 +19,33 @@ class Pack:
         self._changes: dict[tuple[Any, ...], int] = {}
         self._sources: dict[str, int] = {}
 
-    def ticks(self, seconds: float) -> int:
-        return round(seconds / self.tick)
-
     def add(self, trace: Trace) -> dict[str, Any]:
-        """A trace: its ranks, and two texts of numbers, each time after the one before.
+        """A trace: its ranks, and two lists of numbers.
 
         `slices`: rank, kind, begin, duration. `moments`: rank, time, and how many
-        changes of which kinds.
+        changes of which kinds. A time counts from the one before it.
         """
-        return {
-            "ranks": trace.ranks,
-            "slices": _text(self._packed_slices(trace)),
-            "moments": _text(self._packed_moments(trace)),
-        }
+        slices, before = [], 0
+        for s in sorted(trace.slices, key=lambda s: s.begin):
+            code = self._sources.setdefault(s.source, len(self._sources))
+            joined = s.peers or int(s.call >= 0)
+            what = s.lane, s.verb, s.unit, s.nbytes, code, joined
+            kind = self._slices.setdefault(what, len(self._slices))
+            begin, end = (round(t / self.tick) for t in (s.begin, s.end))
+            slices += [s.rank, kind, begin - before, end - begin]
+            before = begin
+        moments, before = [], 0
+        for m in sorted(trace.moments, key=lambda m: m.time):
+            kinds = [
+                self._changes.setdefault(
+                    (c.place, c.category, c.unit, c.nbytes), len(self._changes)
+                )
+                for c in m.changes
+            ]
+            time = round(m.time / self.tick)
+            moments += [m.rank, time - before, len(kinds), *kinds]
+            before = time
+        return {"ranks": trace.ranks, "slices": slices, "moments": moments}
 
     def tables(self) -> dict[str, Any]:
         """What the numbers of kinds stand for.
@@ -60,30 +60,19 @@ class Pack:
             "sources": [source.split("#", 2) for source in self._sources],
         }
 
-    def _packed_slices(self, trace: Trace) -> Iterator[Iterable[int]]:
-        before = 0
-        for s in sorted(trace.slices, key=lambda s: s.begin):
-            code = self._sources.setdefault(s.source, len(self._sources))
-            joined = s.peers or int(s.call >= 0)
-            what = s.lane, s.verb, s.unit, s.nbytes, code, joined
-            kind = self._slices.setdefault(what, len(self._slices))
-            begin, end = self.ticks(s.begin), self.ticks(s.end)
-            yield s.rank, kind, begin - before, end - begin
-            before = begin
 
-    def _packed_moments(self, trace: Trace) -> Iterator[Iterable[int]]:
-        before = 0
-        for m in sorted(trace.moments, key=lambda m: m.time):
-            kinds = [
-                self._changes.setdefault(
-                    (c.place, c.category, c.unit, c.nbytes), len(self._changes)
-                )
-                for c in m.changes
-            ]
-            time = self.ticks(m.time)
-            yield m.rank, time - before, len(kinds), *kinds
-            before = time
-
-
-def _text(lines: Iterable[Iterable[int]]) -> str:
-    return " ".join(map(base36, chain.from_iterable(lines)))
+def unpacked_moments(
+    tables: dict[str, Any], packed: dict[str, Any]
+) -> tuple[list[tuple[int, int, list[Any]]], int]:
+    """Rank, time and changes of each moment, and when the step ends, in ticks."""
+    numbers, lines, time = iter(packed["moments"]), [], 0
+    for rank in numbers:
+        time += next(numbers)
+        kinds = [next(numbers) for _ in range(next(numbers))]
+        lines.append((rank, time, [tables["changes"][kind] for kind in kinds]))
+    begin, total = 0, time
+    slices = packed["slices"]
+    for later, duration in zip(slices[2::4], slices[3::4], strict=True):
+        begin += later
+        total = max(total, begin + duration, 1)
+    return lines, total

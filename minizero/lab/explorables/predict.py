@@ -8,10 +8,10 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import Explorable, look, module
+from minizero.lab.explorables.base import STRIPES, Explorable, look, module
 from minizero.lab.plots.style import LINES, short
 
-PALETTE = {"you said": look(LINES[2]), "it is": look(LINES[0])}
+PALETTE = {"you said": look(LINES[1], STRIPES), "it is": look(LINES[0])}
 
 Question = dict[str, Any]
 

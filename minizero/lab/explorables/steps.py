@@ -40,30 +40,29 @@ class Setting(NamedTuple):
     prefetch: bool = False
     offload: str = "none"
     checkpointing: bool = False
-    precision: str = "bf16"
     micro_batches: int = 1
 
     @property
     def key(self) -> str:
         flags = "".join(str(int(x)) for x in (self.overlap, self.prefetch))
-        how = f"{self.offload[0]}{int(self.checkpointing)}{self.precision[0]}"
-        return f"{self.stage}{flags}{how}{self.micro_batches}"
+        how = f"{self.offload[0]}{int(self.checkpointing)}{self.micro_batches}"
+        return f"{self.stage}{flags}{how}"
 
     @property
     def plan(self) -> Plan:
         on = OFFLOADS[self.offload]
         return Plan.stage(self.stage, on, on if self.stage == 3 else None)
 
-    def schedule(self) -> Schedule:
-        most = SHAPE.block + RANKS if self.prefetch else 0
+    def schedule(self, size: Size) -> Schedule:
+        """All reductions beside computation, and parameters a block ahead."""
+        most = size.shape.block + size.ranks if self.prefetch else 0
         return Overlap(most, 1 << 60, 0) if self.overlap else Schedule()
 
 
 def settings() -> Iterator[Setting]:
     """Each that does something: stage 0 offloads nothing, stage 3 alone prefetches.
 
-    A page carries every step. So fp32 and two micro-batches are not there with offload,
-    nor with each other.
+    A page carries every step. So two micro-batches are not there with offload.
     """
     for stage in range(4):
         for overlap, prefetch in ((0, 0), (1, 0), (1, 1))[: 3 if stage == 3 else 2]:
@@ -71,41 +70,58 @@ def settings() -> Iterator[Setting]:
             for again in (False, True):
                 for offload in OFFLOADS if stage else ("none",):
                     yield Setting(*how, offload, again)
-                yield Setting(*how, checkpointing=again, precision="fp32")
                 yield Setting(*how, checkpointing=again, micro_batches=2)
 
 
-def _layers(at: Setting) -> list[Layer]:
+class Size(NamedTuple):
+    """A model, and the GPUs and tokens of a rank that train it."""
+
+    shape: Shape = SHAPE
+    ranks: int = RANKS
+    gpus: int = 1
+    """Of a node."""
+    tokens: int = TOKENS
+
+
+SMALL = Size()
+
+
+def _layers(at: Setting, size: Size) -> list[Layer]:
     """The root and the blocks, with what an update needs and what activations take."""
-    costs = Costs(SHAPE, A100, TOKENS, SEQUENCE, precision=at.precision)
+    costs = Costs(size.shape, A100, size.tokens, SEQUENCE, precision="bf16")
     on_host = at.offload != "none"
     update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
-    root, *blocks = layers_of(costs, RANKS, mode, costs.itemsize, update)
+    root, *blocks = layers_of(costs, size.ranks, mode, costs.itemsize, update)
     for block in blocks:
         block.inside, block.saved = round(costs.saved()), round(costs.saved(mode))
     # the log-softmax of the logits and two gradients of it, in fp32
-    root.inside = root.saved = 12 * TOKENS * SHAPE.vocab
-    _, _, master = PRECISIONS[at.precision]
+    root.inside = root.saved = 12 * size.tokens * size.shape.vocab
+    _, _, master = PRECISIONS["bf16"]
     for layer in (root, *blocks):
         layer.flats[0].states = master + 8
     return [root, *blocks]
 
 
-def line(at: Setting) -> Timeline:
+def line(at: Setting, size: Size = SMALL) -> Timeline:
     """One step of a rank, simulated."""
-    latency, speed = bus(A100, RANKS, 1)
+    latency, speed = bus(A100, size.ranks, size.gpus)
     machine = Machine(
-        RANKS,
+        size.ranks,
         latency,
         speed,
         bus=BUS * A100.pcie,
         disk=A100.disk * 2 / 3,  # as much is written as read, at half the speed
     )
-    last = simulate(_layers(at), machine, at.plan, at.schedule())
+
+    def micro_batch(boundary: bool) -> Timeline:
+        layers, schedule = _layers(at, size), at.schedule(size)
+        return simulate(layers, machine, at.plan, schedule, boundary=boundary)
+
+    last = micro_batch(True)
     if at.micro_batches == 1:
         return last
-    first = simulate(_layers(at), machine, at.plan, at.schedule(), boundary=False)
+    first = micro_batch(False)
     last = last.shifted(-first.duration)
     return Timeline(
         first.intervals + last.intervals,
@@ -114,9 +130,9 @@ def line(at: Setting) -> Timeline:
     )
 
 
-def _rests(at: Setting) -> Iterator[Change]:
-    """What a rank has between two steps."""
-    for layer in _layers(at):
+def _rests(at: Setting, size: Size) -> Iterator[Change]:
+    """What a rank holds between two steps."""
+    for layer in _layers(at, size):
         flat = layer.flats[0]
         sizes = {
             "parameters": flat.itemsize,
@@ -125,16 +141,16 @@ def _rests(at: Setting) -> Iterator[Change]:
         }
         for category, itemsize in sizes.items():
             placed = getattr(at.plan, category)
-            share = RANKS if placed.sharded else 1
+            share = size.ranks if placed.sharded else 1
             place = {"cpu": "host", "nvme": "disk"}.get(placed.on, "device")
             nbytes = flat.padded // share * itemsize
             yield Change(place, category, nbytes, layer.name)
 
 
 @cache
-def simulated(at: Setting) -> Trace:
+def simulated(at: Setting, size: Size = SMALL) -> Trace:
     """One step. What rank 0 does there, all do: they are equal."""
-    found = line(at)
+    found = line(at, size)
 
     def cut(i: Interval, calls: Iterator[int]) -> Slice:
         verb, lane, phase, call = i.what, i.lane, "", -1
@@ -162,8 +178,8 @@ def simulated(at: Setting) -> Trace:
                 freed = Interval("compute", "release", change.unit, *[moment.time] * 2)
                 slices.append(cut(freed, calls))
     slices.sort(key=lambda s: s.begin)
-    rests = Moment(0, 0.0, tuple(_rests(at)))
-    return Trace(RANKS, slices, [rests, *found.moments])
+    rests = Moment(0, 0.0, tuple(_rests(at, size)))
+    return Trace(size.ranks, slices, [rests, *found.moments])
 
 
 def one_step(stage: int = 3, overlap: bool = True) -> Trace:

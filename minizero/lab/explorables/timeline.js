@@ -1,14 +1,13 @@
 // The timeline: lanes of what each rank does in a step, its live bytes under them on the
 // same axis, and a row of memory a rank that says who holds what at the moment.
 
-const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing", "precision",
+const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing",
   "micro_batches", "source", "rank", "moment"];
 const CHOICES = {
   stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
   offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
   source: ["step", [["simulated", "simulated"], ["recorded", "recorded"], ["file", "yours"]]],
   rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
-  precision: ["precision", ["bf16", "fp32"].map((kind) => [kind, kind])],
   micro_batches: ["micro-batches", [[1, "1"], [2, "2"]]],
 };
 const SECONDS = 15;  // that playing a step takes
@@ -70,22 +69,20 @@ const WORDS = [[/^gather/, "gather"], [/^comput/, "compute"], [/^releas|^free/, 
 function settingOf(get) {
   const ahead = get("overlap") && get("prefetch") && get("stage") === 3;
   const offload = get("stage") ? get("offload") : "none";
-  const precision = offload === "none" ? get("precision") : "bf16";
-  const many = offload === "none" && precision === "bf16" ? get("micro_batches") : 1;
+  const many = offload === "none" ? get("micro_batches") : 1;
   return [get("stage"), +get("overlap"), +ahead, offload[0], +get("checkpointing"),
-    precision[0], many].join("");
+    many].join("");
 }
 
-const unpacked = new Map();  // by their text
+const unpacked = new WeakMap();  // by what they are unpacked from
 
 /** The trace that a setting shows. */
 function chosen(get) {
   const recorded = get("source") === "recorded";
   const { tables, traces } = get(recorded ? "recorded" : "steps");
   const packed = traces[recorded ? "recorded" : settingOf(get)];
-  const text = packed.slices + packed.moments;
-  if (!unpacked.has(text)) unpacked.set(text, unpack(tables, packed));
-  return unpacked.get(text);
+  if (!unpacked.has(packed)) unpacked.set(packed, unpack(tables, packed));
+  return unpacked.get(packed);
 }
 
 const tickOf = (trace, moment) => Math.round(moment * trace.total);
@@ -133,7 +130,7 @@ function settings(model, before) {
     const simulated = !own && model.get("source") === "simulated";
     const here = simulated && (!model.get("stage") || model.get("offload") === "none");
     const usable = { stage: simulated, overlap: simulated, checkpointing: simulated,
-      precision: here, micro_batches: here && model.get("precision") === "bf16",
+      micro_batches: here,
       prefetch: simulated && model.get("stage") === 3 && model.get("overlap"),
       offload: simulated && model.get("stage") > 0, source: true, rank: true };
     for (const [name, box, , show] of all) {

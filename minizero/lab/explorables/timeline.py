@@ -17,7 +17,7 @@ from minizero.lab.explorables.base import (
     module,
     table,
 )
-from minizero.lab.explorables.packing import Pack
+from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.sources import LINES, line
 from minizero.lab.explorables.steps import (
     OFFLOADS,
@@ -26,23 +26,23 @@ from minizero.lab.explorables.steps import (
     settings,
     simulated,
 )
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, amount
+from minizero.lab.plots.style import CATEGORY_COLOURS, DOING_COLOURS, GREY, amount
 from minizero.memory.trace import Trace
 
 RECORDED = Path(__file__).with_name("recorded.json")
 """A step of two ranks, which `minizero.trace` has recorded."""
 COLOURS = {
-    "forward": "#DFC4D8",
-    "backward": CATEGORY_COLOURS["activations"],
-    "update": CATEGORY_COLOURS["optimizer"],
+    "forward": DOING_COLOURS["forward"],
+    "backward": DOING_COLOURS["backward"],
+    "update": DOING_COLOURS["update"],
     "launch": GREY,
     "wait": "transparent",
     "gather": CATEGORY_COLOURS["parameters"],
     "reduce": CATEGORY_COLOURS["gradients"],
-    "to host": "#C4C4C4",
+    "to host": "#D4D4D4",
     "to disk": GREY,
 }
-"""What is done has the colour of the bytes that it is done to."""
+"""Grey for computing, and for a call the hue of what it carries."""
 VERBS = {
     name: look(colour, STRIPES if name == "wait" else None)
     for name, colour in COLOURS.items()
@@ -72,8 +72,7 @@ class Timeline(Explorable):
     stage: 0 to 3. overlap: collectives beside computation. prefetch: parameters are
         gathered a block ahead; for stage 3, with overlap. offload: "none", or optimizer
         state and, at stage 3, parameters on the "host" or the "disk". checkpointing: of
-        each block. precision: "bf16" or, without offload, "fp32". micro_batches: 1 or,
-        in bf16 without offload, 2, whose gradients add up.
+        each block. micro_batches: 1 or, without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
     """
@@ -86,7 +85,6 @@ class Timeline(Explorable):
     prefetch = traitlets.Bool(True).tag(sync=True)
     offload = traitlets.Enum(list(OFFLOADS), "none").tag(sync=True)
     checkpointing = traitlets.Bool(False).tag(sync=True)
-    precision = traitlets.Enum(["bf16", "fp32"], "bf16").tag(sync=True)
     micro_batches = traitlets.Enum([1, 2], 1).tag(sync=True)
     source = traitlets.Enum(["simulated", "recorded"], "simulated").tag(sync=True)
     rank = traitlets.Enum([0, 1, 2, 3], 0).tag(sync=True)
@@ -115,10 +113,9 @@ class Timeline(Explorable):
         """What is shown: what does nothing at a stage is off."""
         ahead = self.overlap and self.prefetch and self.stage == 3
         offload = self.offload if self.stage else "none"
-        precision = self.precision if offload == "none" else "bf16"
-        many = self.micro_batches if (offload, precision) == ("none", "bf16") else 1
+        many = self.micro_batches if offload == "none" else 1
         how = self.stage, self.overlap, ahead, offload, self.checkpointing
-        return Setting(*how, precision, many)
+        return Setting(*how, many)
 
     def numbers(self) -> list[list[Any]]:
         """Bytes of the rank at the moment, and at most, by category and by place."""
@@ -155,23 +152,3 @@ class Timeline(Explorable):
         most = [amount(step.peak(0)) for step in steps]
         rows = dict(zip(PLANS, most, strict=True))
         return table("Live bytes in a step, at most", ("plan", "on a device"), rows)
-
-
-def unpacked_moments(
-    tables: dict[str, Any], packed: dict[str, Any]
-) -> tuple[list[tuple[int, int, list[Any]]], int]:
-    """Rank, time and changes of each moment, and when the step ends, in ticks."""
-    numbers = [int(word, 36) for word in packed["moments"].split()]
-    lines, time, i = [], 0, 0
-    while i < len(numbers):
-        rank, later, count = numbers[i : i + 3]
-        time += later
-        kinds = numbers[i + 3 : i + 3 + count]
-        lines.append((rank, time, [tables["changes"][kind] for kind in kinds]))
-        i += 3 + count
-    begin, total = 0, time
-    slices = [int(word, 36) for word in packed["slices"].split()]
-    for later, duration in zip(slices[2::4], slices[3::4], strict=True):
-        begin += later
-        total = max(total, begin + duration, 1)
-    return lines, total

@@ -1,4 +1,4 @@
-// Traces: from the short text that packing.py makes, or from Chrome trace JSON.
+// Traces: from the lists that packing.py makes, or from Chrome trace JSON.
 // A trace is { ranks, tick, total, slices, moments }; times are whole ticks.
 
 const LANES = ["compute", "gather", "reduce", "to host", "to disk"];
@@ -28,18 +28,17 @@ function complete({ ranks, tick, slices, moments, alike = false }) {
   return trace;
 }
 
-/** Tables and texts of packing.py. */
+/** Tables and lists of packing.py. */
 function unpack(tables, packed) {
-  const numbers = (text) => (text ? text.split(" ").map((word) => parseInt(word, 36)) : []);
   const [slices, moments] = [[], []];
-  let [all, time] = [numbers(packed.slices), 0];
+  let [all, time] = [packed.slices, 0];
   for (let i = 0; i < all.length; i += 4) {
     const [lane, verb, unit, bytes, code, joined] = tables.slices[all[i + 1]];
     time += all[i + 2];
     slices.push({ rank: all[i], lane, verb, unit, bytes, joined, source: tables.sources[code],
       peers: joined.length ? joined : null, begin: time, end: time + all[i + 3] });
   }
-  [all, time] = [numbers(packed.moments), 0];
+  [all, time] = [packed.moments, 0];
   for (let i = 0; i < all.length; i += 3 + all[i + 2]) {
     time += all[i + 1];
     const changes = all.slice(i + 3, i + 3 + all[i + 2]).map((k) => tables.changes[k]);

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import matplotlib as mpl
 
+from minizero.lab.plots.bars import memory_bars, saved_bars
 from minizero.lab.plots.charts import loss_curves
-from minizero.lab.plots.memory import memory_bars, memory_over_step
+from minizero.lab.plots.memory import memory_over_step
 from minizero.lab.plots.spans import timeline
 from minizero.lab.plots.style import DASHES, GREY, LINES, STYLE, WIDTH, use
 
@@ -26,6 +27,7 @@ __all__ = [
     "memory_bars",
     "memory_over_step",
     "mpl",
+    "saved_bars",
     "timeline",
     "use",
 ]

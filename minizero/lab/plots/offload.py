@@ -10,7 +10,6 @@ from unittest import mock
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from minizero.lab.hardware import efficiency, intensity
 from minizero.lab.plots.spans import stacked
@@ -21,11 +20,7 @@ from minizero.lab.plots.style import (
     LINES,
     STYLE,
     WIDTH,
-    amount,
-    end_label,
     line,
-    name_rows,
-    no_numbers,
     single,
 )
 from minizero.memory.plan import PRECISIONS, Plan
@@ -87,45 +82,6 @@ def rounds(
             bars.append(Interval(lane, lane, unit, start, now))
         gone = [gone[1], now]
     return bars
-
-
-def rounds_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
-    """A row of three lanes for each run, in milliseconds; units in the bars."""
-    return stacked(runs, BUS_LANES)
-
-
-@rc_context(STYLE)
-def bus_figure(plans: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """What crosses the bus: a bar to the left is down to the host, to the right up.
-
-    plans: by name the bytes a parameter by category, down and up.
-    """
-    figure, axes = single(0.9 + 0.42 * len(plans))
-    longest = max(sum(way.values()) for ways in plans.values() for way in ways)
-    used = []
-    for y, ways in enumerate(plans.values()):
-        for sign, way in zip((-1, 1), ways, strict=True):
-            left = 0.0
-            for category, nbytes in way.items():
-                face = CATEGORY_COLOURS[category]
-                used.append(category)
-                axes.barh(y, sign * nbytes, 0.62, left, color=face)
-                left += sign * nbytes
-            end_label(axes, left, y, amount(abs(left)), sign)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    name_rows(axes, plans)
-    no_numbers(axes)
-    axes.set(ylim=(len(plans) - 0.5, -0.7), xlim=(-1.3 * longest, 1.3 * longest))
-    axes.spines["left"].set_visible(False)
-    for x, text in ((-0.5, "down to the host"), (0.5, "up to the device")):
-        axes.text(x * longest, -0.75, text, ha="center", va="bottom")
-    patches = [
-        Patch(facecolor=colour, label=category)
-        for category, colour in CATEGORY_COLOURS.items()
-        if category in used
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
-    return figure
 
 
 DISK_LANES = {
@@ -210,7 +166,8 @@ def watched_step(net: Any) -> list[Interval]:
 
 def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     """Three lanes for each run, in milliseconds; units in the bars."""
-    return stacked(runs, DISK_LANES)
+    seen = {interval.lane for run in runs.values() for interval in run}
+    return stacked(runs, BUS_LANES if "in" in seen else DISK_LANES)
 
 
 @rc_context(STYLE)

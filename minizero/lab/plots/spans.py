@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minizero.lab.plots.style import (
+    DOING_COLOURS,
     GREY,
-    OP_COLOURS,
     STYLE,
     WIDTH,
     ink,
@@ -25,14 +25,6 @@ from minizero.overlap.simulator import Interval
 
 if TYPE_CHECKING:
     from minizero.comm.ledger import Call
-
-PHASE_COLOURS = {
-    "forward": "#2AAB7F",
-    "backward": "#A46694",
-    "update": "#E6EE7F",
-    "launch": GREY,
-}
-"""What a rank does beside waiting."""
 
 
 def draw_bar(
@@ -63,12 +55,8 @@ def _lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
     return lanes
 
 
-@rc_context(STYLE)
 def timeline(calls_by_rank: Mapping[int, Sequence[Call]] | Sequence[Any]) -> Figure:
-    """One row a rank: each collective from its launch to its finish.
-
-    The hatched end of a bar is the time that the rank spent waiting for it; the
-    clear part ran beside computation. Calls that overlap are drawn below each other.
+    """Two lanes for each rank: when it waits, and the collectives under way.
 
     calls_by_rank: the calls of each rank, by number or in order, as `launch` returns
         them. Their times are seconds of one clock.
@@ -79,42 +67,36 @@ def timeline(calls_by_rank: Mapping[int, Sequence[Call]] | Sequence[Any]) -> Fig
         else enumerate(calls_by_rank)
     )
     ranks = {r: [c for c in row if c.finished] for r, row in ranks.items()}
-    calls = [call for row in ranks.values() for call in row]
-    if not calls:
-        raise ValueError("There are no calls; run a step inside comm.ledger().")
-    start = min(call.launched for call in calls)
-    figure, axes = single(0.9 + 0.5 * len(ranks))
-    for y, row in enumerate(ranks.values()):
-        lanes = _lanes([(call.launched, call.finished) for call in row])
-        height = 0.8 / (max(lanes, default=0) + 1)
-        for call, lane in zip(row, lanes, strict=True):
-            times = (call.launched, call.waited, call.finished)
-            begin, waited, end = ((t - start) * 1e3 for t in times)
-            face, top = OP_COLOURS.get(call.op, GREY), y - 0.4 + lane * height
-            draw_bar(axes, top, begin, end, height * 0.92, face)
-            if end > waited:
-                draw_bar(axes, top, waited, end, height * 0.92, None)
-    name_rows(axes, [f"rank {rank}" for rank in ranks])
-    axes.set_xlabel("milliseconds since the first launch")
-    seen = [op for op in OP_COLOURS if any(call.op == op for call in calls)]
-    patches = [Patch(facecolor=OP_COLOURS[op], label=op) for op in seen]
-    legend(figure, [*patches, waiting()])
-    return figure
+    start = min((c.launched for row in ranks.values() for c in row), default=0.0)
+    return lanes(
+        {
+            f"rank {rank}": [
+                Interval(lane, what, c.unit, begin - start, c.finished - start)
+                for c in row
+                for lane, what, begin in (
+                    ("link", c.op, c.launched), ("compute", "wait", c.waited),
+                )
+            ]
+            for rank, row in ranks.items()
+        },
+        "milliseconds since the first launch",
+    )  # fmt: skip
 
 
 @rc_context(STYLE)
-def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
+def lanes(
+    steps: Mapping[str, Sequence[Interval]], unit: str = "milliseconds"
+) -> Figure:
     """Two lanes a step: what the rank does (hatched: waiting), and the calls under way.
 
     steps: intervals by label, as `Timeline.intervals` and `Step.intervals()` give
-        them. All share one axis, in milliseconds. A measured call is drawn until its
-        wait ends, a simulated one until its transfer does; calls that are under way
-        together share the height of their lane.
+        them. All share one axis. A measured call is drawn until its wait ends, a
+        simulated one until its transfer does; calls that are under way together share
+        the height of their lane.
     """
     if not any(steps.values()):
         raise ValueError("There is nothing to draw; give the intervals of a step.")
     figure, axes = single(0.9 + 0.62 * len(steps))
-    colours = PHASE_COLOURS | OP_COLOURS
     for row, intervals in enumerate(steps.values()):
         calls = [i for i in intervals if i.lane == "link"]
         calls.sort(key=lambda call: call.begin)
@@ -128,12 +110,15 @@ def lanes(steps: Mapping[str, Sequence[Interval]]) -> Figure:
             ),
         ]
         for y, high, i in places:
-            face = None if i.what == "wait" else colours.get(i.what, GREY)
-            draw_bar(axes, y, i.begin * 1e3, i.end * 1e3, high, face)
+            if i.end > i.begin:
+                face = None if i.what == "wait" else DOING_COLOURS.get(i.what, GREY)
+                draw_bar(axes, y, i.begin * 1e3, i.end * 1e3, high, face)
     name_rows(axes, steps)
-    axes.set_xlabel("milliseconds")
+    axes.set_xlabel(unit)
     used = {i.what for step in steps.values() for i in step if i.end > i.begin}
-    patches = [Patch(facecolor=c, label=w) for w, c in colours.items() if w in used]
+    patches = [
+        Patch(facecolor=c, label=w) for w, c in DOING_COLOURS.items() if w in used
+    ]
     legend(figure, [*patches, waiting()])
     return figure
 

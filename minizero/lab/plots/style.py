@@ -1,6 +1,10 @@
 """One palette and one style for figures and explorables.
 
-The colours start from Okabe and Ito's set (2008), moved until they also differ in
+Five hues stand for the five states that memory holds, and for nothing else. What moves
+or changes a state has its hue; all else is grey, or a pattern. Python draws with these
+values, and hands them to the JavaScript of each explorable.
+
+The hues start from Okabe and Ito's set (2008), moved until they also differ in
 greyscale: at least 11 apart in lightness (CIE L*), and 20 apart in colour (CIE 1976) to
 normal, protan, deutan and tritan eyes.
 """
@@ -26,31 +30,26 @@ CATEGORY_COLOURS = {
     "activations": "#A46694",
     "buffers": "#E6EE7F",
 }
-"""A colour for each of `minizero.memory.CATEGORIES`."""
-
-CATEGORY_HATCHES = {
-    "parameters": "",
-    "gradients": "//",
-    "optimizer": "",
-    "activations": "\\\\",
-    "buffers": "..",
-}
-"""A second cue beside the colour, for print."""
-
-OP_COLOURS = {
-    "all_gather": "#0460A9",
-    "reduce_scatter": "#ECAB25",
-    "broadcast": "#2AAB7F",
-    "all_reduce": "#A46694",
-    "barrier": "#E6EE7F",
-}
-"""A colour for each collective: what gathers parameters has the parameters' colour."""
-
-LINES = ("#0460A9", "#ECAB25", "#A46694", "#2AAB7F")
-"""Colours that are strong enough for a thin line; a rank or a run takes one each."""
+"""A hue for each of `minizero.memory.CATEGORIES`."""
 
 GREY = "#797979"
 """Text and axes: it stands out from white and from the dark theme's page alike."""
+
+LINES = ("#5A5A5A", "#A3A3A3", "#7D7D7D", "#929292")
+"""Greys of runs, ranks and libraries; dashes and marks tell them apart too."""
+
+DOING_COLOURS = {
+    "forward": "#BDBDBD",
+    "backward": "#929292",
+    "update": "#5A5A5A",
+    "launch": GREY,
+    "all_gather": CATEGORY_COLOURS["parameters"],
+    "reduce_scatter": CATEGORY_COLOURS["gradients"],
+    "all_reduce": CATEGORY_COLOURS["gradients"],
+    "broadcast": GREY,
+    "barrier": GREY,
+}
+"""What a rank does: grey for computing, and for a call the hue of what it carries."""
 
 
 def luminance(colour: str) -> float:

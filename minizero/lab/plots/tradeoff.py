@@ -1,4 +1,4 @@
-"""The activations of a step: measured, and drawn over time and by operator."""
+"""The activations of a step: measured, and drawn over time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import gc
 from collections.abc import Mapping, Sequence
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from minizero.lab.models.activations import Lines
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
+    DASHES,
     GREY,
     STYLE,
-    amount,
-    end_label,
-    ink,
-    line,
-    name_rows,
-    no_numbers,
     single,
 )
 from minizero.memory.labels import label
@@ -76,7 +69,8 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
                 y,
                 linewidth=1.6,
                 label=name if not part else None,
-                **line(i),
+                color=CATEGORY_COLOURS["activations"],
+                linestyle=DASHES[i % len(DASHES)],
             )
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set(xlim=(0, 2), ylabel="activations, MB")
@@ -85,42 +79,3 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
     axes.tick_params(bottom=False)
     axes.legend(loc="upper right")
     return figure
-
-
-@rc_context(STYLE)
-def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
-    """One bar a label: the bytes that a block saves, cut by operator."""
-    figure, axes = single(0.7 + 0.5 * len(blocks))
-    longest = max(sum(lines.values()) for lines in blocks.values())
-    face = CATEGORY_COLOURS["activations"]
-    for y, lines in enumerate(blocks.values()):
-        left = 0
-        for (module, _), nbytes in lines.items():
-            axes.barh(
-                y, nbytes, 0.66, left, color=face, edgecolor="#FFFFFF", linewidth=1
-            )
-            _name(axes, left + nbytes / 2, y, module, nbytes / longest, face)
-            left += nbytes
-        end_label(axes, left, y, amount(left))
-    name_rows(axes, blocks)
-    no_numbers(axes)
-    axes.set_xlim(0, longest * 1.14)
-    return figure
-
-
-def _name(axes: Axes, x: float, y: float, text: str, share: float, face: str) -> None:
-    """Write into a segment what it is, upright where it is narrow."""
-    short = {"": "input"}.get(text, text.split(".")[-1])
-    if share * 5.2 < len(short) / 12 and len(short) > 5:
-        short = short[:4] + "."
-    fits = share * 5.2 > len(short) / 12
-    axes.text(
-        x,
-        y,
-        short,
-        ha="center",
-        va="center",
-        fontsize=8 if fits else 7.5,
-        rotation=0 if fits else 90,
-        color=ink(face),
-    )

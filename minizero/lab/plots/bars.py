@@ -1,0 +1,160 @@
+"""Horizontal bars: bytes by category, phases of a step, bytes read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minizero.lab.models.activations import Lines
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    DOING_COLOURS,
+    GREY,
+    LINES,
+    STYLE,
+    amount,
+    end_label,
+    ink,
+    legend,
+    name_rows,
+    no_numbers,
+    single,
+)
+from minizero.memory.labels import CATEGORIES
+from minizero.memory.plan import Bytes
+
+Rows = Mapping[str, Mapping[str, float]]
+
+
+@rc_context(STYLE)
+def bars(
+    rows: Rows,
+    colours: Mapping[str, str],
+    say: Callable[[float], str],
+    limit: float | None = None,
+    inside: Callable[[str, float], str] = lambda part, size: "",
+) -> Figure:
+    """A bar for each row, stacked from its parts, with the sum written at its end.
+
+    rows: by label, the size of each part. colours: of the parts, in the legend's order;
+    "none" leaves one clear. limit: drawn as a dashed line across the bars. inside: what
+    is written into a part where it fits.
+
+    Raises ValueError if there is nothing to draw.
+    """
+    if not rows:
+        raise ValueError("There is nothing to draw; give at least one row.")
+    totals = [sum(parts.values()) for parts in rows.values()]
+    longest = max([*totals, limit or 0]) or 1.0
+    figure, axes = single(1.0 + 0.42 * len(rows))
+    for y, (parts, total) in enumerate(zip(rows.values(), totals, strict=True)):
+        left = 0.0
+        for part, size in parts.items():
+            face, text = colours[part], inside(part, size)
+            look: dict[str, Any] = {"color": face, "edgecolor": GREY, "linewidth": 0.8}
+            axes.barh(y, size, 0.66, left, **look)
+            # A digit is about 1/12 inch, and the bars have some 4.4 inches.
+            if text and size / longest * 4.4 > len(text) / 12 + 0.1:
+                centre: Any = {"ha": "center", "va": "center", "fontsize": 9}
+                axes.text(left + size / 2, y, text, color=ink(face), **centre)
+            left += size
+        hidden = limit is not None and 0 <= limit - total < 0.18 * longest
+        end_label(axes, limit if limit and hidden else total, y, say(total))
+    if limit is not None:
+        axes.axvline(limit, color=GREY, linestyle=(0, (4, 2)), linewidth=1.4)
+        axes.annotate(
+            say(limit), (limit, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
+            textcoords="offset points", ha="center", va="bottom",
+        )  # fmt: skip
+    name_rows(axes, rows)
+    no_numbers(axes)
+    axes.set_xlim(0, longest * 1.14)
+    used = [p for p in colours if any(parts.get(p) for parts in rows.values())]
+    patches = [Patch(facecolor=colours[p], edgecolor=GREY, label=p) for p in used]
+    legend(figure, patches)
+    return figure
+
+
+def memory_bars(
+    breakdowns: Mapping[str, Bytes | Mapping[str, float]],
+    budget: float | None = None,
+) -> Figure:
+    """A bar for each label: bytes by category, and their sum.
+
+    breakdowns: by label, a `Breakdown`, a part of one such as ``b.host``, or bytes
+        by category such as ``tracker.live``.
+    budget: bytes of a device, drawn as a line across the bars.
+    """
+    rows = {label: _by_category(b) for label, b in breakdowns.items()}
+    return bars(rows, CATEGORY_COLOURS, amount, budget, lambda _, size: amount(size))
+
+
+def _by_category(breakdown: Bytes | Mapping[str, float]) -> dict[str, float]:
+    if isinstance(breakdown, Mapping):
+        unknown = [name for name in breakdown if name not in CATEGORIES]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is no category of memory; choose from "
+                f"{', '.join(CATEGORIES)}."
+            )
+        return {name: float(breakdown.get(name, 0)) for name in CATEGORIES}
+    return {name: float(getattr(breakdown, name, 0)) for name in CATEGORIES}
+
+
+def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
+    """A bar for each label: the bytes that a block saves, cut by the module's name."""
+    rows: dict[str, dict[str, float]] = {}
+    for label, lines in blocks.items():
+        row = rows.setdefault(label, {})
+        for (module, _), nbytes in lines.items():
+            name = module.rpartition(".")[2] or "input"
+            row[name] = row.get(name, 0) + nbytes
+    hue = CATEGORY_COLOURS["activations"]
+    faces = {part: hue for row in rows.values() for part in row}
+    figure = bars(rows, faces, amount, inside=lambda part, _: part)
+    figure.legends.clear()
+    return figure
+
+
+def traffic_bars(
+    moved: Mapping[str, tuple[float, float]], floor: float, unit: str
+) -> Figure:
+    """A bar for each way of doing the same: what it reads, and what it writes.
+
+    moved: (read, written), by name. floor: the least of both together, a dashed line.
+    """
+    kinds = f"{unit}, read", f"{unit}, written"
+    rows = {name: dict(zip(kinds, pair, strict=True)) for name, pair in moved.items()}
+    return bars(rows, dict(zip(kinds, LINES, strict=False)), "{:.4g}".format, floor)
+
+
+def phase_bars(runs: Rows) -> Figure:
+    """A bar for each run: the milliseconds of forward, backward and step.
+
+    What is called "outside" is a clear part: of the step, and of none of the three.
+    """
+    colours = {p: DOING_COLOURS[p] for p in ("forward", "backward")}
+    colours |= {"step": DOING_COLOURS["update"], "outside": "none"}
+    return bars(runs, colours, "{:.4g} ms".format)
+
+
+def peer_bars(values: Mapping[str, Sequence[float]], order: Iterable[str]) -> Figure:
+    """A bar for each library, as long as its median, and a line from least to most.
+
+    values: milliseconds of each turn, by library. order: of the rows; what was not
+    measured is left out.
+    """
+    turns = {name: values[name] for name in order if name in values}
+    ours = {name: name.startswith("minizero") for name in turns}
+    kinds = {True: "this package", False: "others"}
+    rows = {name: {kinds[ours[name]]: median(turns[name])} for name in turns}
+    colours = dict(zip(kinds.values(), LINES, strict=False))
+    figure = bars(rows, colours, "{:,.0f}".format)
+    for y, seen in enumerate(turns.values()):
+        figure.axes[0].plot([min(seen), max(seen)], [y, y], color=GREY, linewidth=1.4)
+    return figure
