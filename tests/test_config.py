@@ -13,17 +13,18 @@ import torch
 from ds_example import EXAMPLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 import minizero
 from minizero import Plan
 from minizero.config import Config, ConfigError, check_options, read
 from minizero.config.ignored import ANY, IGNORED
 from minizero.config.read import KEYS, known_keys
+from minizero.engine.lr_schedules import WarmupDecayLR
 from minizero.kernels import muon_options, optimizer_call
 
 ROOT = Path(__file__).parent.parent
 DEEPSPEED = json.loads((ROOT / "tests/deepspeed_keys.json").read_text())["keys"]
+WITHOUT = ("checkpoint", "flops_profiler")  # whole sections without effect
 PAGE = (ROOT / "book/config-reference.md").read_text()
 
 
@@ -59,7 +60,6 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
             "zero_optimization.stage3_prefetch_bucket_size": 500_000_000,
         },
     ),
-    (json.dumps(EXAMPLE, indent=2), {"train_batch_size": 256}),
     # DeepSpeed's defaults
     (
         top(),
@@ -72,17 +72,11 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
             "dtypes": ("float32", "float32", None),
         },
     ),
-    (zero(3), {"zero_optimization.overlap_comm": True}),
     (zero(3, overlap_comm=False), {"zero_optimization.overlap_comm": False}),
     # null is a key left out; whole numbers may be written as floats, or in quotes
     (top(fp16=None, gradient_clipping=None), {"gradient_clipping": 1.0}),
-    (
-        zero(1, reduce_bucket_size=2e8),
-        {"zero_optimization.reduce_bucket_size": 200_000_000},
-    ),
     (top(gradient_clipping="0.5"), {"gradient_clipping": 0.5}),
     (top(bf16={"enabled": "True"}), {"bf16.enabled": True}),
-    (top(steps_per_print=float("inf")), {"steps_per_print": 0}),
     ('{"train_batch_size": 8, "steps_per_print": Infinity}', {"steps_per_print": 0}),
     # offload
     (zero(1, offload_optimizer={"device": "cpu"}), {"plan": Plan.stage(1, "cpu")}),
@@ -173,7 +167,6 @@ WARNED: list[tuple[Any, str]] = [
         "zero_optimization.offload_optimizer has no effect at stage 0: optimizer "
         "states are sharded from stage 1 on",
     ),
-    (zero(0, mics_shard_size=2), "mics_shard_size has no effect at stage 0"),
     (zero(2, stage3_max_live_parameters=0), "stage3_max_live_parameters has no effect"),
     (
         zero(2, sub_group_size=1e8),
@@ -184,11 +177,10 @@ WARNED: list[tuple[Any, str]] = [
     (top(comms_logger={"verbose": True}), "comms_logger has no effect: use"),
     (
         top(fp16={"enabled": "auto"}),
-        'fp16.enabled is "auto", but nothing fills it here',
+        'fp16.enabled is "auto", but nothing fills it here; the default is used',
     ),
     (adam(lr="auto"), 'optimizer.params.lr is "auto", but nothing fills it here'),
     (top(seed=1), 'the config has no key "seed"; it is not read'),
-    (top(_comment="mine"), 'the config has no key "_comment"; it is not read'),
 ]
 
 
@@ -205,9 +197,7 @@ itself["train_batch_size"] = itself["zero_optimization"] = itself
 BAD: list[tuple[Any, str]] = [
     # sizes of a batch
     ({}, "give train_batch_size or train_micro_batch_size_per_gpu"),
-    ({"train_batch_size": "auto"}, "give train_batch_size or train_micro_batch"),
     ({"train_batch_size": 7}, "ranks = samples * 1 * 4: use 8, or leave one out"),
-    ({"train_batch_size": 2}, "use 4, or leave"),
     (
         {
             "train_batch_size": 250,
@@ -217,15 +207,10 @@ BAD: list[tuple[Any, str]] = [
         "train_batch_size = 250, but train_micro_batch_size_per_gpu * "
         "gradient_accumulation_steps * ranks = 4 * 16 * 4: use 256, or leave one out",
     ),
-    (
-        {"train_batch_size": 250, "gradient_accumulation_steps": 16},
-        "ranks = samples * 16 * 4: use 256",
-    ),
     # types and bounds
     ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1"),
     (top(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a va"),
     (top(gradient_clipping=-1), "must be greater than or equal to 0, not -1"),
-    (top(gradient_clipping=float("inf")), "must be a finite number, not Infinity"),
     (
         top(gradient_clipping="lots"),
         "gradient_clipping must be a valid number, unable ",
@@ -236,8 +221,6 @@ BAD: list[tuple[Any, str]] = [
         'zero_optimization.offload_param.device must be "none", "cpu" or "nvme", '
         'not "gpu"',
     ),
-    (top(communication_data_type="fp8"), '"float16" or "bfloat16", not "fp8"'),
-    (zero(reduce_bucket_size="500MB"), "reduce_bucket_size must be a valid integer"),
     (top(optimizer={"type": "Lamb"}), f'optimizer.type must be {TYPES}, not "Lamb"'),
     (
         top(scheduler={"type": "StepLR"}),
@@ -258,19 +241,14 @@ BAD: list[tuple[Any, str]] = [
         'the config has no key "gradient_cliping"; did you mean "gradient_clipping"?',
     ),
     (top(Zero_Optimization={}), 'did you mean "zero_optimization"?'),
-    (top(zero={"stage": 2}), 'did you mean "zero_optimization"?'),
     (top(stage=3), 'the config has no key "stage"; it belongs in zero_optimization'),
     (zero(fp16={"enabled": True}), 'has no key "fp16"; it belongs in the top'),
     (zero(prefetch_bucket_size=1), 'did you mean "stage3_prefetch_bucket_size"?'),
-    (zero(offload_optimizer={"devce": "cpu"}), 'did you mean "device"?'),
     (top(optimizer={"type": "Adam", "lr": 1e-3}), "its keys are type, params"),
     # keys that DeepSpeed has and minizero does not
     (top(amp={"enabled": True}), "minizero does not support amp: do it in the script"),
     (top(gradient_allreduce_op="sum"), 'gradient_allreduce_op = "sum": gradients are'),
     (zero(cpu_offload=True), 'write "offload_optimizer" or "offload_param": {"device'),
-    (top(bfloat16={"enabled": True}), "minizero does not support bfloat16: write bf16"),
-    (adam(max_grad_norm=0.3), "max_grad_norm = 0.3: write gradient_clipping, at the"),
-    (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), "ratio = 0.3: all of"),
     # keys that contradict each other
     (top(fp16={"enabled": True}, bf16={"enabled": True}), "are both enabled; disable"),
     (zero(offload_param={"device": "nvme"}), "there is no nvme_path beside it; give"),
@@ -281,13 +259,6 @@ BAD: list[tuple[Any, str]] = [
     (
         zero(3, offload_optimizer={"delayed_update": True}),
         'give "device": "cpu" and no',
-    ),
-    (
-        zero(
-            offload_optimizer={"device": "cpu", "delayed_update": True},
-            offload_param=NVME,
-        ),
-        'give "device": "cpu" and no "nvme"',
     ),
     (
         zero(3, zero_hpz_partition_size=8),
@@ -320,7 +291,6 @@ BAD: list[tuple[Any, str]] = [
     ("", "the config is not JSON: Expecting value"),
     ("[1, 2]", "a config is an object in braces, not [1, 2]"),
     ('{"a": ' * 5000, "the config is not JSON: maximum recursion depth"),
-    ("ds\0config", "embedded null byte"),
     ('{\n "train_batch_size" 8\n}', "Expecting ':' delimiter: line 2 column 21"),
     ('{"gradient_clipping": NaN}', "gradient_clipping must be a finite number"),
     (itself, 'zero_optimization has no key "train_batch_size"; it belongs in the top'),
@@ -420,13 +390,8 @@ def test_options_are_those_of_the_class(options: dict[str, Any], words: str) -> 
         check_options(torch.optim.AdamW, options, "optimizer.params")
     assert str(error.value).startswith("optimizer.params") and words in str(error.value)
     check_options(torch.optim.AdamW, {"lr": 1, "betas": [0, 1]}, "optimizer.params")
-
-
-def test_an_option_that_a_schedule_needs_is_missing() -> None:
-    def schedule(optimizer: Any, total: int, warmup: int = 1) -> None: ...
-
-    with pytest.raises(ConfigError, match="missing a required argument: 'total'"):
-        check_options(schedule, {"warmup": 2}, "scheduler.params")
+    with pytest.raises(ConfigError, match="missing a required argument: 'total_num"):
+        check_options(WarmupDecayLR, {"warmup_num_steps": 2}, "scheduler.params")
 
 
 @given(*[st.integers(1, 64)] * 3)
@@ -441,17 +406,6 @@ def test_any_two_sizes_give_the_third(ranks: int, micro: int, steps: int) -> Non
     for left_out in sizes:
         two = {name: size for name, size in sizes.items() if name != left_out}
         assert read(two, ranks) == whole
-
-
-def test_world_size() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1, not 0"):
-        read(top(), 0)
-    assert read(top(world_size=3), 4).world_size == 4, "it is no key of a file"
-
-
-def test_a_config_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="Instance is frozen"):
-        read(EXAMPLE, 4).zero_optimization.stage = 1  # type: ignore[misc]
 
 
 def test_an_update_may_be_delayed() -> None:
@@ -491,7 +445,7 @@ def test_keys_and_defaults_are_deepspeeds(section: str) -> None:
     empty = read(top(), 4)
     for name, default in DEEPSPEED[section].items():
         where = f"{section}.{name}".lstrip(".")
-        if section == "checkpoint":  # the whole section has no effect
+        if section in WITHOUT:
             continue
         assert name in known[section], where
         if where in IGNORED:
@@ -505,7 +459,7 @@ def test_keys_and_defaults_are_deepspeeds(section: str) -> None:
 def test_writing_out_deepspeeds_defaults_changes_nothing() -> None:
     config: dict[str, Any] = {}
     for place, defaults in DEEPSPEED.items():
-        if "params" in place or place == "checkpoint":
+        if "params" in place or place in WITHOUT:
             continue
         section = config
         for name in filter(None, place.split(".")):

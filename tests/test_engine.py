@@ -513,8 +513,6 @@ def test_loaded_weights_outlive_an_update(stage: int, by: str) -> None:
 
 
 def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     def run() -> dict[str, Tensor]:
         half = {"bf16": {"enabled": True}}
         with warnings.catch_warnings(record=True) as shown:
@@ -524,22 +522,14 @@ def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
         gathers = {"stage3_gather_16bit_weights_on_model_save": True}
         for stage, zero in ((3, gathers), (1, {})):
             engine = start(stage, zero_optimization=zero, **half)
-            assert engine.save_16bit_model(tmp_path, f"{stage}.safetensors")
-            assert engine.save_16bit_model(tmp_path)
+            assert engine.save_16bit_model(tmp_path, f"{stage}.bin")
         return engine.module_state_dict()
 
     expected = two.run(run)[0]
-    names = ["1.safetensors", "3.safetensors", "pytorch_model.bin"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
-    for got in (
-        torch.load(tmp_path / "pytorch_model.bin", weights_only=True),
-        load_file(tmp_path / "1.safetensors"),
-        load_file(tmp_path / "3.safetensors"),
-    ):
+    for stage in (1, 3):
+        got = torch.load(tmp_path / f"{stage}.bin", weights_only=True)
         assert same_weights(got, expected)
     assert expected["head.weight"].dtype == torch.bfloat16
-    modes = {p.stat().st_mode for p in tmp_path.iterdir()}
-    assert len(modes) == 1  # as readable as torch's
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

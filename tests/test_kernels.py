@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nasty
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import minizero
-from minizero import Plan, kernels
+from minizero import kernels
 from minizero.kernels import FusedAdam, launched
 from minizero.kernels.adam import coefficients
 from minizero.kernels.launching import DTYPES
@@ -379,24 +378,6 @@ if DEVICE == "cuda":
     del test_bytes_moved  # it counts in the interpreter
 
 RANKS = (2,)
-
-
-def fused(params: Any) -> torch.optim.Optimizer:
-    return FusedAdam(params, lr=1e-2)
-
-
-def test_all_plans_and_storages(pool: Pool) -> None:
-    """Bit for bit, as with torch's."""
-    run = partial(nasty.train, steps=6, make_optimizer=fused)
-    reference = pool.run(run, 0)
-    for stage in (1, 2, 3):
-        assert nasty.same(pool.run(run, stage), reference), f"stage {stage}"
-    plan = Plan.stage(3, "cpu", "cpu")
-
-    def offloaded() -> Any:
-        return run(plan, storage=minizero.Offload(plan))
-
-    assert nasty.same(pool.run(offloaded), reference)
 
 
 def engine_run(folder: Path, kind: str) -> tuple[list[float], list[float], int, int]:

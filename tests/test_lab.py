@@ -333,11 +333,9 @@ def test_timeline_hatches_the_wait() -> None:
 
 
 def test_bars_of_other_kinds() -> None:
-    """Bytes read and written, phases of a step, libraries, and what a block saves."""
+    """Bytes read and written, libraries, and what a block saves."""
     traffic = bars.traffic_bars({"fused": (16, 12), "apart": (60, 40)}, 28, "bytes")
     assert {"28", "100", "bytes, read", "bytes, written"} <= set(texts(traffic))
-    phases = bars.phase_bars({"run": {"forward": 1.0, "step": 2.0, "outside": 0.5}})
-    assert {"3.5 ms", "forward", "outside"} <= set(texts(phases))
     peers = bars.peer_bars({"minizero": [1.0, 3.0], "FSDP2": [5.0]}, ["FSDP2", "none"])
     assert {"FSDP2", "5"} <= set(texts(peers)) and "minizero" not in texts(peers)
     saved = plots.saved_bars({"none": {("block.up", "mm"): 900, ("", "add"): 100}})

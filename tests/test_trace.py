@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -282,27 +280,3 @@ def test_every_source_is_a_line_of_its_file(recorded: Any) -> None:
         assert any(f"def {function.rpartition('.')[2]}(" in one for one in lines)
     for trace, *_ in recorded[0]:
         assert all(s.source for s in with_sources(trace).slices)
-
-
-# --- The command ---
-
-
-def test_command_writes_it(tmp_path: Path) -> None:
-    words = "train --model 0.1m --steps 3 --batch 2 --sequence 16 --ranks 2 --out ."
-    done = subprocess.run(
-        [sys.executable, "-m", "minizero", *words.split(), "--trace", "run.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    chrome = json.loads((tmp_path / "run.json").read_text())
-    jsonschema.validate(chrome, SCHEMA)
-    assert "run.json" in done.stdout
-    peak = json.loads((tmp_path / "report.json").read_text())["peak"]
-    totals = [
-        sum(e["args"].values())
-        for e in chrome["traceEvents"]
-        if e["ph"] == "C" and e["pid"] == 0 and "device" in e["name"]
-    ]
-    assert max(totals) == peak  # which the trainer's own tracker has measured

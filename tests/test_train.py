@@ -69,25 +69,11 @@ def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
     assert torch.equal(model.head.weight, weights["tokens.weight"])
 
 
-@pytest.mark.parametrize("stage", ["0", "2"])
-def test_other_stages_learn_the_same(
-    stage: str, stage_3: tuple[Path, str], tmp_path: Path
-) -> None:
-    out = run(
-        "train", "--stage", stage, "--ranks", "3", *SMALL, "--out", ".", cwd=tmp_path
-    )
-    assert out.count("yes") == 4 and "NO" not in out
-    same = ("losses", "valid_loss", "sample")
-    a, b = report(tmp_path), report(stage_3[0])
-    assert [a[key] for key in same] == [b[key] for key in same]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         "--stage 1 --precision fp16 --steps 7",
         "--stage 2 --precision bf16 --offload-optimizer cpu",
-        "--offload-optimizer cpu --offload-param cpu --overlap --checkpointing full",
         "--offload-optimizer nvme --offload-param nvme --nvme files --overlap",
     ],
 )
@@ -103,16 +89,17 @@ def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
     assert isinstance(skipped, int) and (skipped > 0) == ("fp16" in options)
 
 
-def test_torchrun_gives_the_same(stage_3: tuple[Path, str], tmp_path: Path) -> None:
+def test_another_stage_under_torchrun_learns_the_same(
+    stage_3: tuple[Path, str], tmp_path: Path
+) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     torchrun += ["--standalone", "--nproc-per-node", "3", "-m"]
-    out = run(
-        "train", "--stage", "3", *SMALL, "--out", ".", cwd=tmp_path, launcher=torchrun
-    )
-    assert out.count("yes") == 4
-    same = ("losses", "valid_loss", "sample", "sent")
+    words = ["train", "--stage", "0", *SMALL, "--out", "."]
+    out = run(*words, cwd=tmp_path, launcher=torchrun)
+    assert out.count("yes") == 4 and "NO" not in out
     a, b = report(tmp_path), report(stage_3[0])
-    assert [a[key] for key in same] == [b[key] for key in same]
+    for key in ("losses", "valid_loss", "sample"):
+        assert a[key] == b[key], key
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ PAUSE = 25
 HEAVIER = {
     "02_ranks": (3_020, 500, 45),
     "03_data_parallel": (4_070, 540, 56),
-    "13_engine": (3_000, 525, 45),
 }
 """Chapters that are still heavier: they may grow no more."""
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}

@@ -43,7 +43,6 @@ class Config(Section):
     activation_checkpointing: schema.Recompute = schema.Recompute()
     tensorboard: schema.Monitor = schema.Monitor()
     csv_monitor: schema.Monitor = schema.Monitor()
-    flops_profiler: schema.FlopsProfiler = schema.FlopsProfiler()
     steps_per_print: Often = Field(0, ge=0)
     wall_clock_breakdown: bool = False
     dataloader_drop_last: bool = False

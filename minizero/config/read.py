@@ -84,7 +84,8 @@ def _known(
         if isinstance(value, str) and value == "auto":
             value = auto.get(where)
             if value is None and where not in IGNORED:
-                warnings.append(f'{where} is "auto", but nothing fills it here')
+                unfilled = "but nothing fills it here; the default is used"
+                warnings.append(f'{where} is "auto", {unfilled}')
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if value is None:

@@ -134,15 +134,6 @@ class Monitor(Section):
     job_name: str = "DeepSpeedJobName"
 
 
-class FlopsProfiler(Section):
-    """Counts the FLOPs of one forward, module by module, on rank 0."""
-
-    enabled: bool = False
-    profile_step: Count = 1
-    module_depth: int = Field(-1, ge=-1)
-    output_file: str | None = None
-
-
 def walk(
     section: type[Section], path: str = ""
 ) -> Iterator[tuple[str, type[Section] | None]]:

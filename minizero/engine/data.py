@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ..ranks import rank, world_size
 
 Collate = Callable[[list[Any]], Any]
 
 
-class ShardSampler(Sampler[int]):
-    """The samples of this rank, in order: a part of a permutation of all.
-
-    It is that of torch's `DistributedSampler`: all ranks draw one permutation from
-    `seed + epoch`, and rank r of N takes every N-th index from r on; the permutation's
-    start fills it up to a multiple of N. Without `shuffle` it is 0, 1, 2, ...
+class ShardSampler(DistributedSampler[Any]):
+    """The samples of this rank, in the order of torch's `DistributedSampler`.
 
     `start`: how many indices of the permutation are left out, because they have been
     seen. What follows does not depend on the number of ranks that saw them.
     """
 
-    def __init__(self, data: Sized, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, data: Any, shuffle: bool = True) -> None:
         if not len(data):
             raise ValueError("the training data is empty")
-        self.data, self.seed, self.shuffle = data, seed, shuffle
-        self.epoch = self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw another permutation, from the next iterator on."""
-        self.epoch = epoch
+        super().__init__(data, world_size(), rank(), shuffle)
+        self.whole = DistributedSampler[Any](data, 1, 0, shuffle)  # the permutation
+        self.start = 0
 
     def __len__(self) -> int:
-        return -(-(len(self.data) - self.start) // world_size())
+        return -(-(len(self.whole) - self.start) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(len(self.data)))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(order), generator=generator).tolist()
-        left, total = order[self.start :], len(self) * world_size()
-        while len(left) < total:
+        self.whole.epoch, self.whole.seed = self.epoch, self.seed
+        order, total = [*self.whole], len(self) * self.num_replicas
+        left = order[self.start :]
+        while len(left) < total:  # its start fills it up
             left += order[: total - len(left)]
-        return iter(left[rank() : total : world_size()])
+        return iter(left[self.rank : total : self.num_replicas])
 
 
 class Loader:
@@ -76,7 +67,7 @@ class Loader:
             )
         self.dataset, self.batch_size = dataset, batch_size
         self.collate_fn, self.drop_last = collate_fn, drop_last
-        self.data_sampler = ShardSampler(dataset, shuffle=shuffle)
+        self.data_sampler = ShardSampler(dataset, shuffle)
         if not len(self):
             raise ValueError(
                 f"each rank has {len(self.data_sampler)} samples, fewer than a "
@@ -108,7 +99,7 @@ class Loader:
                 generator=torch.Generator() if resumes else None,
             )
             for number, batch in enumerate(batches, 1):
-                self.seen = min(part.start + number * size * world_size(), len(part.data))
+                self.seen = min(part.start + number * size * world_size(), len(part.whole))
                 yield batch
                 if self._resumes:  # a place was loaded meanwhile
                     break

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
 from .data import Collate, Loader
-from .metrics import Monitor, profiled
+from .metrics import Monitor
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
@@ -32,8 +31,6 @@ _OPTIONS = {
     "bfloat16_enabled": "bf16.enabled",
     "loss_scale": "fp16.loss_scale",
     "fp16_auto_cast": "fp16.auto_cast",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
@@ -108,10 +105,7 @@ class Engine(StepLoop, nn.Module):
         if self._reported:
             self.meter.reset()
             self._reported = False
-        asked = self.config.flops_profiler
-        now = self.global_steps == asked.profile_step and self._position == 0
-        profile = asked.enabled and now and rank() == 0
-        with self.meter.phase("forward"), profiled(asked) if profile else nullcontext():
+        with self.meter.phase("forward"):
             return self.net(*args, **kwargs)
 
     def backward(
@@ -416,11 +410,10 @@ class Engine(StepLoop, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model's weights, in their dtype, into one file, on rank 0.
+        """Write the whole model's weights, in their dtype, for `torch.load`, on rank 0.
 
-        Every rank calls it. A safetensors file if the name ends so, else one for
-        `torch.load`. False, and nothing written, if parameters are sharded and the config
-        lacks `stage3_gather_16bit_weights_on_model_save`.
+        Every rank calls it. False, and nothing written, if parameters are sharded and the
+        config lacks `stage3_gather_16bit_weights_on_model_save`.
         """
         sharded = self.net.plan.parameters.sharded
         gathers = self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
@@ -437,14 +430,7 @@ class Engine(StepLoop, nn.Module):
             if rank() == 0:
                 path = Path(save_dir, save_filename)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(f"{path.name}.tmp")
-                if path.suffix == ".safetensors":
-                    # the format refuses tied weights: each name gets a copy
-                    copies = {k: v.detach().clone() for k, v in weights.items()}
-                    unfinished.write_bytes(safetensors.save(copies, {"format": "pt"}))
-                else:
-                    torch.save(weights, unfinished)
-                os.replace(unfinished, path)
+                torch.save(weights, path)
         return True
 
     def load_state_dict(

@@ -88,30 +88,15 @@ class Meter:
         return ", ".join(parts)
 
 
-def count_flops(depth: int | None = None) -> Any:
-    """torch's FLOP counter, which lacks the attention of CPUs: a context manager.
-
-    `depth`: of modules in its table; None: all.
-    """
+def count_flops() -> Any:
+    """torch's FLOP counter, which lacks the attention of CPUs: a context manager."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return sdpa_flop_count(q, k, v)
 
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    deepest = 10**6 if depth is None else depth
-    return FlopCounterMode(None, deepest, False, {on_cpu: attention})
-
-
-@contextmanager
-def profiled(asked: Any) -> Iterator[None]:
-    """Write a table of the block's FLOPs by module, as `flops_profiler` asks."""
-    with count_flops(None if asked.module_depth < 0 else asked.module_depth) as counter:
-        yield
-    if asked.output_file is None:
-        print(counter.get_table(), flush=True)
-    else:
-        Path(asked.output_file).write_text(f"{counter.get_table()}\n")
+    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 class Monitor:

@@ -1,4 +1,4 @@
-"""Horizontal bars: bytes by category, phases of a step, bytes read and written."""
+"""Horizontal bars: bytes by category, bytes read and written, libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from matplotlib.patches import Patch
 from minizero.lab.models.activations import Lines
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
-    DOING_COLOURS,
     GREY,
     LINES,
     STYLE,
@@ -131,16 +130,6 @@ def traffic_bars(
     kinds = f"{unit}, read", f"{unit}, written"
     rows = {name: dict(zip(kinds, pair, strict=True)) for name, pair in moved.items()}
     return bars(rows, dict(zip(kinds, LINES, strict=False)), "{:.4g}".format, floor)
-
-
-def phase_bars(runs: Rows) -> Figure:
-    """A bar for each run: the milliseconds of forward, backward and step.
-
-    What is called "outside" is a clear part: of the step, and of none of the three.
-    """
-    colours = {p: DOING_COLOURS[p] for p in ("forward", "backward")}
-    colours |= {"step": DOING_COLOURS["update"], "outside": "none"}
-    return bars(runs, colours, "{:.4g} ms".format)
 
 
 def peer_bars(values: Mapping[str, Sequence[float]], order: Iterable[str]) -> Figure:

@@ -1,0 +1,324 @@
+"""Chapter 3: data parallelism."""
+
+import torch
+
+from minizero import comm, launch
+from minizero.lab.course import Exercise, Wrong
+from minizero.lab.course.drivers import PATIENCE, Odd, digest, rows
+from minizero.ranks import rank
+from minizero.zero import DataParallel
+
+
+class CountBefore(Exercise):
+    label = "ex-ddp-1"
+    answer = "count"
+    book = {"params": 1.5e9, "ranks": 64}
+    starter = """
+def count(params: float, ranks: int) -> tuple[float, float, float]:
+    # GB that a rank holds, TB that all ranks hold together, GB that a rank sends in a
+    # step: in fp32 with AdamW, by data parallelism.
+    return 0.0, 0.0, 0.0
+"""
+    public = """
+assert count(1e9, 1)[2] == 0
+"""
+    reference = """
+def count(params, ranks):
+    held = 16 * params
+    sent = 4 * 2 * params * (ranks - 1) / ranks
+    return held / 1e9, ranks * held / 1e12, sent / 1e9
+"""
+    wrong = (
+        Wrong(
+            "elements",
+            "4 * 2 * params",
+            "2 * params",
+            "You gave the elements that are sent, in billions: each has 4 bytes.",
+        ),
+        Wrong(
+            "one pass",
+            "4 * 2 * params",
+            "4 * params",
+            "An all-reduce sends twice: sums are collected, and then handed out.",
+        ),
+        Wrong(
+            "parameters and gradients",
+            "16 * params",
+            "8 * params",
+            "You left out AdamW's two moments, 8 bytes a parameter.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {"params": rng.randint(2, 90) * 1e8, "ranks": rng.choice([3, 6, 12, 48])}
+            for _ in range(2)
+        ]
+
+
+class AClipThatWorks(Exercise):
+    label = "ex-ddp-3"
+    on_ranks = True
+    answer = "average_and_clip"
+    points = 6
+    starter = """
+import torch
+
+from minizero import comm
+
+
+def average_and_clip(model: torch.nn.Module, max_norm: float) -> None:
+    # Called on every rank, each with gradients of its own in `p.grad`: afterwards they
+    # are the mean over ranks, clipped to a norm of `max_norm`.
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for p in model.parameters():
+        comm.all_reduce(p.grad, average=True)
+"""
+    public = """
+import torch
+
+layer = torch.nn.Linear(3, 2)
+layer(torch.ones(1, 3)).sum().backward()
+average_and_clip(layer, 0.1)  # one rank alone
+norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+assert abs(norm - 0.1) < 1e-4
+"""
+    reference = """
+import torch
+
+from minizero import comm
+
+
+def average_and_clip(model, max_norm):
+    for p in model.parameters():
+        comm.all_reduce(p.grad, average=True)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+"""
+    wrong = (
+        Wrong(
+            "clips, then averages",
+            "",
+            starter,
+            "Each rank clips its own gradient first: the mean of clipped gradients is"
+            " not"
+            " the clipped mean, and not in its direction.",
+        ),
+        Wrong(
+            "clips by its own norm",
+            "",
+            """
+import torch
+
+from minizero import comm
+
+
+def average_and_clip(model, max_norm):
+    grads = [p.grad for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads)
+    for grad in grads:
+        comm.all_reduce(grad, average=True)
+        grad.mul_(min(1, max_norm / norm.item()))
+""",
+            "You took the norm before the mean: each rank has another, so the ranks "
+            "do not"
+            " even agree.",
+        ),
+        Wrong(
+            "clips by the mean of norms",
+            "",
+            """
+import torch
+
+from minizero import comm
+
+
+def average_and_clip(model, max_norm):
+    grads = [p.grad for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads).reshape(1)
+    comm.all_reduce(norm, average=True)
+    for grad in grads:
+        comm.all_reduce(grad, average=True)
+        grad.mul_(min(1, max_norm / norm.item()))
+""",
+            "You took the mean of the norms: the norm of the mean is smaller.",
+        ),
+    )
+    explain = "Where the difference would be noticed."
+
+    def draw(self, rng):
+        odd = rng.sample([5, 7, 9, 11], 2)
+        return [
+            {"ranks": n, "width": w, "max_norm": 0.125}
+            for n, w in zip((2, 3), odd, strict=True)
+        ]
+
+    @staticmethod
+    def run(answer, ranks, width, max_norm):
+        def clipped():
+            torch.manual_seed(width)
+            layer = torch.nn.Linear(width, 2)
+            torch.manual_seed(rank())
+            scale = 4.0 ** rank()  # one rank's gradients are much larger
+            layer(scale * torch.randn(5, width)).square().mean().backward()
+            answer(layer, max_norm)
+            return [p.grad.flatten().tolist() for p in layer.parameters()]
+
+        found = launch(clipped, ranks, timeout=PATIENCE)
+        return {f"gradients on rank {r}": each for r, each in enumerate(found)}
+
+
+class PaddedTokens(Exercise):
+    label = "ex-ddp-4"
+    on_ranks = True
+    answer = "loss_of"
+    points = 8
+    starter = """
+import torch.nn.functional as F
+from torch import Tensor
+
+from minizero import comm
+from minizero.ranks import world_size
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    # Called on every rank before `net.backward(loss)`, which takes the mean over ranks.
+    # Targets of -100 do not count.
+    return F.cross_entropy(logits, targets, ignore_index=-100)
+"""
+    public = """
+import torch
+
+logits, targets = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
+assert loss_of(logits, targets).isclose(F.cross_entropy(logits, targets))
+"""
+    reference = """
+import torch
+import torch.nn.functional as F
+
+from minizero import comm
+from minizero.ranks import world_size
+
+
+def loss_of(logits, targets):
+    total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    count = (targets != -100).sum().float().reshape(1)
+    comm.all_reduce(count)
+    return total * world_size() / count[0]
+"""
+    wrong = (
+        Wrong(
+            "own count",
+            "    comm.all_reduce(count)\n    return total * world_size() / count[0]",
+            "    return total / count[0]",
+            "Each rank divides by its own count, so tokens of short sequences weigh "
+            "more"
+            " than others.",
+        ),
+        Wrong(
+            "mean over ranks forgotten",
+            "total * world_size() / count[0]",
+            "total / count[0]",
+            "`backward` takes the mean over ranks, which divides by N once more: "
+            "multiply"
+            " by the number of ranks.",
+        ),
+        Wrong(
+            "padding counted",
+            "(targets != -100).sum()",
+            "torch.tensor(targets.numel())",
+            "You divided by all tokens, those of the padding too.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {"ranks": n, "width": rng.choice([5, 7, 9]), "seed": rng.randint(0, 99)}
+            for n in (2, 3)
+        ]
+
+    @staticmethod
+    def run(answer, ranks, width, seed):
+        def stepped():
+            torch.manual_seed(seed)
+            layer = torch.nn.Linear(width, 3)
+            net = DataParallel(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+            torch.manual_seed(1000 * rank() + seed)
+            targets = torch.randint(3, (12,))
+            targets[3 + 4 * rank() :] = -100
+            net.backward(answer(net(torch.randn(12, width)), targets))
+            net.step()
+            return [w.flatten().tolist() for w in net.state_dict().values()]
+
+        return {"weights after a step": launch(stepped, ranks, timeout=PATIENCE)[0]}
+
+
+class LaterSchedule(Exercise):
+    label = "ex-ddp-5"
+    on_ranks = True
+    answer = "Later"
+    points = 6
+    starter = """
+from minizero.zero import Action, Schedule
+
+
+class Later(Schedule):
+    "Launches a unit's reduction when its gradients are complete, and does not wait."
+"""
+    public = """
+assert issubclass(Later, Schedule)
+"""
+    reference = """
+from minizero.zero import Action, Schedule
+
+
+class Later(Schedule):
+    def grads_ready(self, unit):
+        return [Action("reduce", unit)]
+"""
+    wrong = (
+        Wrong(
+            "unchanged",
+            '    def grads_ready(self, unit):\n        return [Action("reduce", unit)]',
+            "    pass",
+            "Backward still stands still at each unit until its sums are there.",
+        ),
+        Wrong(
+            "nothing launched",
+            'return [Action("reduce", unit)]',
+            "return []",
+            "You launch nothing, so gradients are never averaged: leave out the wait "
+            "only.",
+        ),
+        Wrong(
+            "launched twice",
+            'return [Action("reduce", unit)]',
+            'return [Action("reduce", unit), Action("reduce", unit)]',
+            "Each unit is reduced twice: `reduce` launches, and one launch is enough.",
+        ),
+    )
+    explain = "Why the bits should be the same."
+
+    def draw(self, rng):
+        odd = rng.sample([11, 13, 15, 17], 2)
+        return [{"ranks": n, "width": w} for n, w in zip((2, 3), odd, strict=True)]
+
+    @staticmethod
+    def run(answer, ranks, width):
+        def trained():
+            model = Odd(width)
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+            net = DataParallel(model, adamw, schedule=answer())
+            for step in range(2):
+                with comm.algorithm("direct"), comm.ledger() as calls:
+                    net.backward(net(rows(width, step, 0)))
+                    net.step()
+            reduced = calls.select("all_reduce", "backward")
+            launched = max((c.launched for c in reduced), default=0)
+            waited = min((c.waited for c in reduced), default=0)
+            return {
+                "calls": len(calls),
+                "waits between launches": waited < launched,
+                "weights": digest(net.state_dict()) if rank() == 0 else "",
+            }
+
+        return launch(trained, ranks, timeout=PATIENCE)[0]
