@@ -1,6 +1,6 @@
 """Gives each page that has an explorable the script that draws it.
 
-The directive `timeline` draws that figure in a page that is no notebook.
+The directive `plans` draws the landing figure, in a page that is no notebook.
 
 The script stands in the page's head and is not deferred: an explorable draws itself
 before what follows it is laid out, so nothing moves. And the list
@@ -17,16 +17,16 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from minizero.lab.explorables.base import script
-from minizero.lab.explorables.timeline import Timeline
+from minizero.lab.explorables.plans import Plans
 
 FILE = "explorables.js"
 
 
 class Figure(SphinxDirective):
-    """The timeline as it opens: ZeRO-3 with all collectives beside computation."""
+    """A step under data parallelism and ZeRO-1, 2 and 3."""
 
     def run(self) -> list[nodes.Node]:
-        page = f'<div style="margin: 1.5rem 0">{Timeline().element()}</div>'
+        page = f'<div style="margin: 1.5rem 0">{Plans().element()}</div>'
         return [nodes.raw("", page, format="html")]
 
 
@@ -49,7 +49,7 @@ def load(
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
-    app.add_directive("timeline", Figure)
+    app.add_directive("plans", Figure)
     app.connect("builder-inited", write)
     app.connect("html-page-context", load)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

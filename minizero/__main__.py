@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     known = f"Models: {', '.join(MODELS)}. Machines: {', '.join(MACHINES)}."
-    plan = command("plan", "find the fastest config that fits, and say why", known)
+    plan = command("plan", "choose a stage, say why, and write the config", known)
     plan.add_argument("--machine", default="h100-80gb", help="one of those below")
     plan.add_argument("--gpus", type=int, required=True)
     plan.add_argument("--sequence", type=int, default=2048, help="tokens")

@@ -78,15 +78,11 @@ def test_what_a_part_found_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As soon as it ends, whether it went well or not."""
-    commands = {"bus": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
+    commands = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
     made = [gpu.Part(n, [sys.executable, "-c", c], 0) for n, c in commands.items()]
     monkeypatch.setattr(gpu, "parts", lambda: made)
-    gpu.main(["b", "--out", str(tmp_path)])
+    gpu.main(["--out", str(tmp_path)])
     [path] = tmp_path.glob("gpu-*.json")
     found = json.loads(path.read_text())["parts"]
-    assert found["bus"]["ok"] and found["bus"]["found"] == {"up": 1.5}
+    assert found["alone"]["ok"] and found["alone"]["found"] == {"up": 1.5}
     assert not found["bad"]["ok"] and "no card" in found["bad"]["said"]
-
-
-def test_overlaps_are_counted_once() -> None:
-    assert gpu.union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]

@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,10 @@ OVERLAP = {"overlap_comm": True}
 FP16 = {"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 4}}  # no overflow
 Runs = list[tuple[dict[str, Any], str]]
 TWO: Runs = [
-    *((settings(*place), "") for place in PLACES),
-    *((settings(*place, **OVERLAP), "checkpoint") for place in PLACES),
+    *(
+        (settings(*place, overlap_comm=i % 2 == 0), "checkpoint" * (i % 2))
+        for i, place in enumerate(PLACES)
+    ),
     (settings(3, "cpu", BOTH, **OVERLAP, **FP16, gradient_accumulation_steps=2), ""),
     (settings(1, gradient_accumulation_steps=2, reduce_bucket_size=1000), "frozen"),
     (settings(2, bf16={}, gradient_clipping=1.0), "untied"),
@@ -78,14 +81,7 @@ TWO: Runs = [
 ]
 GROUPS = {"mics_shard_size": 2} | OVERLAP
 FOUR: Runs = [
-    *(
-        (settings(*place, overlap_comm=i % 2 == 0), "checkpoint" * (i % 2))
-        for i, place in enumerate(PLACES)
-    ),
-    *(
-        (settings(*place, **GROUPS), "")
-        for place in ((1, "cpu"), (2,), (3, "cpu", BOTH))
-    ),
+    *((settings(*place, **GROUPS), "") for place in ((1, "cpu"), (3, "cpu", BOTH))),
     (settings(3, zero_hpz_partition_size=2, gradient_accumulation_steps=2), ""),
 ]
 
@@ -111,6 +107,7 @@ def measured(runs: Runs) -> list[tuple[Any, ...]]:
         many = engine.gradient_accumulation_steps()
         for _ in range(many):
             step(engine)
+        gc.collect()  # as the dry run does
         with Tracker() as seen, minizero.comm.ledger() as calls:
             for _ in range(many):
                 step(engine)
@@ -147,39 +144,32 @@ def decoder(world_size: int = 1024, /, **config: Any) -> DryRun:
     return dryrun(lambda: Decoder(SHAPE), config, world_size=world_size, batch=batch)
 
 
-def test_state_at_many_ranks_is_what_the_estimate_says() -> None:
-    for stage in (1, 3):
-        found = decoder(**settings(stage))
-        expected = estimate(SHAPE.parameters, 1024, stage)
-        assert found.parameters == SHAPE.parameters
-        for category in ("parameters", "gradients", "optimizer"):
-            padded = 2 * 14 * 3 * 1024  # each unit is padded to 1,024 shards
-            want = getattr(expected, category)
-            assert want <= found.between[category] <= want + padded, category
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model", "ranks"), [("llama-7b", 8), ("llama-70b", 1024)])
-def test_state_of_a_large_model_is_exactly_the_estimate(model: str, ranks: int) -> None:
-    shape, tokens = MODELS[model], torch.zeros(1, 512, dtype=torch.long)
+def test_state_of_a_wide_model_is_exactly_the_estimate(model: str, ranks: int) -> None:
+    shape, tokens = replace(MODELS[model], layers=4), torch.zeros(1, 512).long()
     build = functools.partial(Decoder, shape)
-    batch = (tokens, tokens)
-    found = dryrun(build, settings(3), world_size=ranks, batch=batch)
+    found = dryrun(build, settings(3), world_size=ranks, batch=(tokens, tokens))
     state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
     assert found.parameters == shape.parameters
-    assert found.between["parameters"] == state.parameters
-    assert found.between["gradients"] == state.gradients
-    assert found.between["optimizer"] == state.optimizer + counters
+    for category, width in (("parameters", 2), ("gradients", 2), ("optimizer", 12)):
+        # a shard of each unit is padded to a multiple of 32 elements
+        more = found.between[category] - getattr(state, category)
+        assert 0 <= more <= counters + 31 * width * (shape.layers + 1), category
 
 
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
+WIDE = Shape(6, 512, 8, 256, 2, 1792, gated=True)
+
+
 @pytest.mark.parametrize(
-    ("shape", "stage", "precision", "size"),
+    ("shape", "stage", "precision", "size", "how"),
     [
-        (MODELS["gpt2"], 3, "bf16", 4),
-        (MODELS["llama-8b"], 3, "bf16", 1),
-        (Shape(6, 512, 8, 256, 2, 1792, gated=True), 2, "bf16", 8),
-        (Shape(6, 512, 8, 256), 1, "fp32", 8),
+        (replace(MODELS["gpt2"], layers=4), 3, "bf16", 4, "none"),
+        (replace(MODELS["llama-8b"], layers=4), 3, "bf16", 1, "selective"),
+        (WIDE, 2, "bf16", 8, "none"),
+        (WIDE, 2, "bf16", 8, "selective"),
+        (WIDE, 2, "bf16", 8, "full"),
+        (Shape(6, 512, 8, 256), 1, "fp32", 8, "full"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -250,13 +240,13 @@ def test_a_plan_fits_by_the_dry_run_of_its_file(
 ) -> None:
     """The file says which GPUs, sequence and recomputation it is for."""
     path = tmp_path / "ds_config.json"
-    words = "plan --model gpt2-xl --machine v100-32gb --gpus 16 --precision fp16"
+    words = "plan --model gpt2 --machine v100-32gb --gpus 16 --precision fp16"
     words += " --sequence 1024 --batch-tokens 512k"
     assert main([*words.split(), "--out", str(path)]) == 0
     planned = re.search(r"([\d.]+) GB of 28.8 GB", capsys.readouterr().out)
     assert planned
     config = json.loads(path.read_text())
-    command = ["dryrun", "--model", "gpt2-xl", "--config", str(path)]
+    command = ["dryrun", "--model", "gpt2", "--config", str(path)]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "rank 0 of 16" in out and "fits in 32.0 GB" in out

@@ -19,7 +19,6 @@ from minizero.config import ConfigError
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.config import ConfigExplorer, plans
 from minizero.lab.explorables.figures import (
-    ActivationExplorer,
     Exchanges,
     LinkTime,
     Shards,
@@ -32,7 +31,9 @@ from minizero.lab.explorables.memory import (
     explorer,
     gpt_shape,
 )
+from minizero.lab.explorables.plans import SIZE, Plans
 from minizero.lab.explorables.predict import Predict, choice, curve, number
+from minizero.lab.explorables.steps import Setting, simulated
 from minizero.lab.explorables.timeline import Timeline
 from minizero.memory.plan import OPTIMIZERS
 
@@ -44,8 +45,8 @@ ALL: list[type[Explorable]] = [
     LinkTime,
     SaveInterval,
     ConfigExplorer,
-    ActivationExplorer,
     Timeline,
+    Plans,
 ]
 EVERY = [*ALL, Predict]
 """Those of questions too, which have nothing to set."""
@@ -181,6 +182,25 @@ def test_python_sees_the_controls() -> None:
     widget.set_state({"world_size": 64})
     assert seen == [64]
     assert widget.breakdown(3).total == 112e9 / 64
+
+
+def test_landing_figure_agrees_with_the_table_below_it() -> None:
+    """Stored bytes are the formula's; equal volume takes equal time, ZeRO-3 more."""
+    rows = Plans().numbers()
+    for stage, (_, _, stored, most, _) in enumerate(rows):
+        assert stored == pytest.approx(estimate(7e9, 8, stage).total, rel=1e-4)
+        assert most > stored
+    zero, one, two, three = (row[-1] for row in rows)
+    assert one == two < three
+    sent = {
+        verb: sum(s.end - s.begin for s in simulated(Setting(stage), SIZE).slices
+                  if s.verb == verb)
+        for stage, verb in enumerate(("all_reduce", "reduce_scatter"))
+    }  # fmt: skip
+    assert sent["all_reduce"] == pytest.approx(2 * sent["reduce_scatter"], rel=1e-3)
+    assert zero > one  # every rank updates everything
+    peaks = [row[3] for row in rows]
+    assert peaks == sorted(peaks, reverse=True) and peaks[3] < peaks[2] / 1.5
 
 
 # --- The config explorer and the questions ---

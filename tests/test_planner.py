@@ -1,12 +1,9 @@
-"""The planner: the fastest that fits, its config, its words, and the commands."""
+"""The planner: its rule, its config, its words, and the commands."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,36 +25,44 @@ from minizero.scale.planner import SAME, Result, candidates, describe, ds_config
 
 V100 = replace(MACHINES["v100-32gb"], gpus=8)
 SLOW = replace(V100, network=1.25e9 / 8)
+SMALL = shape_of(GPTConfig(layers=6, hidden=96, heads=3, sequence=64))
 
 
-def job(
-    model: str = "gpt2-xl", machine: Any = V100, gpus: int = 16, each: int = 16,
-    sequence: int = 1024, **more: Any,
-) -> Job:  # fmt: skip
-    more.setdefault("precision", "fp16")
-    return Job(MODELS[model], machine, gpus, each * gpus, sequence, **more)
+def job(machine: Any = V100, gpus: int = 16, each: int = 16, **more: Any) -> Job:
+    shape = replace(MODELS["gpt2-xl"], layers=8)
+    return Job(shape, machine, gpus, each * gpus, 1024, "fp16", **more)
 
 
-def test_the_fastest_that_fits_is_chosen() -> None:
-    choice = choose(job())
-    found = [Result(choice.job, c) for c in candidates(choice.job)]
-    least = min(r.seconds for r in found if r.fits and r.allowed)
-    assert choice.best.fits and choice.best.seconds == least
-    kinds = {choice.best.candidate.kind, *(r.candidate.kind for r in choice.others)}
-    assert kinds == {r.candidate.kind for r in found}
-    assert "\n  the fastest that fits\n" in describe(choice)
-
-
-def test_of_equals_the_one_with_fewest_options_is_chosen_and_that_is_said() -> None:
-    """Chapter 18's job: offload is faster by less than a prediction is off."""
-    shape = shape_of(GPTConfig(layers=6, hidden=96, heads=3, sequence=64))
-    choice = choose(Job(shape, TOY, 4, 8, 64, "fp32"))
-    assert choice.best.candidate.extras == 0
-    least = min(choice.loses(r) for r in choice.others if r.fits)
-    assert -SAME / (1 + SAME) <= least < 0
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(SMALL, TOY, 4, 8, 64, "fp32"),  # chapter 18's: offload is a little faster
+        Job(SMALL, replace(TOY, network=1e8), 4, 8, 64, "fp32"),  # and here by more
+        Job(SMALL, replace(TOY, memory=1e9), 4, 8, 64, "fp32"),  # everything fits
+        Case(2.6e6, 3e6, ranks=4, gpus=2).job,  # groups
+    ],
+    ids=["toy", "faster link", "roomy", "two nodes"],
+)
+def test_the_lowest_stage_that_fits_unless_another_is_faster(job: Job) -> None:
+    """By the rule, applied to predictions of every candidate."""
+    every = [Result(job, c) for c in candidates(job)]
+    fitting = [r for r in every if r.fits and r.allowed]
+    least = min(r.seconds for r in fitting)
+    near = [r for r in fitting if r.seconds <= (1 + SAME) * least]
+    choice = choose(job)
+    assert choice.best == min(near, key=Result.simplicity)
+    kinds: dict[str, list[Result]] = {}
+    for result in every:
+        kinds.setdefault(result.candidate.kind, []).append(result)
+    for other in (choice.best, *choice.others):
+        mine = [r for r in kinds.pop(other.candidate.kind) if r.fits]
+        assert other.fits == bool(mine)
+        assert not mine or other.seconds == min(r.seconds for r in mine)
+    assert not kinds
+    lowest = min(fitting, key=Result.simplicity)
     text = describe(choice)
-    assert "within 4% of the fastest that fits, and with fewer options" in text
-    assert "the fastest that fits\n" not in text and "% faster (" in text
+    assert ("the lowest stage that fits" in text) == (lowest == choice.best)
+    assert (f"{lowest.candidate.kind} fits too" in text) == (lowest != choice.best)
 
 
 def test_only_equals_are_compared_by_their_options() -> None:
@@ -66,7 +71,6 @@ def test_only_equals_are_compared_by_their_options() -> None:
     late = replace(plain, micro_batch=1, accumulation=16)
     coded = replace(copy, weight_bits=8, gradient_bits=4)
     away = replace(plain, offload_optimizer="cpu", offload_param="cpu")
-    assert away.extras == coded.extras
     for ways, quantize, best in (
         ((plain, copy), False, copy),
         ((plain, late), False, plain),
@@ -74,25 +78,17 @@ def test_only_equals_are_compared_by_their_options() -> None:
         ((away, coded), True, coded),
     ):
         for among in (ways, ways[::-1]):
-            slow = job(machine=SLOW, quantize=quantize)
+            slow = job(SLOW, quantize=quantize)
             assert choose(slow, among).best.candidate == best
 
 
-def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
-    small = replace(V100, memory=4e9)
-    best = choose(job("gpt2-xl", small, 1, each=1)).best.candidate
+def test_offload_and_groups_are_chosen_where_they_help() -> None:
+    best = choose(job(replace(V100, memory=1.6e9), 1, each=1)).best.candidate
     assert (best.offload_optimizer, best.offload_param) == ("cpu", "cpu")
-
-
-def test_groups_are_chosen_by_the_network() -> None:
-    fast = replace(V100, network=100e9)
-    assert choose(job(machine=fast)).best.candidate.group is None
-    best = choose(job(machine=SLOW)).best.candidate
-    assert 8 in (best.group, best.secondary)
-    # what rounds is chosen only when that is allowed
-    coded = choose(job(machine=SLOW, quantize=True)).best.candidate
-    assert coded.weight_bits == 8 and best.weight_bits is None
-    assert "--quantize" in describe(choose(job(machine=SLOW)))
+    assert choose(job(replace(V100, network=100e9))).best.candidate.extras == 0
+    slow = choose(job(SLOW))
+    assert 8 in (slow.best.candidate.group, slow.best.candidate.secondary)
+    assert slow.best.candidate.weight_bits is None and "--quantize" in describe(slow)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +147,6 @@ def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:
     ("model", "gpus", "tokens", "more"),
     [
         ("llama-8b", 64, "4M", "--sequence 2048"),
-        ("llama-70b", 1024, "3_333_333", "--machine a100-80gb --sequence 2048"),
         ("gpt2", 1, "7000", "--machine rtx-4090 --sequence 1000"),
     ],
 )
@@ -167,7 +162,7 @@ def test_plans_are_configs_that_are_read(
     assert not config.warnings
     assert f"plan: stage {config.zero_optimization.stage}" in out
     made = config.train_batch_size * int(more.split()[-1])
-    assert made == pytest.approx(count(tokens), rel=0.5 if gpus > 1000 else 0.06)
+    assert made == pytest.approx(count(tokens), rel=0.06)
     how = written["minizero_plan"]
     assert how["gpus"] == gpus and how["machine"] in MACHINES
     said = re.search(r'recompute_units\(model, "(\w+)"\)', out)
@@ -187,6 +182,7 @@ def test_plans_are_configs_that_are_read(
         ("--model gpt2 --gpus 8 --precision int8", "precision must be one of bf16"),
         ("--model gpt2 --gpus 8 --sequence 0", "sequence must be a whole number >= 1"),
         ("--model llama-405b --gpus 8 --batch-tokens 32k", "nothing fits 8 GPUs"),
+        ("--model pyproject.toml --gpus 8", "pyproject.toml is no JSON"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_sentence(
@@ -213,18 +209,6 @@ def test_help_lists_commands_machines_and_models(
         assert {*MACHINES, *MODELS} <= {*words}
 
 
-def test_a_reader_may_leave_early() -> None:
-    """As `head` does."""
-    read, write = os.pipe()
-    os.close(read)
-    words = "-m minizero estimate --params 7e9 --ranks 8".split()
-    with os.fdopen(write) as pipe:
-        done = subprocess.run(
-            [sys.executable, *words], stdout=pipe, stderr=subprocess.PIPE
-        )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_batches_are_near_what_was_asked_for() -> None:
     assert sequences(4_000_000, 2048, 64) == 64 * 30
     assert sequences(2**22, 2048, 64) == 64 * 32
@@ -236,29 +220,6 @@ def test_batches_are_near_what_was_asked_for() -> None:
 
 
 def test_sizes_have_units_that_fit() -> None:
-    tiny = Case(3e6, 1e6).job
-    text = describe(choose(tiny))
+    text = describe(choose(Case(3e6, 1e6).job))
     assert " MB of 3 MB" in text and "0.0" not in text.split("the other kinds")[0]
     assert "parameters on 2 GPUs of toy machine" in text
-
-
-LLAMA = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 128_256,
-    "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
-GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50_257}
-
-
-@pytest.mark.parametrize(("config", "size"), [(LLAMA, "8.03B"), (GPT2, "124M")])
-def test_a_model_of_hugging_face_is_planned(
-    config: dict[str, Any], size: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    words = f"--model {path} --gpus 8 --batch-tokens 512k"
-    assert plan(capsys, words).startswith(f"{size} parameters")
-    path.write_text("{")
-    assert main(["plan", "--model", str(path), "--gpus", "8"]) == 2
-    assert "is no JSON" in capsys.readouterr().err

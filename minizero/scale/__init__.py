@@ -12,16 +12,5 @@ from .planner import Choice, Job, choose
 from .predict import Prediction, predict
 from .shapes import MODELS, Shape
 
-__all__ = [
-    "Candidate",
-    "Choice",
-    "Job",
-    "MACHINES",
-    "MODELS",
-    "Machine",
-    "Memory",
-    "Prediction",
-    "Shape",
-    "choose",
-    "predict",
-]
+__all__ = ["Candidate", "Choice", "Job", "MACHINES", "MODELS", "Machine", "Memory"]
+__all__ += ["Prediction", "Shape", "choose", "predict"]

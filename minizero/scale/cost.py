@@ -98,7 +98,8 @@ class Costs:
     three matrices at the memory's rate, because a small one cannot hide them.
     `attention`: "flash", or "eager", which writes every score.
     `precision`: "bf16", "fp16", "fp32" (products in TF32, half as fast), or "fp8" for
-    the blocks' products.
+    the blocks' products. `logit`: bytes that the loss needs for each logit: the fp32
+    log-softmax and two gradients of it, or 4 of a fused 16-bit kernel.
     """
 
     shape: Shape
@@ -107,6 +108,13 @@ class Costs:
     sequence: int
     attention: str = "flash"
     precision: str = "bf16"
+    logit: int = 12
+
+    def __post_init__(self) -> None:
+        check_choices(
+            precision=(self.precision, ITEMSIZES),
+            attention=(self.attention, ("flash", "eager")),
+        )
 
     @property
     def itemsize(self) -> int:
@@ -222,14 +230,13 @@ class Costs:
     def activations(self, checkpointing: str) -> float:
         """Bytes of activations at their peak in a step.
 
-        All blocks have saved what they keep. Then there are, whichever is most: the
-        logits three times in fp32 (their log-softmax and two gradients); the head's
-        gradient and two copies of it; or what the last block computes again, with its
-        gradients and those of its weights.
+        All blocks have saved what they keep. Then there are, whichever is most: what
+        the loss needs; the head's gradient and two copies of it; or what the last block
+        computes again, with its gradients and those of its weights.
         """
         shape, size = self.shape, self.itemsize
         kept = self.saved(checkpointing)
-        loss = self.tokens * (12 * shape.vocab + 2 * size * shape.hidden)
+        loss = self.tokens * (self.logit * shape.vocab + 2 * size * shape.hidden)
         wide = (2 if shape.gated else 1) * shape.ffn + shape.hidden
         weights = 2 * max(i * o for i, o in shape.linears)
         block = self.saved() - kept + size * (self.tokens * wide + weights)
@@ -259,9 +266,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     @classmethod
-    def of(
-        cls, costs: Costs, how: Candidate, world_size: int, reduced: int
-    ) -> Memory:
+    def of(cls, costs: Costs, how: Candidate, world_size: int, reduced: int) -> Memory:
         """What a rank needs, before fragmentation and what CUDA takes.
 
         reduced: bytes of an element of a gradient as it is reduced.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from .. import comm
 from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
-from ..memory.tracker import Sample, Tracker
+from ..memory.tracker import Tracker
 from ..offload import delayed, nvme
 from ..offload.swap_file import Transfer
 from .shapes import Shape
@@ -78,15 +78,11 @@ class FakeTracker(Tracker):
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The last mark before the peak, and the live bytes of each category then."""
-        mark = ""
-        highest: Sample | None = None
-        for sample in self.samples:
-            if sample.event:
-                mark = f"{sample.event} {sample.unit}".strip()
-            if sum(sample.live.values()) == self.peak:
-                highest = sample
-                break
-        return mark, {k: n for k, n in highest.live.items() if n} if highest else {}
+        totals = [sum(sample.live.values()) for sample in self.samples]
+        first = totals.index(max(totals))
+        marks = [s for s in self.samples[: first + 1] if s.event]
+        when = f"{marks[-1].event} {marks[-1].unit}".strip() if marks else ""
+        return when, {k: n for k, n in self.samples[first].live.items() if n}
 
 
 class NoFile:
@@ -109,21 +105,15 @@ class NoFile:
     def close(self) -> None: ...
 
 
-def _in_turn(mode: FakeTensorMode) -> type[ThreadPoolExecutor]:
-    """A thread in the modes of this one. It is waited for, because two threads cannot
-    use a fake tensor mode at a time."""
+class NoThread:
+    """In place of a thread: what is submitted has run when `submit` returns."""
 
-    class InTurn(ThreadPoolExecutor):
-        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            def inside() -> Any:
-                with mode, Values():
-                    return fn(*args, **kwargs)
+    def __init__(self, *args: object) -> None: ...
 
-            done = super().submit(inside)
-            wait([done])
-            return done
-
-    return InTurn
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args))
+        return done
 
 
 def _address(tensor: Tensor) -> int:
@@ -151,7 +141,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             # a GPU that is there would be given pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
             (nvme, "SwapFile", NoFile),
-            (delayed, "ThreadPoolExecutor", _in_turn(mode)),
+            (delayed, "ThreadPoolExecutor", NoThread),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())

@@ -1,4 +1,4 @@
-"""The fastest plan among those that fit, its reasons, and the config for it."""
+"""The plan for a model on GPUs, the reasons for it, and its config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shapes import Shape, check_choices, check_counts
 LARGEST = 256
 """Most sequences of a micro-batch."""
 SAME = 0.04
-"""The mean error of a prediction: steps that differ by less count as equal."""
+"""The mean error of a prediction: steps that differ by less count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,25 @@ class Result:
     candidate: Candidate
 
     @cached_property
-    def memory(self) -> Memory:
-        """Bytes of a rank."""
-        c, job = self.candidate, self.job
-        tokens = c.micro_batch * job.sequence
-        costs = Costs(
+    def costs(self) -> Costs:
+        """What a micro-batch costs."""
+        job, tokens = self.job, self.candidate.micro_batch * self.job.sequence
+        return Costs(
             job.shape, job.machine, tokens, job.sequence, precision=job.precision
         )
-        return Memory.of(costs, c, job.gpus, ITEMSIZES[job.precision])
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes of a rank."""
+        job = self.job
+        return Memory.of(self.costs, self.candidate, job.gpus, ITEMSIZES[job.precision])
+
+    @property
+    def least(self) -> float:
+        """Seconds of a step that only computes: it never takes less."""
+        block = self.costs.block(self.candidate.checkpointing)
+        computed = self.job.shape.layers * sum(block) + sum(self.costs.head())
+        return self.candidate.accumulation * computed
 
     @property
     def allowed(self) -> bool:
@@ -137,6 +148,10 @@ class Result:
         """Of a step."""
         return self.prediction.step_seconds
 
+    def simplicity(self) -> tuple[int, int, float]:
+        """Options, stage and seconds: the least is chosen among equals."""
+        return self.candidate.extras, self.candidate.stage, self.seconds
+
     def fit(self) -> str:
         """Whether it fits, in words."""
         job, memory = self.job, self.memory
@@ -162,16 +177,22 @@ class Choice:
 
 
 def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
-    """The fastest candidate that fits; among plans as fast, the one of fewest options.
+    """The lowest stage that fits, unless another plan is faster by more than `SAME`.
 
-    Plans within `SAME` of the fastest count as equally fast: their predictions are off
-    by as much. among: the candidates (default: all). ValueError if none fits.
+    So of all plans that fit, those stay that the fastest beats by no more than the
+    error of a prediction; of these it is the one with the fewest options (offload,
+    groups), then of the lowest stage, then the fastest.
+
+    among: the candidates (default: all). ValueError if none fits.
     """
-    results = [Result(job, c) for c in (among or candidates(job))]
-    by_time = sorted((r for r in results if r.fits), key=lambda r: r.seconds)
-    allowed = [r for r in by_time if r.allowed]
-    if not allowed:
-        least = min((r for r in results if r.allowed), key=lambda r: max(
+    kinds: dict[str, list[Result]] = {}
+    for candidate in among or candidates(job):
+        kinds.setdefault(candidate.kind, []).append(Result(job, candidate))
+    found = [_best(kind) for kind in kinds.values()]
+    found.sort(key=lambda r: r.seconds if r.fits else inf)
+    allowed = [r for r in found if r.allowed]
+    if not allowed[0].fits:
+        least = min(allowed, key=lambda r: max(
             r.memory.total / job.room, r.memory.host / job.host
         ))  # fmt: skip
         raise ValueError(
@@ -181,17 +202,24 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
             "GPUs, or a shorter sequence"
         )
     near = (1 + SAME) * allowed[0].seconds
-    equals = [r for r in allowed if r.seconds <= near]
-    best = min(equals, key=lambda r: (r.candidate.extras, r.seconds))
-    others = []
-    for kind in dict.fromkeys(r.candidate.kind for r in results):
-        fitting = (r for r in by_time if r.candidate.kind == kind)
-        every = (r for r in results if r.candidate.kind == kind)
-        least = min(every, key=lambda r: r.memory.total)
-        others.append(next(fitting, least))
-    others = [r for r in others if r.candidate.kind != best.candidate.kind]
-    others.sort(key=lambda r: r.seconds if r.fits else inf)
-    return Choice(job, best, others)
+    equals = (r for r in allowed if r.fits and r.seconds <= near)
+    best = min(equals, key=Result.simplicity)
+    return Choice(job, best, [r for r in found if r is not best])
+
+
+def _best(kind: list[Result]) -> Result:
+    """The fastest that fits, else the smallest.
+
+    A plan that computes for longer than the fastest one takes is not simulated.
+    """
+    fitting = sorted((r for r in kind if r.fits), key=lambda r: r.least)
+    if not fitting:
+        return min(kind, key=lambda r: r.memory.total)
+    best = fitting[0]
+    for result in fitting[1:]:
+        if result.least < best.seconds:
+            best = min(best, result, key=lambda r: r.seconds)
+    return best
 
 
 def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
@@ -242,6 +270,17 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     }
 
 
+def _reason(choice: Choice) -> str:
+    """Which half of the rule this is: the lowest stage, or one that is faster."""
+    fitting = [r for r in (choice.best, *choice.others) if r.fits and r.allowed]
+    lowest = min(fitting, key=Result.simplicity)
+    fastest = min(fitting, key=lambda r: r.seconds)
+    if lowest is choice.best:
+        return f"the lowest stage that fits: no plan is faster by more than {SAME:.0%}"
+    late = lowest.seconds / fastest.seconds - 1
+    return f"{lowest.candidate.kind} fits too, {late:.1%} slower than the fastest plan"
+
+
 def describe(choice: Choice) -> str:
     """The plan, the reason why it was chosen, and what the others would cost."""
     job, best = choice.job, choice.best
@@ -249,7 +288,6 @@ def describe(choice: Choice) -> str:
     count = job.shape.parameters
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     parts = ("parameters", "gradients", "optimizer", "activations", "host")
-    faster = [r for r in choice.others if r.fits and r.allowed and choice.loses(r) < 0]
     lines = [
         f"{size} parameters on {job.gpus} GPUs of {job.machine.name}, "
         f"{job.sequences} sequences of {job.sequence} tokens a step: "
@@ -259,9 +297,7 @@ def describe(choice: Choice) -> str:
         f"GPU, MFU {p.mfu:.1%}, {p.exposed_seconds / p.step_seconds:.1%} of it waiting",
         f"  {best.fit()}: "
         + ", ".join(f"{name} {amount(getattr(memory, name))}" for name in parts),
-        "  the fastest that fits"
-        if not faster
-        else f"  within {SAME:.0%} of the fastest that fits, and with fewer options",
+        f"  {_reason(choice)}",
     ]
     if (how := best.candidate.checkpointing) != "none":
         lines.append(f'  in the model: recompute_units(model, "{how}")')

@@ -14,7 +14,7 @@ from ..overlap import Overlap
 from ..overlap.simulator import Buffer, Layer, Timeline, simulate
 from ..overlap.simulator import Machine as Link
 from .cost import ITEMSIZES, Candidate, Costs, Memory
-from .machines import BUS, STREAM, Machine, bus
+from .machines import ADAM, BUS, STREAM, Machine, bus
 from .shapes import Shape, check_choices, check_counts
 from ..zero import Schedule
 
@@ -87,13 +87,12 @@ def ahead(largest: int) -> Schedule:
 def adam_seconds(machine: Machine, per_node: int, on: str) -> float:
     """Seconds an element for Adam's arithmetic, where its states are.
 
-    30 bytes are read and written, 12 more to clip. On the host all GPUs
-    share its memory: ZeRO-Offload reports 0.22 s for 1e9 on a DGX-2 (Ren et
-    al. 2021, table 4), these bytes take 0.21.
+    On the host all GPUs share its memory: ZeRO-Offload reports 0.22 s for
+    1e9 on a DGX-2 (Ren et al. 2021, table 4), these bytes take 0.20.
     """
     if on == "device":
-        return 42 / (STREAM * machine.hbm)
-    return 42 * per_node / (BUS * machine.dram)
+        return ADAM / (STREAM * machine.hbm)
+    return ADAM * per_node / (BUS * machine.dram)
 
 
 def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
@@ -140,25 +139,24 @@ def predict(
     precision: str = "bf16",
     reduce: str | None = None,
     attention: str = "flash",
+    logit: int = 12,
     schedule: Callable[[int], Schedule] = ahead,
 ) -> Prediction:
     """Predict one step of a decoder of this shape.
 
     sequence: tokens. precision: bf16, fp16, fp32, or fp8 for the blocks'
     products. reduce: what gradients are sent in (default: `precision`).
-    attention: flash or eager. schedule: makes one, given the elements of the
-    largest unit.
+    attention: flash or eager. logit: bytes that the loss needs for a logit.
+    schedule: makes one, given the elements of the largest unit.
     """
     check_counts(sequence=sequence, world_size=world_size)
-    check_choices(
-        precision=(precision, ITEMSIZES),
-        reduce=(reduce or precision, ITEMSIZES),
-        attention=(attention, ("flash", "eager")),
-    )
     plan, bits = how.plan, (how.weight_bits, how.gradient_bits)
     tokens = how.micro_batch * sequence
+    costs = Costs(
+        shape, machine, tokens, sequence, attention, precision, logit
+    )
+    check_choices(reduce=(reduce or precision, ITEMSIZES))
     reduced = ITEMSIZES[reduce or precision]
-    costs = Costs(shape, machine, tokens, sequence, attention, precision)
     memory = Memory.of(costs, how, world_size, reduced)
     update = update_seconds(machine, min(machine.gpus, world_size), plan)
     kept = how.checkpointing

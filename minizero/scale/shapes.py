@@ -124,7 +124,6 @@ MODELS = {
     "gpt-138b": _gpt(76, 12_288, 96, 51_200),
     "gpt-175b": _gpt(96, 12_288, 96, 51_200),
     "gpt-530b": _gpt(105, 20_480, 128, 51_200),
-    "gpt-1t": _gpt(128, 25_600, 160, 51_200),
     "mpt-125m": _gpt(12, 768, 12),
     "mpt-350m": _gpt(24, 1024, 16),
     "mpt-760m": _gpt(24, 1536, 12),
@@ -175,13 +174,12 @@ def find(model: str) -> Shape:
         config = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object, but {type(config).__name__}")
-    found: dict[str, Any] = {}
-    for name, keys in _KEYS.items():
-        given = [config[key] for key in keys if config.get(key) is not None]
-        if given:
-            found[name] = given[0]
+    given = {key: value for key, value in config.items() if value is not None}
+    found: dict[str, Any] = {
+        name: next(given[key] for key in keys if key in given)
+        for name, keys in _KEYS.items()
+        if given.keys() & {*keys}
+    }
     missing = [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]
     if missing:
         wanted = ", ".join(" or ".join(_KEYS[name]) for name in missing)

@@ -27,8 +27,6 @@ import minizero
 from bench.runner import NAMES, interleaved, machine
 from minizero import comm
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory import host_empty
-from minizero.precision.float8 import use_float8
 from minizero.ranks import device, launch, rank
 
 LIMIT = 530  # seconds of a part
@@ -38,26 +36,23 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
 }
-OFF = {"device": "cpu"}
 Step = Callable[[], float]
 
 
 def trainer(
-    size: str, stage: int, precision: str = "bf16", rows: int = 4, zero: Any = None
+    size: str, stage: int, precision: str = "bf16", rows: int = 4
 ) -> Callable[[], Tensor]:
     """A function that makes one step of a GPT on random bytes and returns the loss."""
     torch.manual_seed(0)
     config = GPTConfig.named(size)
     model = GPT(config).to(device())
-    if precision == "float8":
-        use_float8(model)
     engine, *_ = minizero.initialize(
         model=model,
-        config=PRECISIONS.get(precision, PRECISIONS["bf16"])
+        config=PRECISIONS[precision]
         | {
             "train_micro_batch_size_per_gpu": rows,
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "fused": True}},
-            "zero_optimization": {"stage": stage} | (zero or {}),
+            "zero_optimization": {"stage": stage},
         },
     )
     x, y = _batch(config, rows)
@@ -117,19 +112,6 @@ def _size() -> str:
 # The parts. Each returns what JSON can hold.
 
 
-def bus() -> dict[str, float]:
-    """GB/s between page-locked host memory and the device, and on the device."""
-    host = host_empty((1 << 26,), torch.float32, "buffers")
-    near, other = (torch.empty(1 << 26, device=device()) for _ in range(2))
-    ways = {"up": (near, host), "down": (host, near), "device": (other, near)}
-    cases: dict[str, Step] = {
-        way: lambda out=out, source=source: timed(lambda: out.copy_(source))  # type: ignore[misc]
-        for way, (out, source) in ways.items()
-    }
-    found = interleaved(cases, 10, warmup=2)
-    return {k: host.nbytes / statistics.median(v) / 1e9 for k, v in found.items()}
-
-
 def alone() -> dict[str, float]:
     """Median seconds of a step at world size 1, beside plain PyTorch in bf16."""
     steps = {"plain": plain(_size())}
@@ -137,26 +119,6 @@ def alone() -> dict[str, float]:
     cases = {k: lambda step=step: timed(step) for k, step in steps.items()}
     found = interleaved(cases, 15, warmup=5)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
-def precisions() -> dict[str, Any]:
-    """Losses of 20 steps under ZeRO-3, seconds of one, and peak bytes."""
-    found = {}
-    for precision in (*PRECISIONS, "float8"):
-        step = trainer(_size(), 3, precision)
-        first = float(step())
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        seconds = [timed(step) for _ in range(19)]
-        found[precision] = {
-            "losses": [first, float(step())],
-            "seconds": statistics.median(seconds),
-            "peak": torch.cuda.max_memory_allocated()
-            if device().index is not None
-            else 0,
-        }
-        del step
-    return found
 
 
 def waits() -> dict[str, list[str]]:
@@ -174,52 +136,6 @@ def waits() -> dict[str, list[str]]:
             said = [f"{Path(w.filename).name}:{w.lineno}" for w in caught]
             found[f"stage {stage}, {precision}"] = said
     return found
-
-
-def trace() -> dict[str, Any]:
-    """Kernels and copies of an offloaded step, as the profiler saw them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    found = {}
-    for name, zero in {
-        "optimizer on the host": {"offload_optimizer": OFF},
-        "all on the host": {"offload_optimizer": OFF, "offload_param": OFF},
-    }.items():
-        step = trainer(_size(), 3, zero=zero)
-        step(), step()
-        kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with profile(activities=kinds) as profiled:
-            seconds = timed(step)
-        spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "copy": []}
-        for event in profiled.events() or ():
-            if str(event.device_type).endswith("CUDA"):
-                copy = event.name.startswith("Memcpy") and "Pageable" not in event.name
-                times = event.time_range.start, event.time_range.end
-                spans["copy" if copy else "kernel"].append(times)
-        busy = {kind: sum(b - a for a, b in union(s)) for kind, s in spans.items()}
-        both = sum(b - a for a, b in union(spans["kernel"] + spans["copy"]))
-        found[name] = {
-            "seconds": seconds,
-            "kernels": busy["kernel"] / 1e6,
-            "copies": busy["copy"] / 1e6,
-            "copies hidden": (busy["kernel"] + busy["copy"] - both)
-            / max(busy["copy"], 1e-9),
-            "pageable copies": sum(
-                "Pageable" in e.name for e in profiled.events() or ()
-            ),
-        }
-    return found
-
-
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times, without overlaps."""
-    merged: list[tuple[float, float]] = []
-    for a, b in sorted(spans):
-        if merged and a <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(b, merged[-1][1])
-        else:
-            merged.append((a, b))
-    return merged
 
 
 def _stages(backend: str, algorithm: str) -> dict[str, Any]:
@@ -244,11 +160,8 @@ def cards() -> dict[str, list[Any]]:
 
 
 PARTS: dict[str, tuple[Callable[[], Any], int]] = {
-    "bus": (bus, 1),
     "alone": (alone, 1),
-    "precisions": (precisions, 1),
     "waits": (waits, 1),
-    "trace": (trace, 1),
     "shared": (shared, 1),
     "cards": (cards, 2),
 }

@@ -27,8 +27,8 @@ FIGURES = {
     "link": ("link.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
-    "activations": ("activations.js",),
     "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
+    "plans": ("trace.js", "plans.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
 """The kinds of explorables, and the files of each."""

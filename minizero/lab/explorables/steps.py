@@ -20,7 +20,7 @@ from minizero.memory.trace import Change, Moment, Slice, Trace
 from minizero.overlap import Overlap
 from minizero.overlap.simulator import Interval, Layer, Machine, Timeline, simulate
 from minizero.scale.cost import Costs
-from minizero.scale.machines import A100, BUS, STREAM, bus
+from minizero.scale.machines import A100, ADAM, BUS, STREAM, bus
 from minizero.scale.predict import layers_of
 from minizero.scale.shapes import Shape
 from minizero.zero import Schedule
@@ -90,7 +90,7 @@ def _layers(at: Setting, size: Size) -> list[Layer]:
     """The root and the blocks, with what an update needs and what activations take."""
     costs = Costs(size.shape, A100, size.tokens, SEQUENCE, precision="bf16")
     on_host = at.offload != "none"
-    update = 42 / (BUS * A100.dram if on_host else STREAM * A100.hbm)
+    update = ADAM / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
     root, *blocks = layers_of(costs, size.ranks, mode, costs.itemsize, update)
     for block in blocks:
