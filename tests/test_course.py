@@ -67,6 +67,8 @@ def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) ->
     for chapter in exercise.chapters():
         gone = {e.label for e in exercise.load(chapter)} - {*exercise.labels(chapter)}
         assert not gone, f"{chapter} has these exercises no more: {gone}"
+        # as the teacher's page says
+        assert bool(exercise.load(chapter)) == (chapter[:2] <= "08"), chapter
         for label in exercise.labels(chapter):
             stated = exercise.statement(label)
             assert stated.hint and stated.minutes and "solution-" not in stated.text
@@ -146,7 +148,7 @@ def test_an_answer_harms_nobody(what: str, times: int) -> None:
             assert not any(map(exercise.equal, seen, right)), seen
         family = psutil.Process(box._process.pid).children(recursive=True)
         assert not family
-    assert RAISES not in right[0]
+    assert isinstance(right[0], list)
     assert before == {path: path.read_bytes() for path in before}
     assert not (ROOT / "left").exists()
     assert not box._folder.exists()
