@@ -85,8 +85,8 @@ def test_cases_are_drawn_for_a_student() -> None:
 
 def test_starters_and_public_checks_run_from_imports_alone() -> None:
     for asked in every().values():
+        names: dict[str, Any] = {"__name__": "__main__"}
         for text in (asked.starter, asked.reference):
-            names: dict[str, Any] = {"__name__": "__main__"}
             exec(text, names)
             assert asked.answer in names
         if not asked.on_ranks:
@@ -218,6 +218,8 @@ def solutions() -> Iterator[tuple[str, str]]:
         outside += "\n".join(cell.source for cell in notebook.cells)
     for path in [*(ROOT / "book").glob("*.md"), *(ROOT / "minizero").rglob("*.py")]:
         outside += path.read_text()
+    for asked in every().values():  # what a student is given to begin with
+        outside += asked.starter + asked.public
     for chapter in exercise.chapters():
         path = exercise.NOTEBOOKS / f"{chapter}.ipynb"
         cells = nbformat.read(path, as_version=4).cells
