@@ -19,7 +19,6 @@ from minizero.config import ConfigError
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.config import ConfigExplorer, plans
 from minizero.lab.explorables.figures import (
-    ActivationExplorer,
     Exchanges,
     LinkTime,
     Shards,
@@ -46,7 +45,6 @@ ALL: list[type[Explorable]] = [
     LinkTime,
     SaveInterval,
     ConfigExplorer,
-    ActivationExplorer,
     Timeline,
     Plans,
 ]

@@ -245,7 +245,9 @@ def test_nothing_waits_that_need_not(
             allowed |= {wait for wait in waits if wait.startswith("step: copy")}
         if place[1] in ("cpu", "late") and case[1] != "fp32":
             allowed.add("step: copy of 1 elements")
-            assert waits.count("step: copy of 1 elements") <= 3, case
+            # a flag of each unit's gradient on the host; the factor, for the thread too
+            most = 5 if place[1] == "late" else 3
+            assert waits.count("step: copy of 1 elements") <= most, case
         assert set(waits) <= allowed, case
         assert waits.count("step: _local_scalar_dense") <= overflows, case
         assert waits.count("step: equal") <= 1, case

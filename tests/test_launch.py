@@ -1,17 +1,20 @@
-"""What `minizero.launch` promises when nothing goes wrong, and for bad arguments."""
+"""What `launch` and `Pool` promise when nothing goes wrong, and for bad arguments."""
 
 import gc
 import io
+import multiprocessing
 import os
-import re
+import random
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,14 +28,14 @@ from minizero.ranks import (
     init_distributed,
     launch,
     rank,
-    report,
+    rendezvous,
     world_size,
 )
-from minizero.ranks.rendezvous import join
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
 SCALE = 10
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 class Result:
@@ -52,7 +55,7 @@ def pool():
         yield ranks
 
 
-def run_script(tmp_path, text, *command, **environment):
+def run_script(tmp_path, text, *command):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text))
     return subprocess.run(
@@ -60,60 +63,68 @@ def run_script(tmp_path, text, *command, **environment):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
-        cwd=os.getcwd(),
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
 
 
-def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda *args, **options: made.append((args, options)),
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    join("nccl", 60, os.devnull)
-    join("gloo", 60, os.devnull)
-    assert [args for args, _ in made] == [("cpu:gloo,cuda:nccl",), ("gloo",)]
-    assert made[0][1]["device_id"] == torch.device("cuda", 1)
-    assert made[1][1]["device_id"] is None
-
-
-@pytest.mark.parametrize("nprocs", [1, 2, 5])
-def test_results_come_back_by_rank(nprocs):
-    results = launch(total, nprocs, 1, add=2, timeout=60)
-    expected = SCALE * sum(range(nprocs)) + nprocs + 2
-    assert [result.value for result in results] == [expected] * nprocs
-    assert all(type(result) is Result for result in results)
-    assert minizero.launch is launch
-
-
-def test_ranks_know_who_they_are(pool):
-    facts = pool.run(
-        lambda: (rank(), world_size(), device().type, torch.get_num_threads())
-    )
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = len(os.sched_getaffinity(0))
-    assert facts == [(r, 3, kind, max(1, cores // 3)) for r in range(3)]
-    assert (rank(), world_size()) == (0, 1)
-
-
-def test_joining_again_does_nothing(pool):
-    assert pool.run(init_distributed) == [None] * 3
-    assert [result.value for result in pool.run(total, 0)] == [30.0] * 3
-
-
-def test_ranks_end_with_launch():
-    launch(os.getpid, 1, timeout=60)  # the fork server, and its tracker, stay
+def test_ranks_know_who_they_are_and_end_with_launch():
+    """Their results come back by rank, of classes that only the caller has."""
+    launch(os.getpid, 1)  # the fork server, and its tracker, stay
     before = len(os.listdir("/proc/self/fd"))
-    pids = launch(os.getpid, 2, timeout=60)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+    def work(value):
+        us = rank(), world_size(), os.getpid(), torch.get_num_threads()
+        init_distributed()  # nothing to do
+        return total(value, add=2), *us, device().type
+
+    assert minizero.launch is launch
+    cores = len(os.sched_getaffinity(0))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    for r, (result, *facts, on) in enumerate(found := launch(work, 2, 1)):
+        assert type(result) is Result and result.value == SCALE + 2 + 2
+        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // 2)))
+        assert facts == [r, 2, facts[2], threads] and on == kind
+    assert (rank(), world_size()) == (0, 1)
+    assert not [each for each in found if os.path.exists(f"/proc/{each[3]}")]
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_rank_is_as_if_started_from_nothing(pool, monkeypatch, tmp_path):
+    """Of this moment, with random numbers of its own, though forked from a server."""
+    monkeypatch.setenv("MINIZERO_NEW", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def look():
+        now = os.environ.get("MINIZERO_NEW"), os.getcwd(), sys.argv[0], sys.path[0]
+        fresh = torch.cuda.is_initialized(), gc.get_freeze_count() > 10_000
+        return now, fresh, os.getppid(), random.random(), numpy.random.rand()
+
+    found = launch(look, 2)
+    assert len({number for *_, a, b in found for number in (a, b)}) == 4
+    for now, fresh, server, *_ in found:
+        assert now == ("1", str(tmp_path), "program", str(tmp_path))
+        assert fresh == (False, True)
+        assert len(os.listdir(f"/proc/{server}/task")) == 1  # it may fork
+        assert "/dev/nvidia" not in Path(f"/proc/{server}/maps").read_text()
+
+
+def test_a_rank_has_processes_of_its_own():
+    def work():
+        data, sums = torch.arange(4.0), []
+        for method in "fork", "forkserver":
+            loader = torch.utils.data.DataLoader(
+                data, num_workers=1, multiprocessing_context=method
+            )
+            sums.append(sum(x.item() for x in loader))
+        return sums, launch(rank, 2)
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    assert launch(work, 1) == [([6.0, 6.0], [0, 1])]
+    # a program may choose its method later
+    assert multiprocessing.get_start_method(allow_none=True) == before
 
 
 # Output
@@ -124,9 +135,10 @@ def test_every_line_gets_a_prefix(two, capsys):
     for pieces, lines in (
         (["a\nb\n\nc"], "[{0}] a\n[{0}] b\n[{0}] \n[{0}] c\n"),
         (["1%\r2%", "\r3%\n"], "[{0}] 1%\r[{0}] 2%\r[{0}] 3%\n"),
-        (["a\r\nb\r\n"], "[{0}] a\r\n[{0}] b\r\n"),
+        (["a\r", "\nb\r\n"], "[{0}] a\r\n[{0}] b\r\n"),
         (["é".encode()[:1], "é".encode()[1:]], "[{0}] é\n"),
         ([b"\xff\n"], "[{0}] \ufffd\n"),
+        (["x" * 1_000_000], f"[{{0}}] {'x' * 1_000_000}\n"),
     ):
         data = [x if isinstance(x, bytes) else x.encode() for x in pieces]
         two.run(lambda data: [os.write(1, x) for x in data] and None, data)
@@ -172,13 +184,6 @@ def test_rank_0_is_shown_live_and_others_wait(pool, tmp_path, monkeypatch):
     assert screen.getvalue().splitlines() == ["[rank 0] first", "[rank 0] last", *lines]
 
 
-def test_much_output_does_not_block(pool, capsys):
-    pool.run(lambda: print("x" * 1_000_000))
-    assert capsys.readouterr().out == "".join(
-        f"[rank {r}] {'x' * 1_000_000}\n" for r in range(3)
-    )
-
-
 # A live pool
 
 
@@ -189,28 +194,44 @@ def test_names_last(pool, capsys):
     assert pool.pull("x") == [10, 11, 12]
     assert pool.execute("x;") == pool.execute("None") == pool.execute("") == [None] * 3
     assert pool.execute("_") == ["20", "22", "24"]
-
-
-def test_classes_of_a_cell_come_back(pool):
     pool.execute("class Point:\n    x = 3\npoint = Point()")
     assert [point.x for point in pool.pull("point")] == [3, 3, 3]
 
 
-def test_some_ranks(pool):
-    assert pool.run(rank, ranks=[2, 0]) == [2, 0]
-    pool.execute("chosen = 1", ranks=[1])
-    with pytest.raises(RankError, match="ranks 0, 2 raised NameError"):
-        pool.pull("chosen")
+def busy():
+    if rank() == 1:
+        raise ValueError("no more\nby two")
+    time.sleep(1000)
 
 
-@pytest.mark.parametrize("ranks", [[], [3], [-1], [0, 0]])
-def test_ranks_that_are_not_there(pool, ranks):
-    with pytest.raises(ValueError, match=r"ranks is .*; name one or more of 0 to 2"):
-        pool.run(rank, ranks=ranks)
+def all_raise():
+    raise KeyError("missing")
 
 
-def test_an_error_keeps_the_pool(pool, capsys):
-    pool.execute("kept = 1")
+def leaves():
+    if rank() == 2:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (busy, ["rank 1 raised ValueError: no more\n\nTraceback", "\nby two"]),
+        (all_raise, ["ranks 0, 1, 2 raised KeyError: 'missing'"]),
+        (leaves, ["rank 2 left by sys.exit(3)"]),
+        (threading.Lock, ["the result, a lock, cannot be pickled"]),
+    ],
+)
+def test_an_error_keeps_the_pool(pool, fault, words):
+    """Ranks that are at work are interrupted."""
+    pool.execute("kept = 2")
+    with pytest.raises(RankError) as caught:
+        pool.run(fault)
+    assert all(each in str(caught.value) for each in words)
+    assert pool.pull("kept") == [2, 2, 2]
+
+
+def test_a_traceback_shows_the_lines_of_the_program(pool):
     source = "import os\nif int(os.environ['RANK']) == 1:\n    1 / 0"
     with pytest.raises(RankError) as caught:
         pool.execute(source)
@@ -221,84 +242,47 @@ def test_an_error_keeps_the_pool(pool, capsys):
     assert ", line 3, in <module>" in traceback[1]
     assert traceback[2].strip() == "1 / 0"
     assert "minizero/ranks" not in str(caught.value)
-    assert pool.pull("kept") == [1, 1, 1]
 
 
-def test_a_rank_that_fails_does_not_wait_for_a_busy_one(pool):
-    def work():
-        if rank() == 0:
-            raise ValueError("no more")
-        time.sleep(1000)
-
-    pool.execute("kept = 2")
-    with pytest.raises(RankError, match="rank 0 raised ValueError: no more"):
-        pool.run(work)
-    assert pool.pull("kept") == [2, 2, 2]
-
-
-def test_a_closed_pool():
-    pool = Pool(1, timeout=60)
+def test_a_pool_ends(tmp_path, capsys):
+    """Closed, forgotten; what ranks do at exit is done."""
+    pool = Pool(2)
+    pool.execute(f"file = open({str(tmp_path / 'log')!r}, 'a')\nfile.write('x')")
+    pool.execute("import atexit\natexit.register(print, 'bye')\nNone")
     pool.close()
     pool.close()
-    assert not pool.alive
+    assert not pool.alive and (tmp_path / "log").read_text() == "xx"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["[rank 0] bye", "[rank 1] bye"]
     with pytest.raises(RuntimeError, match="these ranks have ended"):
         pool.run(rank)
-
-
-def test_a_forgotten_pool_ends():
-    pool = Pool(1, timeout=60)
+    pool = Pool(1)
     (pid,) = pool.run(os.getpid)
     del pool
     gc.collect()
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_what_ranks_do_at_exit_is_done(tmp_path, capsys):
-    with Pool(2, timeout=60) as pool:
-        pool.execute(f"file = open({str(tmp_path / 'log')!r}, 'a')\nfile.write('x')")
-        pool.execute("import atexit\natexit.register(print, 'bye')\nNone")
-    # on their way out nobody orders them
-    last = capsys.readouterr().out.splitlines()[-2:]
-    assert sorted(last) == ["[rank 0] bye", "[rank 1] bye"]
-    assert (tmp_path / "log").read_text() == "xx"
+LOCK = threading.Lock()
+MISUSE = {
+    "nprocs is .*; give a number of ranks": [
+        lambda n=n: launch(rank, n) for n in (0, -1, True, 2.0, "2", None)
+    ],
+    "timeout is -1; give a positive number": [lambda: launch(rank, 1, timeout=-1)],
+    "timeout is 0.0; give": [lambda: init_distributed(timeout=timedelta(0))],
+    "backend is 'smoke'; choose": [lambda: launch(rank, 1, backend="smoke")],
+    "'nccl' needs a GPU for each rank": [lambda: launch(rank, 999, backend="nccl")],
+    "ranks run a function, and 3 is not one": [lambda: launch(3, 1)],
+    "<lambda> and its arguments cannot be sent": [
+        lambda: launch(lambda lock: lock, 1, LOCK)
+    ],
+}
 
 
-# Arguments that make no sense
-
-
-@pytest.mark.parametrize("nprocs", [0, -1, True, 2.0, "2", None])
-def test_number_of_ranks(nprocs):
-    with pytest.raises(ValueError, match=r"nprocs is .*; give a number of ranks"):
-        launch(rank, nprocs)
-
-
-def test_other_arguments():
-    with pytest.raises(ValueError, match="timeout is -1; give a positive number"):
-        launch(rank, 1, timeout=-1)
-    with pytest.raises(ValueError, match="backend is 'smoke'; choose"):
-        launch(rank, 1, backend="smoke")
-    with pytest.raises(TypeError, match="ranks run a function, and 3 is not one"):
-        launch(3, 1)
-    if torch.cuda.device_count() < 9:
-        with pytest.raises(ValueError, match="'nccl' needs a GPU for each rank"):
-            launch(rank, 9, backend="nccl")
-
-
-def test_what_cannot_be_pickled(pool):
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match="<lambda> and its arguments cannot be sent"):
-        launch(lambda: lock, 1)
-    with pytest.raises(RankError, match="the result, a lock, cannot be pickled"):
-        pool.run(threading.Lock)
-
-
-def test_a_result_that_does_not_arrive(pool):
-    class Odd:
-        def __reduce__(self):
-            return int, ("odd",)
-
-    with pytest.raises(RankError, match="result of rank 0 cannot be unpickled"):
-        pool.run(Odd)
+@pytest.mark.parametrize("message", MISUSE)
+def test_arguments_that_make_no_sense(message):
+    for wrong in MISUSE[message]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
 
 
 def test_default_ranks(monkeypatch):
@@ -312,44 +296,51 @@ def test_default_ranks(monkeypatch):
             default_ranks()
 
 
-def test_nobody_reads_reports_here():
-    assert report("waits", 1, "all_reduce of 1 float32", 1, [0]) is None
+# How ranks meet
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
-def test_ranks_take_no_core_from_one_another(pool):
-    assert pool.run(os.sched_getscheduler, 0) == [os.SCHED_BATCH] * 3
-
-
-# Scripts
-
-
-def test_a_script_needs_no_guard(tmp_path):
-    done = run_script(
-        tmp_path,
-        """
-        from dataclasses import dataclass
-        from minizero.ranks import launch
-
-        print("once")
-
-        @dataclass
-        class Answer:
-            value: int
-
-        base = 40
-
-        def work(more):
-            print("working")
-            return Answer(base + more)
-
-        results = launch(work, 2, 2)
-        assert all(type(result) is Answer for result in results)
-        print([result.value for result in results])
-        """,
+def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
+    made = []
+    patches = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "set_device": lambda device: None,
+    }
+    for name, stub in patches.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *a, **options: made.append((a, options))
     )
-    lines = ["once", "[rank 0] working", "[rank 1] working", "[42, 42]"]
-    assert (done.stdout.splitlines(), done.stderr) == (lines, "")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *policy: None)
+    for backend in ("nccl", "gloo"):
+        rendezvous.join(backend, 60, os.devnull)
+    assert [args for args, _ in made] == [("cpu:gloo,cuda:nccl",), ("gloo",)]
+    assert made[0][1]["device_id"] == torch.device("cuda", 1)
+    assert made[1][1]["device_id"] is None
+
+
+def meet_anew(port, missing):
+    """Join as ranks that torchrun has started again do."""
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if int(os.environ["RANK"]) == missing:
+        return 0.0
+    if missing is not None:
+        rendezvous.START = 0.5
+    init_distributed(timeout=timedelta(seconds=60))
+    return total(1).value
+
+
+def test_ranks_that_are_started_again_do_not_meet_the_dead():
+    """Their agent's store has the marks of a life before, and may lack a rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for key in ("minizero", "dead/0", "dead/1", "dead/all"):
+        store.set(key, "dead")
+    assert launch(meet_anew, 2, store.port, None) == [12.0, 12.0]
+    with pytest.raises(RankError, match="not all of the 2 ranks have started in 0.5 s"):
+        launch(meet_anew, 2, store.port, missing=1)
 
 
 PROGRAM = """
@@ -364,14 +355,32 @@ PROGRAM = """
     """
 
 
-def test_a_process_alone(tmp_path):
-    done = run_script(tmp_path, PROGRAM)
-    assert (done.stdout, done.stderr) == ("0 1 1.0\n", "")
+def test_a_script_needs_no_guard_and_may_be_alone(tmp_path):
+    """It may also leave a pool open, and choose how its own processes start."""
+    alone = """
+    import multiprocessing
+    from minizero.ranks import Pool, launch
+
+    base = 40
+
+    def work(more):
+        print("working")
+        return base + more
+
+    print(launch(work, 2, 2))
+    multiprocessing.set_start_method("spawn")
+    pool = Pool(2)
+    print(pool.run(rank))
+    """
+    done = run_script(tmp_path, PROGRAM + alone)
+    lines = ["0 1 1.0", "[rank 0] working", "[rank 1] working", "[42, 42]", "[0, 1]"]
+    assert (done.stdout.splitlines(), done.stderr) == (lines, "")
 
 
 def test_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = run_script(tmp_path, PROGRAM, *torchrun, "--nproc-per-node=2")
+    done = run_script(
+        tmp_path, PROGRAM, *TORCHRUN, "--standalone", "--nproc-per-node=2"
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
 
@@ -385,8 +394,7 @@ def test_two_nodes(network, tmp_path):
     options = "--nnodes=2 --nproc-per-node=2 --master-addr=10.213.9.1"
     nodes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, *inside, sys.executable]
-            + ["-m", "torch.distributed.run", *options.split()]
+            ["ip", "netns", "exec", name, *inside, *TORCHRUN, *options.split()]
             + ["--master-port=29507", f"--node-rank={i}", str(script)],
             stdout=subprocess.PIPE,
             text=True,
@@ -398,52 +406,3 @@ def test_two_nodes(network, tmp_path):
         ["0 4 4.0", "1 4 4.0"],
         ["2 4 4.0", "3 4 4.0"],
     ]
-
-
-@pytest.mark.parametrize("late", ["0", "1"])
-def test_a_rank_starts_later_than_a_collective_may_take(tmp_path, late):
-    program = f"""
-    import os, time
-    time.sleep(4 * (os.environ["RANK"] == "{late}"))
-    """
-    program += PROGRAM.replace("init_distributed()", "init_distributed(timeout=2)", 1)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = run_script(tmp_path, program, *torchrun, "--nproc-per-node=2")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
-
-
-def test_a_rank_never_starts(tmp_path):
-    program = """
-    import os, time
-    from minizero.ranks import init_distributed, rendezvous
-    rendezvous.START = 2.0
-    if os.environ["RANK"] == "{}":
-        time.sleep(1000)
-    init_distributed()
-    """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    for missing in (0, 1):
-        script = program.format(missing)
-        done = run_script(tmp_path, script, *torchrun, "--nproc-per-node=2")
-        assert done.returncode == 1
-        assert "not all of the 2 ranks have started in 2 s" in done.stderr
-
-
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def huge_pages() -> int:
-    """KiB of huge pages that this process has, beside a large tensor."""
-    large = torch.ones(1 << 25)
-    memory = Path("/proc/self/smaps_rollup").read_text()
-    [found] = re.findall(r"AnonHugePages: +([0-9]+) kB", memory)
-    return int(found) if large.all() else 0
-
-
-@pytest.mark.skipif(
-    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no huge pages here"
-)
-def test_a_large_tensor_has_huge_pages() -> None:
-    """Torch reads whether it should ask for them with the first tensor it makes."""
-    assert launch(huge_pages, 1)[0] > 1 << 14

@@ -104,11 +104,6 @@ def test_names_last_from_cell_to_cell(notebook):
     assert len(notebook.ranks()) == 2
 
 
-def test_some_ranks(notebook):
-    assert notebook.run("%%ranks 1,\nx") == "[rank 1] 1\n"
-    assert notebook.run("%%ranks 0,1\nx") == "[rank 0] 0\n[rank 1] 1\n"
-
-
 def test_pull(notebook):
     cell = "from minizero.lab.magic import pull\npull('x')"
     assert notebook.run(cell) == "[0, 1]"
@@ -143,13 +138,13 @@ def test_an_interrupt_keeps_names(notebook):
     assert notebook.run("pull('y')") == "[5, 5]"
 
 
-def test_an_interrupt_ends_blocked_ranks(notebook):
+def test_an_interrupt_ends_ranks_that_do_not_react(notebook):
     cell = """%%ranks
-import threading
-if x == 1:
-    time.sleep(1000)
-threading.Timer(1, print, ["ready"]).start()
-comm.all_reduce(t)"""
+import signal
+if x == 0:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("ready")
+time.sleep(1000)"""
     shown = notebook.run(cell, when=notebook.interrupt)
     assert "KeyboardInterrupt: Ranks [0] did not react to the interrupt." in shown
     assert "All ranks were ended, and their names are gone." in shown
@@ -189,7 +184,7 @@ def test_another_number_of_ranks(notebook):
     assert notebook.run("%%ranks\n1") == "[rank 0] 1\n[rank 1] 1\n[rank 2] 1\n"
 
 
-@pytest.mark.parametrize("line", ["two", "0", "-1", "1 2", "--timeout", "0,x", "0,7"])
+@pytest.mark.parametrize("line", ["two", "0", "-1", "1 2", "--timeout"])
 def test_a_line_that_makes_no_sense(notebook, line):
     shown = notebook.run(f"%%ranks {line}\nprint('no')")
     assert shown.startswith("UsageError: ")
@@ -216,15 +211,9 @@ def test_a_traceback_shows_the_lines_of_cells(notebook):
     assert "minizero/ranks" not in shown
 
 
-@pytest.mark.parametrize("way", ["kill", "shutdown"])
-def test_ranks_die_with_the_kernel(way, tmp_path):
-    notebook = Notebook(tmp_path, ranks=3)
+def test_ranks_die_with_a_kernel_that_is_killed(tmp_path):
+    notebook = Notebook(tmp_path, ranks=2)
     notebook.run("%%ranks\n1")
-    if way == "kill":
-        os.kill(notebook.manager.provisioner.pid, signal.SIGKILL)
-    else:
-        notebook.manager.shutdown_kernel()
+    os.kill(notebook.manager.provisioner.pid, signal.SIGKILL)
     assert notebook.nothing_left(tmp_path)
-    if way == "kill":
-        notebook.manager.shutdown_kernel()
-    notebook.client.stop_channels()
+    notebook.close()

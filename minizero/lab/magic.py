@@ -4,7 +4,6 @@ After `%load_ext minizero`, a cell that begins with one of these lines
 
     %%ranks                  on as many ranks as there are, or as MINIZERO_RANKS says
     %%ranks 4                on 4 ranks
-    %%ranks 0,2              on ranks 0 and 2 only; 0, stands for rank 0 alone
     %%ranks --timeout 10     and counts as hanging after 10 seconds without progress
 
 runs on the ranks. Its names last from cell to cell, on each rank its own. They are
@@ -27,11 +26,11 @@ _size: int | None = None  # of the last pool, which may have ended
 
 def ranks(line: str, cell: str) -> None:
     """Runs a cell on the ranks that the magic's line names."""
-    number, chosen, timeout = _parse(line)
+    number, timeout = _parse(line)
     try:
         pool = _live_pool(number)
         pool.timeout = timeout
-        pool.execute(cell, chosen)
+        pool.execute(cell)
     except (RankError, KeyboardInterrupt) as error:
         _forget_if_ended()
         raise _brief(error) from None
@@ -56,8 +55,8 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.register_magic_function(ranks, "cell", "ranks")
 
 
-def _parse(line: str) -> tuple[int | None, list[int] | None, float]:
-    """Splits the magic's line into a pool size, chosen ranks, and a timeout."""
+def _parse(line: str) -> tuple[int | None, float]:
+    """Splits the magic's line into a number of ranks and a timeout."""
     words = line.split()
     timeout = TIMEOUT
     try:
@@ -66,17 +65,15 @@ def _parse(line: str) -> tuple[int | None, list[int] | None, float]:
             timeout = float(words[place + 1])
             del words[place : place + 2]
         if not words:
-            return None, None, timeout
+            return None, timeout
         (word,) = words
-        if "," in word:
-            return None, [int(part) for part in word.split(",") if part], timeout
         if int(word) < 1:
             raise ValueError
-        return int(word), None, timeout
+        return int(word), timeout
     except (ValueError, IndexError):
         raise UsageError(
-            f"%%ranks cannot read {line!r}; write a number of ranks, such as 4, or a "
-            "list, such as 0,2 (and --timeout with a number of seconds)."
+            f"%%ranks cannot read {line!r}; write a number of ranks, such as 4 "
+            "(and --timeout with a number of seconds)."
         ) from None
 
 

@@ -1,7 +1,8 @@
 """Processes that train together, and how they find each other.
 
-Read `launch` (start ranks, ask who one is), `pool` (ranks that stay), `rendezvous` (how
-they meet), and then `processes/`, what is beneath. Imports nothing of minizero.
+Read `launch` (start ranks, ask who one is), `pool` (ranks that stay), `worker` (what runs
+in them), `reports` (why they are stuck) and `rendezvous` (how they meet). Imports no
+other part of minizero.
 """
 
 from .launch import (

@@ -19,7 +19,7 @@ from .pool import RankError as RankError
 from .pool import default_ranks as default_ranks
 from .rendezvous import TIMEOUT as TIMEOUT
 from .rendezvous import init_distributed as init_distributed
-from .watch import report as report
+from .reports import report as report
 from .worker import pack
 
 ACCELERATOR = "cuda"  # tests have one that is not there

@@ -7,7 +7,6 @@ what and where, and nothing is left behind, however it ends.
 from __future__ import annotations
 
 import atexit
-import codecs
 import contextlib
 import multiprocessing
 import os
@@ -17,28 +16,25 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker, util
+from collections.abc import Callable, Iterator
+from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from . import worker
-from .rendezvous import START, check_timeout, choose_backend, join, leave, use_loopback
-from .reports import Report, unlike, verdict
-from .watch import ECHO
+from .rendezvous import START, check_timeout, choose_backend, join
+from .reports import ECHO, Report, unlike, verdict
 from .worker import Reply
 
-LOOK, GRACE, PATIENCE, LEAVE = 0.25, 0.5, 2.0, 10.0  # seconds
-GONE = "All ranks were ended, and their names are gone."
+LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
+GONE = "\n\nAll ranks were ended, and their names are gone."
 
 
 class RankError(RuntimeError):
@@ -53,62 +49,58 @@ class RankError(RuntimeError):
         return [f"{type(self).__name__}: {self}"]
 
 
-_turn = threading.Lock()  # to start processes
-
-
 @contextlib.contextmanager
-def _starting() -> Iterator[str | None]:
+def _starting() -> Iterator[None]:
     """Inside, processes do not run the caller's script, as multiprocessing has them do.
-
-    Yields the start method of the processes that ranks start themselves.
 
     With cloudpickle functions travel, and a script needs no `__name__ == "__main__"`.
     """
     modules = ["torch", "cloudpickle", __name__]  # imported once, not by each rank
     if torch.version.cuda is None:  # else it may use a GPU, before the fork
         modules.append("torch._dynamo")
-    with _turn:
-        multiprocessing.set_forkserver_preload(modules)
-        resource_tracker.ensure_running()
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        chosen = multiprocessing.get_start_method(allow_none=True)
-        try:
-            yield chosen
-        finally:
-            sys.modules["__main__"] = main
-            # a program may choose its method later
-            multiprocessing.set_start_method(chosen, force=True)
+    multiprocessing.set_forkserver_preload(modules)
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        # a program may choose its method later
+        multiprocessing.set_start_method(chosen, force=True)
 
 
 class Child:
     """A rank seen from its parent: its process, the pipes to it, what it has printed."""
 
     def __init__(
-        self, rank: int, ranks: int, folders: list[Path], method: str | None
+        self, rank: int, folders: list[Path], environment: dict[str, str]
     ) -> None:
-        self.rank, self.text, self._fresh = rank, "", True
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.rank, self.text, self._rest = rank, "", b""
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
         self.process = multiprocessing.get_context("forkserver").Process(
-            target=worker.serve,
-            args=(rank, ranks, folders, method, dict(os.environ), tasks, output),
+            target=worker.serve, args=(rank, folders, environment, tasks, output)
         )
         self.process.start()
         tasks.close()
         output.close()
 
-    def read(self) -> bool:
-        """Take what the rank has printed, each line behind its number; whether it has."""
+    def read(self, to_the_end: bool) -> bool:
+        """Take the lines that the rank has printed, each behind its number.
+
+        `to_the_end`: also a last one that does not end. Returns whether any has come.
+        """
         data = b""
         with contextlib.suppress(OSError):
             data = os.read(self.output.fileno(), 1 << 20)  # more than a pipe holds
-        for piece in re.findall(r"\r?\n|\r|[^\r\n]+", self._decode(data)):
-            if self._fresh and piece != "\r":
-                self.text += f"[rank {self.rank}] "
-            self.text += piece
-            self._fresh = piece[-1] in "\r\n"
+        # a progress bar's line ends with \r
+        lines = re.split(rb"(?<=\n)|(?<=\r)(?=[^\n])", self._rest + data)
+        self._rest = lines.pop()
+        if to_the_end and self._rest:
+            lines, self._rest = [*lines, self._rest + b"\n"], b""
+        for line in lines:
+            self.text += f"[rank {self.rank}] {line.decode('utf-8', 'replace')}"
         return bool(data)
 
     def receive(self) -> Reply | None:
@@ -126,11 +118,6 @@ class Child:
             return f"left with exit code {code} before it had finished."
         hint = " The system does that when memory runs out." * (code == -signal.SIGKILL)
         return f"was killed by {signal.Signals(-code).name}.{hint}"
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send the rank a signal, and nothing that it has started."""
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill the rank and all that it has started."""
@@ -180,20 +167,25 @@ class Pool:
             )
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
-        self._cells, self._ready = 0, False
+        self._cells = 0
         self._folder = folder = Path(tempfile.mkdtemp(prefix="minizero-"))
         self._children: list[Child] = []
-        held = self._children, folder, os.getpid()
-        self._end = weakref.finalize(self, _end, *held)
+        self._end = weakref.finalize(self, _end, self._children, folder, os.getpid())
         atexit.register(self._end)  # before multiprocessing's, which waits for them
-        with self._ended_by_errors():
-            with _starting() as method:
-                folders = [folder, Path(util.get_temp_dir())]
+        try:
+            with _starting():
+                folders, n = [folder, Path(util.get_temp_dir())], str(nprocs)
                 for rank in range(nprocs):
-                    self._children.append(Child(rank, nprocs, folders, method))
-            task = worker.pack(_join, backend, self.timeout, str(folder / "store"))
-            self.call(task, timeout=START)
-        self._ready = True
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    own |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+                    self._children.append(Child(rank, folders, os.environ | own))
+            # the parent, which can explain a hang, should speak before torch gives up
+            store = str(folder / "store")
+            task = worker.pack(join, backend, self.timeout + 3600, store)
+            self.call(task, False, START)
+        except BaseException:
+            self._end()
+            raise
 
     def __enter__(self) -> Pool:
         return self
@@ -201,42 +193,23 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close() if kind is None else self._end()
 
-    @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._end()
-            raise
-
     @property
     def alive(self) -> bool:
         """Whether all ranks are there to take a task."""
         alive = [each.process.is_alive() for each in self._children]
         return bool(alive) and all(alive)
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        ranks: Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank, or on those in `ranks`.
-
-        Returns:
-            The results, in the order of `ranks`.
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; returns the results.
 
         Raises:
             RankError: a rank has raised, ended or hung. If every rank has come back the
                 pool lives on; if not it has ended, and the message says so.
             KeyboardInterrupt: the parent was interrupted, and with it every rank.
         """
-        return self.call(worker.pack(function, *args, **kwargs), ranks)
+        return self.call(worker.pack(function, *args, **kwargs))
 
-    def execute(
-        self, source: str, ranks: Sequence[int] | None = None
-    ) -> list[str | None]:
+    def execute(self, source: str) -> list[str | None]:
         """Run code in the lasting namespace of each rank, as a notebook runs a cell.
 
         Returns:
@@ -244,7 +217,7 @@ class Pool:
             None where there is none.
         """
         self._cells += 1
-        return self.run(worker.execute, source, f"<cell {self._cells}>", ranks=ranks)
+        return self.run(worker.execute, source, f"<cell {self._cells}>")
 
     def pull(self, name: str) -> list[Any]:
         """The value of a variable of the lasting namespace, from each rank."""
@@ -253,53 +226,39 @@ class Pool:
     def close(self) -> None:
         """End the ranks. To close them again does nothing."""
         if self.alive:
-            with contextlib.suppress(RankError), self._ended_by_errors():
-                self.call(worker.pack(_leave), keep=False, timeout=LEAVE)
-        for each in self._children:
-            with contextlib.suppress(OSError):
+            limit = time.monotonic() + LEAVE
+            for each in self._children:
                 each.tasks.send_bytes(b"")
-        limit = time.monotonic() + LEAVE
-        while any(c.process.is_alive() for c in self._children):
-            self._listen(set(), {})
-            if time.monotonic() > limit:
-                break
+            for each in self._children:
+                each.process.join(max(0.0, limit - time.monotonic()))
+            self._show(set())
         self._end()
         atexit.unregister(self._end)
 
     def call(
-        self,
-        task: bytes,
-        ranks: Sequence[int] | None = None,
-        keep: bool = True,
-        timeout: float | None = None,
+        self, task: bytes, keep: bool = True, timeout: float | None = None
     ) -> list[Any]:
-        """Give a task to ranks, and stay with them until all have replied.
+        """Give a task to the ranks, and stay with them until all have replied.
 
-        `keep`: the ranks are meant to live on after an error.
+        `keep`: they are meant to live on after an error.
         """
         if not self._children:
             raise RuntimeError("these ranks have ended; start new ones.")
-        chosen = list(range(self.size) if ranks is None else ranks)
-        if not chosen or len(set(chosen) & {*range(self.size)}) < len(chosen):
-            there = f"one or more of 0 to {self.size - 1}, each once"
-            raise ValueError(f"ranks is {ranks!r}; name {there}.")
-        waiting, replies = set(chosen), dict[int, Reply]()
+        waiting, replies = set(range(self.size)), dict[int, Reply]()
         try:
-            for rank in chosen:
+            for each in self._children:
                 with contextlib.suppress(OSError):  # it is dead, as will be noticed
-                    self._children[rank].tasks.send_bytes(task)
+                    each.tasks.send_bytes(task)
             self._follow(waiting, replies, timeout or self.timeout, keep)
         except KeyboardInterrupt:
-            if not self._ready or not self._recall(waiting, replies):
+            what = "The ranks were interrupted."
+            if not self._recall(waiting, replies):
                 self._end()
-                stuck = (
-                    f"Ranks {sorted(waiting)} did not react to the interrupt. {GONE}"
-                )
-                raise KeyboardInterrupt(stuck) from None
-            raise KeyboardInterrupt("The ranks were interrupted.") from None
+                what = f"Ranks {sorted(waiting)} did not react to the interrupt.{GONE}"
+            raise KeyboardInterrupt(what) from None
         if any(reply.result is None for reply in replies.values()):
-            self._fail(replies, ended=False)
-        return [self._unpacked(rank, replies[rank]) for rank in chosen]
+            raise RankError(*_cause(replies))
+        return [cloudpickle.loads(replies[rank].result) for rank in range(self.size)]
 
     def _follow(
         self, waiting: set[int], replies: dict[int, Reply], timeout: float, keep: bool
@@ -315,17 +274,17 @@ class Pool:
                 replies[each.rank] = Reply(now, summary=each.how_it_ended())
                 waiting.discard(each.rank)
             failed = [each.time for each in replies.values() if each.result is None]
-            patience = PATIENCE if keep and self._ready else GRACE
-            late = failed and waiting and now - min(failed) > patience
+            late = failed and waiting and now - min(failed) > PATIENCE
+            why, rank = "", None
             if dead or (late and not (keep and self._recall(waiting, replies))):
-                self._show(set())
-                self._fail(replies, ended=True, keep=keep)
-            if now - looked > LOOK and not failed:
+                why, rank = _cause(replies)
+            elif not failed and now - looked > LOOK:
                 looked = now
-                if why := self._examine(waiting, since, active, timeout):
-                    self._show(set())
-                    self._end()
-                    raise RankError(why + f"\n\n{GONE}" * keep)
+                why = self._examine(waiting, since, active, timeout)
+            if why:
+                self._show(set())
+                self._end()
+                raise RankError(why + GONE * keep, rank)
 
     def _listen(self, waiting: set[int], replies: dict[int, Reply]) -> bool:
         """Wait a moment for replies and output; whether there was any."""
@@ -342,10 +301,8 @@ class Pool:
 
     def _show(self, waiting: set[int]) -> bool:
         """Print in rank order, up to the first rank at work; whether anything came."""
-        came = [each.read() for each in self._children]
+        came = [each.read(each.rank not in waiting) for each in self._children]
         for each in self._children:
-            if each.rank not in waiting and not each._fresh:
-                each.text, each._fresh = each.text + "\n", True
             sys.stdout.write(each.text)
             each.text = ""
             if each.rank in waiting:
@@ -358,58 +315,48 @@ class Pool:
 
         Again and again, since a rank ignores what comes before its task has begun.
         """
-        limit = time.monotonic() + PATIENCE
+        limit = time.monotonic() + 2 * PATIENCE
         while waiting and time.monotonic() < limit:
             for rank in waiting:
-                self._children[rank].signal(signal.SIGINT)
+                process = self._children[rank].process
+                if process.is_alive():
+                    os.kill(process.pid or 0, signal.SIGINT)  # not what it has started
             self._listen(waiting, replies)
         return not waiting
-
-    def _fail(
-        self, replies: dict[int, Reply], ended: bool, keep: bool = True
-    ) -> NoReturn:
-        """Raise the likely cause of all failures: the first that is not an echo."""
-        failed = [(rank, r) for rank, r in replies.items() if r.result is None]
-
-        def order(failure: tuple[int, Reply]) -> tuple[bool, float]:
-            summary = failure[1].summary
-            return bool(re.search(ECHO, summary, re.IGNORECASE)), failure[1].time
-
-        first = min(failed, key=order)[1]
-        alike = sorted(rank for rank, r in failed if r.summary == first.summary)
-        who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
-        message = f"{who} {first.summary}\n\n{first.details}".strip()
-        if ended:
-            self._end()
-        raise RankError(message + f"\n\n{GONE}" * (ended and keep), alike[0])
 
     def _examine(
         self, waiting: set[int], since: float, active: float, timeout: float
     ) -> str:
         """Why the ranks at work will never return, with what each does; "" if they may."""
-        found: dict[int, tuple[list[Report], str]] = {}
-        for rank in range(self.size):
+        reports, lines = dict[int, list[Report]](), dict.fromkeys(range(self.size), "")
+        for rank in lines:
             with contextlib.suppress(OSError):  # it has posted nothing yet
                 posted = (self._folder / f"reports{rank}").read_bytes()
-                made, position = pickle.loads(posted)
-                found[rank] = [each for each in made if each.time >= since], position
-        reports = {rank: made for rank, (made, _) in found.items()}
-        why = verdict(reports, waiting, active, timeout)
-        if not why:
+                made, lines[rank] = pickle.loads(posted)
+                reports[rank] = [each for each in made if each.time >= since]
+        if not (why := verdict(reports, waiting, active, timeout)):
             return ""
-        lines, differ = [why], unlike(reports)
-        for rank in range(self.size):
-            made, position = found.get(rank, ([], ""))
-            what = f"{differ.get(rank) or [Report(), *made][-1]}{position}"
-            lines.append(f"  rank {rank} {what if rank in waiting else 'has returned'}")
-        return "\n".join(lines)
+        differ = unlike(reports)
+        for rank, line in lines.items():
+            last = [Report(), *reports.get(rank, ())][-1]
+            what = (
+                f"{differ.get(rank, last)}{line}" if rank in waiting else "has returned"
+            )
+            why += f"\n  rank {rank} {what}"
+        return why
 
-    def _unpacked(self, rank: int, reply: Reply) -> Any:
-        try:
-            return cloudpickle.loads(reply.result)
-        except Exception as error:
-            message = f"the result of rank {rank} cannot be unpickled here: {error}"
-            raise RankError(message, rank) from error
+
+def _cause(replies: dict[int, Reply]) -> tuple[str, int]:
+    """The likely cause of all failures, the first that is no echo, and its rank."""
+    failed = {rank: each for rank, each in replies.items() if each.result is None}
+
+    def order(reply: Reply) -> tuple[bool, float]:
+        return bool(re.search(ECHO, reply.summary, re.IGNORECASE)), reply.time
+
+    first = min(failed.values(), key=order)
+    alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
+    who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
+    return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]
 
 
 def default_ranks() -> int:
@@ -418,28 +365,9 @@ def default_ranks() -> int:
     Raises:
         ValueError: MINIZERO_RANKS is not a positive number.
     """
-    wanted = os.environ.get("MINIZERO_RANKS")
-    if wanted is None:
-        return torch.cuda.device_count() or 4
+    wanted = os.environ.get("MINIZERO_RANKS", str(torch.cuda.device_count() or 4))
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ValueError(
             f"MINIZERO_RANKS is {wanted!r}; set it to a number of ranks, such as 4."
         )
     return int(wanted)
-
-
-def _join(backend: str, timeout: float, rendezvous: str) -> None:
-    use_loopback()
-    known = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS") or cores // int(
-        os.environ["WORLD_SIZE"]
-    )
-    torch.set_num_threads(max(1, int(threads)))
-    # the parent, which can explain a hang, should speak long before torch gives up
-    join(backend, timeout + 3600, rendezvous)
-
-
-def _leave() -> None:
-    dist.barrier()  # nobody leaves while another still talks
-    leave()

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from .watch import one_rank_speaks
+from .reports import one_rank_speaks
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
@@ -30,16 +30,14 @@ START = 600.0  # seconds that ranks may take to start: importing torch is slow
 def choose_backend(wanted: str | None, ranks: int) -> str:
     """NCCL needs a GPU for each of the machine's ranks. Gloo always works."""
     gpus = torch.cuda.device_count()
-    if wanted is None:
-        return "nccl" if gpus >= ranks else "gloo"
-    if wanted not in ("nccl", "gloo"):
+    if wanted not in ("nccl", "gloo", None):
         raise ValueError(f"backend is {wanted!r}; choose 'nccl', 'gloo' or None.")
     if wanted == "nccl" and gpus < ranks:
         raise ValueError(
             f"backend 'nccl' needs a GPU for each rank, and there are {gpus} GPUs for "
             f"{ranks} ranks; choose 'gloo' or start fewer ranks."
         )
-    return wanted
+    return wanted or ("nccl" if gpus >= ranks else "gloo")
 
 
 def check_timeout(timeout: float | datetime.timedelta | None) -> float:
@@ -68,45 +66,37 @@ def init_distributed(
         dist_backend: DeepSpeed's name of `backend`.
     """
     one_rank_speaks()
-    if dist.is_initialized():
-        return
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
-    if here == ranks:
-        use_loopback()
-    else:
-        use_network(os.environ.get("MASTER_ADDR", ""))
-    join(choose_backend(backend or dist_backend, int(here)), check_timeout(timeout))
-    atexit.register(leave)
+    if not dist.is_initialized():
+        here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+        chosen = choose_backend(backend or dist_backend, int(here))
+        join(chosen, check_timeout(timeout))
+        atexit.register(leave)
 
 
-def use_loopback() -> None:
-    """Let gloo talk within this machine, with or without a network."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+def choose_interface() -> None:
+    """Let gloo talk by the network interface that reaches the other ranks.
 
-
-def use_network(master: str) -> None:
-    """Let gloo talk to other machines, by the interface that reaches rank 0.
-
-    By itself it takes the address of the host's own name, which is often a loopback
-    address that no other machine can reach.
+    By itself it takes the address of the host's own name: there may be none, or one
+    that no other machine can reach.
     """
+    everyone = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", everyone) == everyone:
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", (names or ["lo"])[0])
+        return
     if not os.environ.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
         return  # it was chosen; "lo" is inherited from a process alone
     with contextlib.suppress(ImportError, OSError):
         from fcntl import ioctl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # chooses a route, and sends nothing
+            probe.connect((os.environ["MASTER_ADDR"], 9))  # a route; it sends nothing
             mine = socket.inet_aton(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
                 query = name.encode().ljust(256, b"\0")
                 with contextlib.suppress(OSError):  # it has no address
-                    if (
-                        ioctl(probe.fileno(), 0x8915, query)[20:24] == mine
-                    ):  # SIOCGIFADDR
+                    found = ioctl(probe.fileno(), 0x8915, query)  # SIOCGIFADDR
+                    if found[20:24] == mine:
                         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -146,6 +136,7 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
 
     The ranks find each other through the file `rendezvous`, or else as torchrun says.
     """
+    choose_interface()
     # torch reads this at its first large tensor: a new buffer costs far fewer page faults
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(AttributeError, OSError):  # it is Linux's

@@ -1,14 +1,39 @@
-"""Reports of what each rank is doing, and what they prove when ranks are stuck."""
+"""Reports of what each rank is doing, and what they prove when ranks are stuck.
+
+Each rank keeps its last reports, and a thread of it posts them. A pool's parent reads
+them from files. Where there is no parent that looks, as under torchrun, stuck ranks post
+them to torch's store, and rank 0 compares: else they would wait in silence until the
+backend's timeout.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import re
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 SOON, LATE = 1.0, 2.0  # seconds of waiting that prove a mismatch
+KEPT, PERIOD = 48, 0.5  # reports; seconds
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 DIFFERENT = "the ranks are out of step: they have called different collectives."
 ALONE = "the ranks are out of step: some wait for one that has returned."
+ECHO = r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|" + (
+    r"remote process exited|communicator was aborted"
+)
+"""What an error says that only follows from a lost peer."""
 
 
 class Report(NamedTuple):
@@ -55,26 +80,128 @@ def verdict(reports: Reports, waiting: set[int], active: float, timeout: float) 
 
     `active`: when ranks last printed or returned, or when the task began.
     """
-    now, last = (
-        time.monotonic(),
-        {r: [Report(), *reports.get(r, ())][-1] for r in waiting},
-    )
-    differ = unlike(reports).values()
+    now, differ = time.monotonic(), unlike(reports).values()
     if differ and now - max(each.time for each in differ) > SOON:
         return DIFFERENT
-    stuck = [each for each in last.values() if each.state == "waits"]
-    if stuck and len(stuck) == len(waiting) and now - max(s.time for s in stuck) > LATE:
-        for call in stuck:
+    last = [[Report(), *reports.get(rank, ())][-1] for rank in waiting]
+    for call in last:
+        if call.state == "waits" and now - call.time > LATE:
             for rank in set(call.ranks) - waiting:
-                made = [
-                    r.number for r in reports.get(rank, ()) if r.ranks == call.ranks
-                ]
-                if max(made, default=0) < call.number:
+                made = [r for r in reports.get(rank, ()) if r.ranks == call.ranks]
+                if max((r.number for r in made), default=0) < call.number:
                     return ALONE
-    latest = max([active, *(each.time for each in last.values())])
-    if now - min([latest, *(each.time for each in stuck)]) > timeout:
+    if now - max([active, *(call.time for call in last)]) > timeout:
         return (
             f"the ranks hang: no progress in {timeout:g} s. "
             "If they were only slow, give a larger timeout."
         )
     return ""
+
+
+_reports: deque[Report] = deque(maxlen=KEPT)
+_watched: Any = None  # whose reports are posted: a process group, or a pool
+
+
+def report(
+    state: str, number: int, what: str, history: int, ranks: tuple[int, ...]
+) -> None:
+    """Note what this rank is doing, as `Report` describes it."""
+    _reports.append(Report(time.monotonic(), state, number, what, history, ranks))
+    world = dist.group.WORLD
+    if _watched not in (world, "pool") and world is not None and world.size() > 1:
+        if dist.get_backend() != "fake":
+            one_rank_speaks()
+            watch(world, peers())
+
+
+def watch(whose: Any, post: Callable[[], None]) -> None:
+    """Call `post` again and again in a thread, until another is watched."""
+    global _watched
+    _watched = whose
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store or folder is gone
+            while _watched is whose:
+                time.sleep(PERIOD)
+                post()
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def post_to(path: Path) -> None:
+    """Write the reports to a file, at once for its readers."""
+    new = path.with_suffix(".new")
+    new.write_bytes(pickle.dumps((list(_reports), position())))
+    new.replace(path)
+
+
+def position() -> str:
+    """Where the program of this process is: its line, not the libraries' below it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for each in reversed(traceback.extract_stack(frame)):
+        if "/lib/python3" not in each.filename and PACKAGE not in each.filename:
+            return f"; it is at line {each.lineno} of {each.name} ({each.filename})"
+    return ""
+
+
+def peers() -> Callable[[], None]:
+    """What a rank does again and again for ranks that no parent looks at.
+
+    Each posts its reports when it is stuck. Rank 0 compares them; if calls differ it
+    prints them and ends, and torchrun ends the others.
+    """
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    store = PrefixStore("minizero/watch", dist.distributed_c10d._get_default_store())
+    posted, seen = Report(), 0
+
+    def post() -> None:
+        nonlocal posted, seen
+        last = _reports[-1]
+        stuck = last.state != "done" and time.monotonic() - last.time > LATE
+        if stuck and last is not posted:
+            posted, line = last, f"  rank {me} {last}{position()}"
+            store.set(str(me), pickle.dumps((list(_reports), line)).hex())
+            store.add("stuck", 1)
+        if me or (now := store.add("stuck", 0)) == seen:
+            return
+        seen = now
+        there = {r: store.get(str(r)) for r in everyone if store.check([str(r)])}
+        found = {r: pickle.loads(bytes.fromhex(m.decode())) for r, m in there.items()}
+        if unlike({r: made for r, (made, _) in found.items()}):
+            lines = [DIFFERENT, *(line for _, line in found.values())]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):
+                _errors().add("causes", 1)  # that the others lose a peer is no news
+            os._exit(1)
+
+    return post
+
+
+def _errors() -> PrefixStore:
+    """Where the ranks that torchrun has started note which errors have been printed."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = TCPStore(host, port, is_master=False)
+    return PrefixStore(f"minizero/errors/{life}", store)
+
+
+def one_rank_speaks() -> None:
+    """Under torchrun, let one rank print an error that several have, or cause."""
+    own = sys.excepthook is not sys.__excepthook__
+    if own or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+
+    def hook(
+        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            store, text = _errors(), f"{kind.__name__}: {error}"
+            if re.search(ECHO, text, re.IGNORECASE):
+                time.sleep(1.0)  # the cause may follow
+                if store.add("causes", 0):
+                    return
+            elif store.add(text, 1) > 1 or not store.add("causes", 1):
+                return
+        sys.__excepthook__(kind, error, frames)
+
+    sys.excepthook = hook

@@ -27,8 +27,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch
+import torch.distributed as dist
 
-from .watch import post_to, watch
+from .rendezvous import leave
+from .reports import post_to, watch
 
 
 class Reply(NamedTuple):
@@ -42,9 +45,7 @@ class Reply(NamedTuple):
 
 def serve(
     rank: int,
-    ranks: int,
     folders: list[Path],
-    method: str | None,
     environment: dict[str, str],
     tasks: Connection,
     output: Connection,
@@ -63,16 +64,21 @@ def serve(
         os.dup2(output.fileno(), fd)
         setattr(sys, name, open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False))
     output.close()
-    multiprocessing.set_start_method(method, force=True)
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(environment)
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    share = cores // int(environment["WORLD_SIZE"])
+    torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
     watch("pool", lambda: post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
     with contextlib.suppress(EOFError, OSError):
         while task := tasks.recv_bytes():
             tasks.send_bytes(pickle.dumps(attempt(task)))
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()  # nobody leaves while another still talks
+        leave()
     vars(sys.modules["__main__"]).clear()  # so that open files are written
     atexit._run_exitfuncs()
     _flush()

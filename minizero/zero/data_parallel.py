@@ -127,6 +127,7 @@ class DataParallel(Net):
         unit.missing.discard(p)
         self._reduce_complete()
 
+    # continued: zero-data-parallel-order
     def _reduce_complete(self) -> None:
         """Reduce complete units, in one order on every rank.
 
@@ -197,6 +198,7 @@ class DataParallel(Net):
             mine = every
         return mine
 
+    # continued: zero-data-parallel-means
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`.
 

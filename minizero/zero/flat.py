@@ -79,6 +79,7 @@ class Flat:
     staged_grad: Tensor
     start = 0
 
+    # continued: zero-flat-init
     def __init__(
         self,
         named: Named,

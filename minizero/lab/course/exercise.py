@@ -23,8 +23,8 @@ NOTEBOOKS = ROOT / "notebooks"
 BITS = "bits of "
 """Begins an observation that can only be equal or not, such as a digest of weights."""
 
-RAISES = "raises"
-"""Where an observation is an exception."""
+RAISES, ENDED = "raises", "ended"
+"""Where an observation is an exception, or what ended the process before."""
 
 Case = dict[str, Any]
 Observation = Any
@@ -68,8 +68,8 @@ class Exercise:
     """What a person looks for in the explanation, if one is asked for."""
     on_ranks = False
     """Whether ranks are started to grade it."""
-    seconds: float = 240
-    """Time for all cases, on a slow machine."""
+    seconds: float = 60
+    """Time for all cases, on a slow machine; four times as much with ranks."""
 
     def draw(self, rng: random.Random) -> list[Case]:
         """The hidden cases of one student."""
@@ -148,8 +148,18 @@ def alike(seen: Observation, wrong: Observation, right: Observation) -> bool:
     return equal(seen, wrong)
 
 
+def described(case: Case) -> str:
+    """A case in words."""
+    return ", ".join(
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in case.items()
+    )
+
+
 def unequal(seen: Observation, expected: Observation) -> str:
     """Which part of an observation is not right, in words; nothing that is expected."""
+    if isinstance(seen, dict) and ENDED in seen:
+        return str(seen[ENDED])
     if isinstance(seen, dict) and RAISES in seen:
         return f"it raises {seen[RAISES]}"
     if isinstance(seen, dict) and isinstance(expected, dict):

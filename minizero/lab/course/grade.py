@@ -26,6 +26,7 @@ from .exercise import (
     Exercise,
     alike,
     chapters,
+    described,
     equal,
     load,
     statement,
@@ -95,8 +96,9 @@ class Grader:
         if all(right):
             return Record(asked.label, points, asked.points, "Right.")
         i = right.index(False)
-        where = ", ".join(f"{name}={value!r}" for name, value in cases[i].items())
-        remark = f"With {where[:500]}: {unequal(seen[i], expected[i])[:800]}."
+        remark = (
+            f"With {described(cases[i])[:500]}: {unequal(seen[i], expected[i])[:800]}."
+        )
         for wrong in asked.wrong:
             (theirs,) = self.trusted(asked, asked.planted(wrong), [cases[i]])
             if alike(seen[i], theirs, expected[i]):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import exercise
-from .exercise import ROOT, alike, define, equal, observe, unequal
+from .exercise import ROOT, alike, define, described, equal, observe, unequal
 
 PROGRESS = Path(os.environ.get("MINIZERO_PROGRESS", ROOT / "runs" / "exercises.json"))
 """How often each exercise was tried, and whether it is solved."""
@@ -48,8 +48,7 @@ def complaint(asked: exercise.Exercise, answer: Any) -> str:
         seen, expected = observe(asked.run, answer, case), seen_of(asked.reference)
         if equal(seen, expected):
             continue
-        where = ", ".join(f"{key}={value!r}" for key, value in case.items())
-        text = f"Not yet. With {where}: {unequal(seen, expected)}."
+        text = f"Not yet. With {described(case)}: {unequal(seen, expected)}."
         for wrong in asked.wrong:
             if alike(seen, seen_of(asked.planted(wrong)), expected):
                 return f"{text}\n{wrong.thought}"

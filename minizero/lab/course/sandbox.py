@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from .exercise import RAISES, ROOT, Exercise, define, observe
+from .exercise import ENDED, RAISES, ROOT, Exercise, define, observe
 
 PACKAGE = ROOT / "minizero"
 ANSWER, TASK, RESULT, OUTPUT = "answer.py", "task", "result.jsonl", "output"
@@ -78,7 +78,7 @@ class Sandbox:
         limits: Limits | None = None,
     ) -> list[Any]:
         """What was observed of each case, or what ended the answer before."""
-        limits = limits or Limits(seconds=asked.seconds)
+        limits = limits or Limits(seconds=asked.seconds * (1 + 3 * asked.on_ranks))
         job = Path(tempfile.mkdtemp(dir=self._folder))
         (job / ANSWER).write_text(text, errors="replace")
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
@@ -91,7 +91,7 @@ class Sandbox:
             raise RuntimeError("the process that runs answers has ended")
         seen = list(results(job / RESULT))[: len(cases)]
         shutil.rmtree(job, ignore_errors=True)
-        return seen + [{RAISES: how}] * (len(cases) - len(seen))
+        return seen + [{ENDED: how}] * (len(cases) - len(seen))
 
 
 def results(path: Path) -> Any:

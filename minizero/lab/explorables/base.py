@@ -27,7 +27,6 @@ FIGURES = {
     "link": ("link.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
-    "activations": ("activations.js",),
     "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
     "plans": ("trace.js", "plans.js"),
     "predict": ("predict_curve.js", "predict.js"),
