@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nasty import Nasty, batches
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from minizero import comm, parallelize
-from minizero.activations import keep_matmuls
+from minizero import comm
 from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.saved_tensors import SavedTensors, by_operator
 from minizero.activations.stores import Copies, Offloaded, Sharded, Store
-from minizero.lab.models.activations import Activations, step_flops
+from minizero.lab.models.activations import Activations
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
-from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import label, on_host
-from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
 from minizero.ranks.launch import Pool, rank, world_size
 
@@ -112,28 +106,6 @@ def test_saved_is_the_formula(dtype: torch.dtype, mode: str, attention: str) -> 
             assert saved.nbytes == 0
 
 
-def test_parameters_and_inputs_are_listed_apart() -> None:
-    model, x = build("none"), tokens()
-    with SavedTensors(model) as saved:
-        loss = model(x, x)
-    kinds = dict.fromkeys(("activation", "parameter", "input"), 0)
-    for s in saved.live():
-        kinds[s.kind] += s.nbytes
-    biases = sum(4 * p.numel() for n, p in model.named_parameters() if "bias" in n)
-    norm_biases = sum(
-        4 * p.numel()
-        for n, p in model.named_parameters()
-        if "norm" in n and "bias" in n
-    )
-    whole = sum(4 * p.numel() for p in model.parameters())
-    # a linear layer's bias and the embeddings need no value in backward; the head's
-    # weight is the embedding's
-    positions = model.positions.weight.nbytes
-    assert kinds["parameter"] == whole - (biases - norm_biases) - positions
-    assert kinds["input"] == x.nbytes
-    del loss
-
-
 def test_a_view_keeps_its_whole_storage_and_counts_once() -> None:
     class Views(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -200,17 +172,6 @@ def test_an_odd_model_with_dropout(name: str) -> None:
     assert equal(odd(how), odd("none"))
 
 
-@pytest.mark.parametrize("name", HOW)
-def test_several_forwards_before_one_backward(name: str) -> None:
-    def run(how: Recompute | str) -> list[Tensor]:
-        model = build(how)
-        a, b = model(tokens(1), tokens(1)), model(tokens(2), tokens(2))
-        (a + 2 * b).backward()
-        return [a.detach(), b.detach(), *(p.grad for p in model.parameters())]
-
-    assert equal(run(HOW[name]()), run("none"))
-
-
 @pytest.mark.parametrize("name", ["selective", "none, offloaded"])
 def test_without_gradients_nothing_is_kept(name: str) -> None:
     model, x = build(HOW[name]()).eval(), tokens()
@@ -225,42 +186,6 @@ def test_without_gradients_nothing_is_kept(name: str) -> None:
     assert equal(gradients(model, x, x), gradients(plain, x, x))
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.calls, self.fail_at = 0, -1
-        self.layers[1].register_forward_pre_hook(self._maybe)
-
-    def _maybe(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == self.fail_at:
-            raise KeyError("planned")
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().sum()
-
-
-@pytest.mark.parametrize("name", ["selective", "none, offloaded", "full, offloaded"])
-def test_after_a_forward_that_failed(name: str) -> None:
-    torch.manual_seed(0)
-    model, x = Fails(), torch.randn(4, 8)
-    reference = gradients(model, x)
-    recompute_units(model, HOW[name]())
-    model.fail_at = model.calls + 1
-    gc.collect()
-    with Tracker(model) as tracker:
-        label(x, "activations")
-        with pytest.raises(KeyError):
-            model(x)
-        gc.collect()
-        assert tracker.live["activations"] == x.nbytes
-        assert sum(tracker.host.values()) == 0
-    assert equal(gradients(model, x), reference)
-
-
 def test_a_parameter_changed_before_backward_is_told() -> None:
     """As without hooks, which keep autograd from looking at versions."""
     model, x = build(Recompute("none", Offloaded())), tokens()
@@ -269,26 +194,6 @@ def test_a_parameter_changed_before_backward_is_told() -> None:
         model.blocks[0].mlp.up.weight.add_(1)
     with pytest.raises(RuntimeError, match="was changed in place"):
         loss.backward()
-
-
-def test_a_function_and_segments() -> None:
-    """Chen et al.'s √n: a segment of blocks is recomputed as one."""
-    model, x = build("none"), tokens()
-    reference = gradients(model, x, x)
-    run = Recompute("full")
-
-    def forward(x: Tensor) -> Tensor:
-        h = model.tokens(x) + model.positions(torch.arange(x.shape[1]))
-        h = run(nn.Sequential(*model.blocks[:2]), h)
-        h = run(lambda h: model.blocks[2](h), h)
-        logits = model.head(model.norm(h))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
-
-    model.zero_grad()
-    loss = forward(x)
-    loss.backward()
-    got = [loss.detach(), *(p.grad for p in model.parameters())]
-    assert equal(got, reference)
 
 
 def test_only_the_first_units() -> None:
@@ -309,130 +214,10 @@ def test_only_the_first_units() -> None:
         assert equal(gradients(model, x, x), reference)
 
 
-def test_a_copy_of_the_model_is_independent() -> None:
-    model, x = build("full"), tokens()
-    other = copy.deepcopy(model)
-    reference = gradients(model, x, x)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    assert gradients(other, x, x)[0] != reference[0]
-    assert equal(gradients(model, x, x), reference)
-    assert model.state_dict().keys() == GPT(CONFIG).state_dict().keys()
-    recompute_units(model, "none")
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def test_a_policy_of_ones_own() -> None:
-    """Without the last product, which torch keeps and nobody reads."""
-    model, x = build("none"), tokens()
-    reference = gradients(model, x, x)
-    wide = 4 * CONFIG.hidden
-
-    def keep(op: Any, *args: Any) -> bool:
-        last = op is torch.ops.aten.addmm.default and args[1].shape[1] == wide
-        return keep_matmuls(op, *args) and not last
-
-    recompute_units(model, Recompute("selective", keep=keep))
-    formula = Activations(CONFIG, BATCH, mode="selective").model()
-    with SavedTensors(model) as saved:
-        loss = model(x, x)
-        less = CONFIG.layers * 4 * BATCH * CONFIG.sequence * CONFIG.hidden
-        assert saved.nbytes == sum(formula.values()) - less
-    del loss
-    assert equal(gradients(model, x, x), reference)
-
-
 # peaks and operations
 
 
-def test_the_peak_of_full_recomputation() -> None:
-    """The inputs of all blocks, one block, and one gradient, at the fullest moment
-    before the backward of a block."""
-    for layers in (2, 5):
-        config = GPTConfig(layers, 32, 4, sequence=64, vocabulary=40)
-        torch.manual_seed(0)
-        gc.collect()
-        model, x = GPT(config), tokens(rows=8, config=config)
-        recompute_units(model, "full")
-        one = sum(Activations(config, 8).block().values())
-        an_input = sum(Activations(config, 8, mode="full").block().values())
-        with Tracker(model) as tracker:
-            label(x, "activations")
-            before = tracker.live["activations"]
-            model.blocks[-1].mlp.down.register_forward_pre_hook(
-                lambda *_, t=tracker: t.mark("recomputed")
-            )
-            loss = model(x, x)
-            tracker.peaks["activations"] = 0
-            loss.backward()
-        marks = [s for s in tracker.samples if s.event == "recomputed"]
-        moment = marks[-1].live["activations"] - before
-        inputs = (layers - 1) * an_input
-        places, scalars = 8 * config.sequence, 2 * 4
-        tied = 4 * config.vocabulary * config.hidden  # the head's part of a gradient
-        expected = inputs + one + an_input + places + scalars + tied
-        assert len(marks) == 2 and moment == expected
-        # then the MLP's backward: the gradient of its inner activations, and of a
-        # weight
-        peak = tracker.peaks["activations"] - before
-        weight = 4 * 4 * config.hidden**2
-        assert expected < peak <= expected + 4 * an_input + weight
-
-
-@pytest.mark.parametrize("attention", ["fused", "math"])
-@pytest.mark.parametrize("mode", MODES)
-def test_operations_are_the_formula(mode: str, attention: str) -> None:
-    model, x = build(mode), tokens()
-    with FlopCounterMode(display=False) as counter, backend(attention):
-        model(x, x).backward()
-    assert counter.get_total_flops() == step_flops(CONFIG, BATCH, mode, attention)
-
-
 # plans and ranks
-
-
-def on_plan(
-    stage: int, how: Callable[[], Recompute] | None, same: bool = False
-) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
-    """Losses and weights of 3 steps of the nasty model, and its collectives."""
-    torch.manual_seed(0)
-    model = Nasty()
-    if how is not None:
-        recompute_units(model, how())
-    params = [p for p in model.parameters() if p.requires_grad]
-    net = parallelize(model, torch.optim.AdamW(params, lr=1e-2), Plan.stage(stage))
-    losses = []
-    with comm.ledger() as calls:
-        for step, (x, y) in enumerate(batches(3, 1, rows=2)):
-            model.step = step
-            part = slice(2) if same else slice(rank() * 2, rank() * 2 + 2)
-            loss = net(x[part], y[part])
-            net.backward(loss)
-            net.step()
-            losses.append(loss.detach())
-    weights = net.state_dict()
-    made = [
-        (c.op, c.unit, c.phase, c.elements) for c in calls if c.unit != "activations"
-    ]
-    return [torch.stack(losses), *weights.values()], made
-
-
-def test_recomputing_gathers_no_more_often(two: Pool) -> None:
-    plain = two.run(on_plan, 3, None)
-    for name in ("full", "selective", "full, offloaded"):
-        for got, want in zip(two.run(on_plan, 3, HOW[name]), plain, strict=True):
-            assert equal(got[0], want[0]), name
-            assert got[1] == want[1], name
-
-
-def test_sharded_where_the_batch_is_the_same(pool: Pool) -> None:
-    plain = pool.run(on_plan, 3, None, same=True)
-    for name in ("full, sharded", "selective, sharded"):
-        got = pool.run(on_plan, 3, SHARDED[name], same=True)
-        for one, want in zip(got, plain, strict=True):
-            assert equal(one[0], want[0]), name
-            assert one[1] == want[1], name
 
 
 # sharded
@@ -535,28 +320,6 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
             assert store._last() is None  # no chain of calls is left
         # parameters stay where they are
         assert tracker.host_peak == expected
-
-
-def test_offloading_fits_what_does_not_fit() -> None:
-    config = GPTConfig(layers=8, hidden=32, heads=4, sequence=64, vocabulary=40)
-
-    def peak(how: Recompute | str, capacity: float = 1e9) -> int:
-        torch.manual_seed(0)
-        gc.collect()
-        model, x = GPT(config), tokens(rows=8, config=config)
-        recompute_units(model, how)
-        with ToyGPU(capacity, model) as gpu:
-            label(x, "activations")
-            model(x, x).backward()
-        return gpu.peak
-
-    plain = peak("none")
-    needed = peak(Recompute("none", Offloaded()))
-    # two blocks at a time instead of eight
-    assert needed < 0.45 * plain
-    with pytest.raises(torch.OutOfMemoryError):
-        peak("none", capacity=needed)
-    assert peak(Recompute("none", Offloaded()), capacity=needed) == needed
 
 
 def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minizero import parallelize
 from minizero.activations import CHECKPOINT, Offloaded
 from minizero.deepspeed import checkpointing
 from minizero.memory.labels import label
-from minizero.memory.plan import Plan
 from minizero.memory.tracker import Tracker
-from minizero.ranks.launch import Pool, rank
+from minizero.ranks.launch import rank
 
 HIDDEN = 24
 
@@ -96,31 +94,6 @@ def test_gradients_are_the_same_bits(cpu: bool, chunk: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def trained(stage: int, cpu: bool | None) -> dict[str, Tensor]:
-    """Three steps; `cpu` is None without checkpointing."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "activation_checkpointing": {"cpu_checkpointing": bool(cpu)},
-    }
-    checkpointing.configure(None, config)
-    model = build(None if cpu is None else checkpointing.checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    net = parallelize(model, optimizer, Plan.stage(stage), bucket_size=500)
-    for step in range(3):
-        torch.manual_seed(step)
-        net.backward(net(data()))
-        net.step()
-    return net.state_dict()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_also_where_parameters_are_sharded(two: Pool, stage: int) -> None:
-    expected = two.run(trained, 0, None)[0]
-    for cpu in (False, True):
-        got = two.run(trained, stage, cpu)[0]
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 def kept(call: Callable[..., Any] | None, chunk: int) -> tuple[int, int]:
     """Bytes that a forward leaves for backward: on the device, and in host memory."""
     gc.collect()
@@ -149,16 +122,6 @@ def test_arguments_wait_in_host_memory() -> None:
     less, moved = kept(checkpointing.checkpoint, 2)
     assert moved == 2 * (h + mask)
     assert left - less == 2 * h + mask
-
-
-def test_in_an_evaluation_nothing_is_kept() -> None:
-    checkpointing.configure(checkpoint_in_cpu=True)
-    model = build(checkpointing.checkpoint).eval()
-    with torch.no_grad(), Tracker(model) as tracker:
-        before = tracker.host["activations"]
-        loss = model(data())
-        assert tracker.host["activations"] == before
-    assert torch.equal(loss, build(None).eval()(data()))
 
 
 def test_it_is_configured_once_for_the_process() -> None:

@@ -20,11 +20,11 @@ PACKAGE = ROOT / "minizero"
 
 LINES = {
     "zero": (2_640, 2_200),
-    "memory precision": (1_180, 1_150),
+    "memory precision": (1_165, 1_150),
     "ranks": (1_050, 750),
     "comm": (1_150, 950),
-    "overlap": (650, 650),
-    "activations": (590, 550),
+    "overlap": (660, 650),
+    "activations": (580, 550),
     "offload": (1_150, 1_150),
     "checkpoint": (1_050, 1_050),
     "config": (690, 690),

@@ -21,25 +21,6 @@ def test_bits_and_spacing(name: str) -> None:
     assert torch.tensor(least / 2).to(dtype).item() == 0
 
 
-def test_exponents() -> None:
-    figure = formats.exponents({"a": torch.tensor([2.0**-30, 1.0, 1.5, 0.0])})
-    (axes,) = figure.axes
-    assert axes.get_title("left") == "a: 33% below fp16"
-    heights = {
-        round(bar.get_x() + 0.43 - 0.5): bar.get_height() for bar in axes.patches
-    }
-    assert heights[0] == pytest.approx(200 / 3) and heights[-30] == pytest.approx(
-        100 / 3
-    )
-    with pytest.raises(ValueError, match="nothing to draw"):
-        formats.exponents({})
-
-
-def test_bit_layout_has_a_box_for_each_bit() -> None:
-    boxes = [p for p in formats.bit_layout().axes[0].patches if p.get_width() > 0]
-    assert len(boxes) == sum(8 * dtype.itemsize for dtype, *_ in FORMATS.values())
-
-
 def test_explorer() -> None:
     explorer = FormatExplorer(weight=0.0, update=-10.0)
     assert explorer.kept() == {

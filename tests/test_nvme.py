@@ -89,6 +89,7 @@ def measure(plan: Plan, folder: Path, precision: str) -> dict[str, Any]:
         net = build(storage, precision=PRECISIONS[precision]())
         for _ in range(2):
             one_step(net)
+        gc.collect()
         live, host = dict(tracker.live), dict(tracker.host)
     parameter, _, master = BYTES[precision]
     columns = [parameter] if plan.parameters.on == "nvme" else []

@@ -95,6 +95,7 @@ def measure(plan: Plan, precision: str, storage: type[Offload]) -> dict[str, Any
             net.step()
             del loss
         net.synchronize()
+        gc.collect()  # what is freed by now may still hang in cycles
         return {
             "device": dict(seen.live),
             "cpu": dict(seen.host),

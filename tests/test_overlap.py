@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from minizero import Overlap, Plan, Tracker, comm, parallelize
 from minizero.comm import Call
 from minizero.lab.measure import (
     Step,
-    fit_contention,
-    fit_link,
     layers_of,
     timed_step,
 )
@@ -79,23 +76,6 @@ def second_step(
     return [c for c in calls if c.phase]
 
 
-def ahead(calls: list[Call]) -> int:
-    """How many calls were launched between the launch and the wait of another."""
-    return sum(
-        any(a.launched < b.launched < a.waited for a in calls if a is not b)
-        for b in calls
-    )
-
-
-def test_gathers_are_launched_before_others_are_waited_for(two: Pool) -> None:
-    for calls in two.run(second_step, 3, settings()):
-        assert all(c.launched < c.waited < c.finished for c in calls)
-        # all but the root's and the first block's of each pass
-        assert ahead(calls) >= 2 * CONFIG.layers
-    for calls in two.run(second_step, 3, None):
-        assert ahead(calls) == 0
-
-
 def reductions(stage: int, chosen: Settings | None) -> list[bool]:
     """Whether each unit's reduction was still under way when the next was complete."""
     net, complete = build(stage, chosen), []
@@ -121,34 +101,9 @@ def test_reductions_are_under_way_until_the_next(two: Pool, stage: int) -> None:
     assert two.run(reductions, stage, None) == [[False] * CONFIG.layers] * 2
 
 
-def published() -> list[Call]:
-    net = build(1, settings())
-    with comm.ledger() as calls:
-        step(net)
-    return calls.select("all_gather")
-
-
-def test_updated_rows_are_sent_together(two: Pool) -> None:
-    """ZeRO-1: every unit's all-gather is launched before the first is waited for."""
-    for calls in two.run(published):
-        assert max(c.launched for c in calls) < min(c.waited for c in calls)
-
-
 def sizes() -> list[tuple[str, int]]:
     """Name and padded elements of each unit."""
     return [(u.name, sum(f.padded for f in u.flats)) for u in build().units]
-
-
-@pytest.mark.parametrize("bucket_size", [1000, HUGE])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_calls_follow_the_bucket_size(two: Pool, stage: int, bucket_size: int) -> None:
-    """Each unit is cut into ceil((padded/N) / (bucket//N)) reductions."""
-    width = bucket_size // 2
-    expected = sum(-(-(padded // 2) // width) for _, padded in two.run(sizes)[0])
-    for calls in two.run(second_step, stage, settings(), bucket_size):
-        reductions = [c for c in calls if "reduce" in c.op]
-        assert len(reductions) == expected
-        assert max(c.elements for c in reductions) <= bucket_size
 
 
 def test_what_is_kept_is_gathered_once(two: Pool) -> None:
@@ -235,60 +190,6 @@ def test_bad_settings_are_told(name: str, value: Any) -> None:
         Overlap(**{name: value})
 
 
-def test_one_overlap_serves_one_net() -> None:
-    schedule = Overlap()
-    for expected in ("", "another net"):
-        model = nn.Sequential(nn.Linear(2, 2))
-        if not expected:
-            parallelize(model, sgd(model), schedule=schedule)
-            continue
-        with pytest.raises(ValueError, match=expected):
-            parallelize(model, sgd(model), schedule=schedule)
-
-
-class Turning(nn.Module):
-    """Four blocks in an order that is set from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.order = [0, 1, 2, 3]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = torch.tanh(self.blocks[index](x))
-        return x.sum()
-
-
-ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1], [3, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
-
-
-def turning(stage: int, chosen: Settings | None) -> tuple[dict[str, Tensor], list[int]]:
-    """Weights, and how often each step gathered."""
-    torch.manual_seed(0)
-    model = Turning()
-    schedule = Schedule() if chosen is None else Overlap(**chosen)
-    net = parallelize(model, sgd(model), Plan.stage(stage), schedule=schedule)
-    gathers = []
-    for model.order in ORDERS:
-        with comm.ledger() as calls:
-            net.backward(net(torch.ones(2, 6) * (1 + rank())))
-            net.step()
-        gathers.append(len(calls.select("all_gather")))
-    return net.state_dict(), gathers
-
-
-def test_an_order_that_changes_costs_calls_only(two: Pool) -> None:
-    reference, _ = two.run(turning, 0, None)[0]
-    weights, gathers = two.run(turning, 3, settings())[0]
-    assert all(torch.equal(reference[k], weights[k]) for k in reference)
-    # the root of this model has no parameters
-    needed = [2 * len(order) for order in ORDERS]
-    wasted = [got - need for got, need in zip(gathers, needed, strict=True)]
-    assert wasted[:2] == [0, 0] and wasted[3] == wasted[5] == 0
-    assert wasted[2] > 0 and two.run(turning, 3, None)[0][1] == needed
-
-
 class NextInList(Schedule):
     """Also gathers the unit that follows in the list, and never releases it."""
 
@@ -315,20 +216,6 @@ def test_what_a_schedule_left_unsharded_is_gathered_again(two: Pool) -> None:
     """After an update its values are old."""
     expected, got = two.run(trained, False)[0], two.run(trained, True)[0]
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
-def count_gathers(checkpoint: bool, chosen: Settings | None) -> int:
-    net = build(3, chosen, replace(CONFIG, checkpoint=checkpoint))
-    step(net)
-    with comm.ledger() as calls:
-        step(net)
-    return len(calls.select("all_gather"))
-
-
-def test_checkpointing_gathers_no_more_often(two: Pool) -> None:
-    for checkpoint in (False, True):
-        expected = 2 * (CONFIG.layers + 1)
-        assert two.run(count_gathers, checkpoint, settings()) == [expected] * 2
 
 
 # the simulator
@@ -413,39 +300,6 @@ def test_simulated_times_are_those_worked_out_by_hand() -> None:
     assert slow.duration == pytest.approx(51 + 12)
     bound = line(Overlap(param_persistence_threshold=0), bandwidth=1e5)
     assert bound.duration == pytest.approx(15 * 20 + 3 + 6, rel=0.03)
-
-
-def invented(machine: Machine, sizes: list[int]) -> Step:
-    """A step in which each call takes exactly what `machine` says."""
-    calls, now = [], 1.0
-    for phase, ops in (
-        ("forward", ["all_gather"]),
-        ("backward", ["all_gather", "reduce_scatter"]),
-    ):
-        for number, size in enumerate(sizes):
-            for op in ops:
-                nbytes = 4 * size
-                waited = now + machine.handling + nbytes / machine.copying
-                end = waited + machine.latency + nbytes / machine.bandwidth
-                if op == "reduce_scatter":
-                    end += nbytes / machine.adding
-                call = Call(op, 2 * size, size, nbytes, "float32", phase, f"{number}")
-                call.launched, call.waited, call.finished = now, waited, end
-                calls.append(call)
-                now = end + (0.25 if op == "all_gather" else 0.0)
-        if phase == "forward":
-            middle = now
-    return Step(1.0, middle, now, now + 0.5, calls)
-
-
-def test_the_fit_finds_what_was_put_in() -> None:
-    machine = Machine(2, 0.001, 1e6, handling=0.002, copying=1e7, adding=1e7)
-    step = invented(machine, [100, 2000, 3000])
-    found = fit_link([[step] * 3], 2)
-    for name, value in vars(machine).items():
-        assert getattr(found, name) == pytest.approx(value), name
-    contended = fit_contention(machine, lambda m: 1 + m.contention, 1.3)
-    assert contended.contention == pytest.approx(0.3)
 
 
 def measured(steps: int) -> tuple[list[Step], list[Layer]]:

@@ -234,19 +234,13 @@ def test_as_fsdp2(two: Pool) -> None:
 # -- overflow ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plant", "stages"), [("loss", (3,)), ("gradient", (1,))])
-def test_an_overflow_on_one_rank(
-    pool: Pool, plant: str, stages: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("plant", "stage"), [("loss", 3), ("gradient", 1)])
+def test_an_overflow_on_one_rank(two: Pool, plant: str, stage: int) -> None:
     """All ranks skip, the scale halves, and it is as if the batch had not been."""
     precision = MixedPrecision(FP16, loss_scale=DynamicLossScale(10, 100, 1))
-    without = pool.run(train, 0, precision, leave_out=4)
-    runs = [
-        run
-        for stage in stages
-        for run in pool.run(train, stage, precision, plant=plant)
-    ]
-    for run, reference in zip(runs, without * len(stages), strict=True):
+    without = two.run(train, 0, precision, leave_out=4)
+    runs = two.run(train, stage, precision, plant=plant)
+    for run, reference in zip(runs, without, strict=True):
         assert run.updated == [step != 4 for step in range(STEPS)]
         assert run.skipped == 1
         assert run.scales == [1024.0] * 5 + [512.0] * (STEPS - 5)
@@ -302,21 +296,6 @@ def test_a_skipped_step_touches_nothing(two: Pool, precision: MixedPrecision) ->
         # nothing is gathered, as nothing has changed
         norm, flag = seen["step calls"]
         assert norm[1] == "gradient norm" and flag == ("all_reduce", "overflow", 1)
-
-
-def exhausted() -> str:
-    scale = DynamicLossScale(1, hysteresis=1)
-    model, net = build(2, MixedPrecision(FP16, loss_scale=scale))
-    with pytest.raises(OverflowError) as error:
-        for _ in range(3):
-            one_step(model, net, Run(), 0, planted="loss")
-    assert net.precision.skipped_steps == 2
-    return str(error.value)
-
-
-def test_a_scale_at_its_minimum(two: Pool) -> None:
-    message = two.run(exhausted)[0]
-    assert "at the minimal loss scale, 1;" in message
 
 
 def test_loss_scale_has_deepspeeds_rules() -> None:
@@ -389,21 +368,6 @@ def test_bytes_of_the_update(two: Pool) -> None:
             assert seen["peak"] == seen["live"]["gradients"] + copies
 
 
-def test_bytes_sent(two: Pool) -> None:
-    """Each dtype shows in its own collective; the flag is one number a step."""
-    wide = two.run(measure, 3, MixedPrecision(FP32))[0]["sent"]
-    narrow = two.run(measure, 3, MixedPrecision(BF16))[0]["sent"]
-    assert {k: 2 * v for k, v in narrow.items()} == wide
-    mixed = two.run(measure, 3, MixedPrecision(BF16, reduce=FP32))[0]["sent"]
-    assert mixed["all_gather"] == narrow["all_gather"]
-    assert mixed["reduce_scatter"] == wide["reduce_scatter"]
-    for seen in two.run(measure, 3, MixedPrecision(FP16)):
-        assert seen["flags"] == [1, 1]
-        flags = {k: seen["sent"][k] for k in ("all_reduce", "overflow")}
-        assert seen["sent"] == narrow | flags
-        assert flags["overflow"] == 4
-
-
 # -- dtypes ----------------------------------------------------------------------
 
 
@@ -447,9 +411,8 @@ def dtypes(stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_dtypes(two: Pool, stage: int) -> None:
-    for seen in two.run(dtypes, stage):
+def test_dtypes(two: Pool) -> None:
+    for seen in two.run(dtypes, 3):
         assert seen["seen"] == (BF16, BF16, torch.int64)
         floats = {n: d for n, d in seen["parameters"].items() if n != "places"}
         assert set(floats.values()) == {BF16}
@@ -458,23 +421,6 @@ def test_dtypes(two: Pool, stage: int) -> None:
         assert set(seen["masters"]) == {FP32}
         # from rank 0's values, before they were rounded
         assert torch.equal(seen["first"], seen["originals"])
-
-
-def with_history() -> list[torch.dtype]:
-    """A 16-bit model whose optimizer has made a step already."""
-    model = nn.Linear(4, 4).to(BF16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4, dtype=BF16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    net = parallelize(model, optimizer, Plan.stage(1), precision=MixedPrecision())
-    net.backward(net(torch.ones(1, 4)).sum())
-    net.step()
-    return [v.dtype for s in optimizer.state.values() for v in s.values()]
-
-
-def test_state_of_a_16_bit_model_becomes_fp32(two: Pool) -> None:
-    assert set(two.run(with_history)[0]) == {FP32}
 
 
 def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -493,7 +439,7 @@ def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         return before, after, p.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_written_by_hand_reaches_the_masters(two: Pool, stage: int) -> None:
     for before, after, value in two.run(by_hand_written, stage):
         assert value.float().eq(3.0).all()

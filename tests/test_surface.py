@@ -109,7 +109,9 @@ ARGUMENTS = {
     "estimate": """
         n_params world_size stage precision optimizer offload_optimizer offload_param
     """,
-    "estimate_activations": "layers hidden heads sequence micro_batch checkpointing",
+    "estimate_activations": """
+        layers hidden heads sequence micro_batch checkpointing attention
+    """,
     "consolidate": "folder tag",
     "see_memory_usage": "message force",
     "trace": "engine path tracker",

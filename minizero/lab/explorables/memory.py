@@ -88,8 +88,8 @@ class MemoryExplorer(Explorable):
     def activations(self) -> float:
         """Bytes at the peak: what all layers keep, and one layer that is recomputed.
 
-        By the formula of Korthikanti et al. (2022), which is for 16 bit; twice as many
-        in fp32.
+        By the formula of chapter 9 for fused attention, which is for 16 bit; twice as
+        many in fp32.
         """
         layers, hidden, heads = gpt_shape(self.n_params)
         sizes = hidden, heads, self.sequence, self.micro_batch

@@ -74,8 +74,8 @@ function fewest(rows, n, room) {
 function activations(get) {
   const layers = Math.max(1, Math.round((get("n_params") / (12 * 128 ** 2)) ** (1 / 3)));
   const [length, wide] = [get("sequence"), 128 * layers];
-  const all = 34 + 5 * layers * length / wide;
-  const kept = { none: all, selective: 34, full: 2 }[get("recomputation")];
+  const all = 32; // bytes for each of s b h, with fused attention
+  const kept = { none: all, selective: 22, full: 2 }[get("recomputation")];
   return length * get("micro_batch") * wide * (layers * kept + all - kept)
     * (get("precision") === "bf16" ? 1 : 2);
 }
