@@ -165,11 +165,11 @@ def test_memory_explorer_gives_the_7b_example() -> None:
     assert widget.breakdown() == widget.breakdown(3)
     assert gpt_shape(175e9) == (96, 12_288, 96)
     own = widget.activations() / 1e9
-    assert 1 < own < 2
+    assert 0.5 < own < 1
     widget.recomputation = "none"
-    assert widget.activations() / 1e9 > 20 * own
+    assert widget.activations() / 1e9 > 10 * own
     cells = Cells(explorer(n_params=7e9, world_size=8).static_html()).cells
-    assert cells == ["0", "113.5 GB", "1", "40.04 GB", "2", "27.79 GB", "3", "15.54 GB"]
+    assert cells == ["0", "112.8 GB", "1", "39.33 GB", "2", "27.08 GB", "3", "14.83 GB"]
     both = explorer(offload_optimizer=True, offload_param=True)
     hosts = [both.breakdown(stage).host.total / 1e9 for stage in range(4)]
     assert hosts == [0, 84 / 8, (84 + 14) / 8, 112 / 8]

@@ -396,13 +396,13 @@ def test_memory_explorer_says_it_in_words(show: Show) -> None:
     rows = root.find_elements("css selector", ".row")
     heads = [" ".join(find(row, ".head").text.split()) for row in rows]
     assert heads == [
-        "Data parallel nothing is sharded 113.5 GB ✗ fits on no number of GPUs",
-        "ZeRO-1 shards the optimizer state 40.04 GB ✓ fits, from 2 GPUs up",
-        "ZeRO-2 shards gradients too 27.79 GB ✓ fits, from 2 GPUs up",
-        "ZeRO-3 shards everything 15.54 GB ✓ fits, from 2 GPUs up",
+        "Data parallel nothing is sharded 112.8 GB ✗ fits on no number of GPUs",
+        "ZeRO-1 shards the optimizer state 39.33 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-2 shards gradients too 27.08 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-3 shards everything 14.83 GB ✓ fits, from 2 GPUs up",
     ]
     said = find(root, ".words").text
-    assert "activations 1.54 GB), which fits in 80 GB" in said
+    assert "activations 830.5 MB), which fits in 80 GB" in said
 
 
 def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:
