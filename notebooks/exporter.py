@@ -32,10 +32,14 @@ CONTINUED = "    # continued: "  # then the id of the cell that reopens the clas
 
 
 def reopened(source: str) -> str | None:
-    """The class that a cell reopens; None if it does anything else."""
-    match ast.parse(source).body:
-        case [ast.ClassDef(name=name, bases=[ast.Name(id=base)])] if name == base:
-            return name
+    """The class that a cell reopens, if it does; ValueError if it does more."""
+    body = ast.parse(source).body
+    for part in body:
+        match part:
+            case ast.ClassDef(name=name, bases=[ast.Name(id=base)]) if name == base:
+                if len(body) > 1:
+                    raise ValueError(f"a cell that reopens {name} may hold no more")
+                return name
     return None
 
 

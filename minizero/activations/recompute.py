@@ -128,8 +128,7 @@ class Recompute:
         if mode == "selective":
             self.options["context_fn"] = partial(selective_contexts, keep)
 
-# %% ../../notebooks/09_activations.ipynb #act-call
-class Recompute(Recompute):
+    # continued: act-call
     def __call__(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -167,11 +166,11 @@ class Recompute(Recompute):
         # a method, which a copy of the module binds to the copy
         module.forward = MethodType(forward, module)
 
-
+# %% ../../notebooks/09_activations.ipynb #act-units
 # how `deepspeed.checkpointing.checkpoint` calls functions
 CHECKPOINT = Recompute("full")
 
-# %% ../../notebooks/09_activations.ipynb #act-units
+
 def recompute_units(
     model: nn.Module,
     how: Recompute | str = "full",
