@@ -8,6 +8,7 @@ backend's timeout.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -15,7 +16,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -119,28 +119,49 @@ def watch(whose: Any, post: Callable[[], None]) -> None:
     global _watched
     _watched = whose
 
+    over = threading.Event()
+
     def run() -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store or folder is gone
-            while _watched is whose:
-                time.sleep(PERIOD)
+            while not over.wait(PERIOD) and _watched is whose:
                 post()
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, name="minizero watch", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    # Python would abort a process whose thread is in a call of the store at its end
+    atexit.register(end)
 
 
-def post_to(path: Path) -> None:
-    """Write the reports to a file, at once for its readers."""
-    new = path.with_suffix(".new")
-    new.write_bytes(pickle.dumps((list(_reports), position())))
-    new.replace(path)
+def post_to(path: Path) -> Callable[[], None]:
+    """What a rank of a pool does again and again: write its reports to a file."""
+    new, last = path.with_suffix(".new"), Report()
+
+    def post() -> None:
+        nonlocal last
+        before, last = last, _reports[-1] if _reports else last
+        here = position() if last is before else ""
+        new.write_bytes(pickle.dumps((list(_reports), here)))
+        new.replace(path)  # at once for its readers
+
+    return post
 
 
 def position() -> str:
-    """Where the program of this process is: its line, not the libraries' below it."""
+    """Where the program of this process is: its line, not the libraries' below it.
+
+    Call it when no collective has ended for a while: whoever holds a frame keeps
+    alive what its variables name, such as a gradient that is free by now.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    for each in reversed(traceback.extract_stack(frame)):
-        if "/lib/python3" not in each.filename and PACKAGE not in each.filename:
-            return f"; it is at line {each.lineno} of {each.name} ({each.filename})"
+    while frame is not None:
+        code, line, frame = frame.f_code, frame.f_lineno, frame.f_back
+        if "/lib/python3" not in code.co_filename and PACKAGE not in code.co_filename:
+            return f"; it is at line {line} of {code.co_name} ({code.co_filename})"
     return ""
 
 

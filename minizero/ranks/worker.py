@@ -70,7 +70,7 @@ def serve(
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     share = cores // int(environment["WORLD_SIZE"])
     torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
-    watch("pool", lambda: post_to(folders[0] / f"reports{rank}"))
+    watch("pool", post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
     with contextlib.suppress(EOFError, OSError):
