@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -153,6 +154,7 @@ def train(job: Job) -> dict[str, Any]:
     """Train on every rank; returns rank 0's report, which rank 0 also writes."""
     from tqdm import tqdm
 
+    tqdm.set_lock(RLock())  # its own has a semaphore, which a killed rank leaves behind
     corpus, config = Corpus(job.data), job.config(world_size())
     torch.manual_seed(job.seed)
     with comm.ledger() as calls, Tracker() as tracker:
