@@ -125,10 +125,10 @@ def test_shape_of_a_chapter(path: Path) -> None:
 
 @each_notebook
 def test_exercises(path: Path) -> None:
-    """Four or more, each with a label, a difficulty, minutes, a hint, a solution."""
+    """Three or more, each with a label, a difficulty, minutes, a hint, a solution."""
     text = prose(path)
     parts = re.split(r"^[`:]{3,}\{exercise(?:-start)?\}", text, flags=re.M)[1:]
-    assert len(parts) >= 4
+    assert len(parts) >= 3
     labels = [re.search(r":label: (\S+)", part) for part in parts]
     assert all(labels)
     names = [label[1] for label in labels if label]
@@ -232,10 +232,10 @@ def exported(path: Path) -> list[nbformat.NotebookNode]:
 
 
 def is_header(cell: nbformat.NotebookNode) -> bool:
-    """Whether a cell has a docstring and imports, and nothing else."""
+    """Whether a cell has a docstring, imports and names of types, and nothing else."""
     docstring, *body = ast.parse(cell.source).body
     return ast.get_docstring(ast.parse(cell.source)) is not None and all(
-        isinstance(node, (ast.Import, ast.ImportFrom))
+        isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign))
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for node in body
     )

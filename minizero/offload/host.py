@@ -102,7 +102,7 @@ class Offload(Storage):
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        # a stream reads it later, and its buffer is freed as soon as we return
+        # a stream reads it later, and its buffer is freed when we return
         kept = None if self.down.stream is None else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)

@@ -41,7 +41,7 @@ class ShardedFlat(Flat):
     _arriving: Work | None = None
 
     def fill(self) -> None:
-        """Take the parameters over, out of `zero.Init`'s buffers if need be."""
+        """Take the parameters over, maybe from `zero.Init`'s buffers."""
         for slot, view in zip(self.slots, self.views(), strict=True):
             p: Any = slot.parameter
             source = getattr(p, "sharded_in", None)
@@ -171,6 +171,7 @@ class ShardedFlat(Flat):
         comm.broadcast(self.full, modifier_rank, group=self.ranks)
         self.storage.write_shard(self.stored, self.kept(self.full))
 
+    # continued: zero-sharded-unwritten
     def changed(self) -> None:
         super().changed()
         self._noted = self._state()
