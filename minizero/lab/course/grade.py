@@ -24,6 +24,7 @@ from .exercise import (
     SOURCES,
     Case,
     Exercise,
+    Wrong,
     alike,
     chapters,
     described,
@@ -99,12 +100,19 @@ class Grader:
         remark = (
             f"With {described(cases[i])[:500]}: {unequal(seen[i], expected[i])[:800]}."
         )
-        for wrong in asked.wrong:
-            (theirs,) = self.trusted(asked, asked.planted(wrong), [cases[i]])
-            if alike(seen[i], theirs, expected[i]):
-                remark += f" {wrong.thought}"
-                break
+        if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
+            remark += f" {wrong.thought}"
         return Record(asked.label, points, asked.points, remark)
+
+    def likely(
+        self, asked: Exercise, case: Case, seen: Any, expected: Any
+    ) -> Wrong | None:
+        """The typical wrong answer that is observed like this one."""
+        for wrong in asked.wrong:
+            (theirs,) = self.trusted(asked, asked.planted(wrong), [case])
+            if alike(seen, theirs, expected):
+                return wrong
+        return None
 
 
 def answers(path: Path) -> tuple[dict[str, str], dict[str, str]]:
