@@ -18,7 +18,7 @@ from minizero.lab.course import build, exercise, grade, reader, syllabus
 from minizero.lab.course.__main__ import listing
 from minizero.lab.course.exercise import Exercise, every
 from minizero.lab.course.grade import Grader
-from minizero.lab.course.sandbox import RAISES, Limits, Sandbox
+from minizero.lab.course.sandbox import ENDED, RAISES, Limits, Sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 EASY = every()["ex-zero3-1"]
@@ -165,6 +165,16 @@ def test_an_answer_harms_nobody(what: str, times: int) -> None:
     assert before == {path: path.read_bytes() for path in before}
     assert not (ROOT / "left").exists()
     assert not box._folder.exists()
+
+
+def test_the_class_goes_on_when_the_process_that_runs_answers_is_ended() -> None:
+    cases = EASY.cases("seed", "ada")
+    with Sandbox() as box:
+        box._process.kill()
+        assert box.run(EASY, EASY.reference, cases)[0] == {
+            ENDED: "the process that ran it was ended"
+        }
+        assert isinstance(box.run(EASY, EASY.reference, cases)[0], list)
 
 
 def confined() -> bool:

@@ -343,7 +343,7 @@ from minizero import estimate, estimate_activations
 def smallest(params, layers, hidden, heads, sequence, capacity):
     sizes = dict(hidden=hidden, heads=heads, sequence=sequence, micro_batch=1)
     inputs = estimate_activations(layers=layers, **sizes, checkpointing="full")
-    again = estimate_activations(layers=1, **sizes, checkpointing="selective")
+    again = estimate_activations(layers=1, **sizes)
     taken = inputs + again
     room = 0.9 * capacity * 1e9 - taken
     found = []

@@ -49,6 +49,10 @@ class Sandbox:
 
     def __enter__(self) -> Sandbox:
         self._folder = Path(tempfile.mkdtemp(prefix="course-"))
+        self._start()
+        return self
+
+    def _start(self) -> None:
         command = [sys.executable, "-m", "minizero.lab.course.sandbox"]
         paths = {"PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
@@ -56,7 +60,6 @@ class Sandbox:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=self._folder, env={**os.environ, **paths}, start_new_session=True,
         )  # fmt: skip
-        return self
 
     def __exit__(
         self,
@@ -65,7 +68,8 @@ class Sandbox:
         trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()  # it ends with its input
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # it ends with its input
         self._process.wait()
         self._process.stdout.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -82,16 +86,24 @@ class Sandbox:
         job = Path(tempfile.mkdtemp(dir=self._folder))
         (job / ANSWER).write_text(text, errors="replace")
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
-        assert self._process.stdin and self._process.stdout
-        order = {"job": str(job), "limits": asdict(limits)}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        how = self._process.stdout.readline().strip()
-        if not how:
-            raise RuntimeError("the process that runs answers has ended")
+        order = json.dumps({"job": str(job), "limits": asdict(limits)})
+        how = self._obey(order)
+        if not how:  # something has ended the process, perhaps the answer
+            self._process.wait()
+            self._start()
+            how = "the process that ran it was ended"
         seen = list(results(job / RESULT))[: len(cases)]
         shutil.rmtree(job, ignore_errors=True)
         return seen + [{ENDED: how}] * (len(cases) - len(seen))
+
+    def _obey(self, order: str) -> str:
+        """Let the process carry out an order; what came of it, "" if it is gone."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(order + "\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline().strip()
+        return ""
 
 
 def results(path: Path) -> Any:
@@ -208,8 +220,10 @@ def confine(job: Path, limits: Limits) -> None:
     os.closerange(3, 256)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write raises OSError
     user = os.getuid() or 60_000 + os.getppid() % 5_000
-    mine = (p for p in psutil.process_iter() if p.uids().real == user)
-    threads = sum(p.num_threads() for p in mine)
+    threads = 0
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it may end at this moment
+            threads += each.num_threads() * (each.uids().real == user)
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_AS, 4 * limits.memory),
@@ -222,6 +236,7 @@ def confine(job: Path, limits: Limits) -> None:
     forbid(read=[*readable(), job], write=[job, Path(os.devnull)])
     if user != os.getuid():
         become_another(user, job)
+    prctl(1, signal.SIGKILL)  # it ends with the process that supervises it
 
 
 def become_another(user: int, job: Path) -> None:
