@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -40,9 +41,23 @@ def printed(asked: Exercise) -> str:
 
 
 MEASURES = [pytest.mark.thorough]  # what trains, or starts ranks
+ALL = "MINIZERO_COURSE_ALL" in os.environ
+"""Every exercise on ranks, which takes a quarter of an hour; else one a chapter."""
+
+
+def tried() -> Iterator[Exercise]:
+    on_ranks = set()
+    for asked in every().values():
+        subject = asked.label.rpartition("-")[0]
+        if ALL or not asked.on_ranks or subject not in on_ranks:
+            yield asked
+        if asked.on_ranks:
+            on_ranks.add(subject)
+
+
 PARAMETERS = [
     pytest.param(each, marks=MEASURES[: each.run is not Exercise.run], id=each.label)
-    for each in every().values()
+    for each in tried()
 ]
 
 

@@ -132,7 +132,10 @@ def nothing_left(mark, tmp_path, monkeypatch):
 
 
 def line(process):
-    return " ".join(process.cmdline())
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def servers(pid):

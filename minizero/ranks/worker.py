@@ -112,9 +112,11 @@ def attempt(task: bytes) -> Reply:
         try:
             reply = Reply(time.monotonic(), _perform(task))
         except BaseException as error:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent repeats it
             reply = _failure(error)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt as error:  # it came while another error was described
+    except KeyboardInterrupt as error:  # it came at the task's end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         reply = _failure(error)
     _flush()
     return reply

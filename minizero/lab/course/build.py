@@ -52,8 +52,9 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
-        command = [sys.executable, "-m", "jupyter_book", "build", "--quiet", "--all"]
-        subprocess.run([*command, str(out / "book")], check=True, cwd=out)
+        tool = Path(sys.executable).with_name("jupyter-book")
+        command = [tool, "build", "--quiet", "--all", str(out / "book")]
+        subprocess.run(command, check=True, cwd=out)
 
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
