@@ -52,7 +52,7 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
-        tool = Path(sys.executable).with_name("jupyter-book")
+        tool = str(Path(sys.executable).with_name("jupyter-book"))
         command = [tool, "build", "--quiet", "--all", str(out / "book")]
         subprocess.run(command, check=True, cwd=out)
 
