@@ -194,7 +194,7 @@ def test_lines_of_the_timeline_have_a_place(
         assert line in page.get_text()
 
 
-def test_tables_are_drawn(book: Path) -> None:
+def test_tables_are_drawn(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:
     for page in book.rglob("*.html"):
         texts = [p.text for p in soup(page).find_all("p")]
         assert not [text for text in texts if re.search(r"\| :?[-–]+:? \|", text)]
