@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from multiprocessing.connection import Connection
 
 import cloudpickle
 import psutil
@@ -346,6 +347,22 @@ def test_the_parent_is_killed(end, repeat):
         os.kill(fork, signal.SIGKILL)
 
 
+def test_the_parent_is_killed_while_ranks_have_no_task():
+    """None leaves before it has deleted what the parent had made."""
+    script = Script("""
+    def slowly():
+        import shutil
+        remove = shutil.rmtree
+        shutil.rmtree = lambda *a, **b: time.sleep(0.5) or remove(*a, **b)
+    pool = Pool(2)
+    pool.run(slowly)
+    print("ready")
+    time.sleep(1000)
+    """)
+    script.until("ready")
+    script.end(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_the_parent_ends_as_ranks_start(end):
     script = Script("launch(time.sleep, 2, 1000)")
@@ -362,6 +379,24 @@ def test_the_parent_ends_as_ranks_start(end):
         script.interrupt()
         assert "\nKeyboardInterrupt" in script.rest()
     assert script.process.returncode == -end
+
+
+def differ():
+    comm.broadcast(torch.ones(8)) if rank() else meet()
+
+
+def test_ranks_that_are_quicker_than_their_parent(monkeypatch):
+    """What they report before the parent looks counts too."""
+    send = Connection.send_bytes
+
+    def slow(pipe, task):
+        send(pipe, task)
+        time.sleep(0.5)
+
+    with Pool(2, timeout=20) as pool:
+        monkeypatch.setattr(Connection, "send_bytes", slow)
+        with pytest.raises(RankError, match=re.escape(DIFFERENT)):
+            pool.run(differ)
 
 
 INTERRUPTED = """

@@ -244,39 +244,43 @@ class Pool:
         """
         if not self._children:
             raise RuntimeError("these ranks have ended; start new ones.")
-        waiting, replies = set(range(self.size)), dict[int, Reply]()
+        replies: dict[int, Reply] = {}
         try:
-            for each in self._children:
-                with contextlib.suppress(OSError):  # it is dead, as will be noticed
-                    each.tasks.send_bytes(task)
-            self._follow(waiting, replies, timeout or self.timeout, keep)
+            self._follow(task, replies, timeout or self.timeout, keep)
         except KeyboardInterrupt:
             what = "The ranks were interrupted."
-            if not self._recall(waiting, replies):
+            if not self._recall(replies):
+                who = sorted(self._waiting(replies))
+                what = f"Ranks {who} did not react to the interrupt.{GONE}"
                 self._end()
-                what = f"Ranks {sorted(waiting)} did not react to the interrupt.{GONE}"
             raise KeyboardInterrupt(what) from None
         if any(reply.result is None for reply in replies.values()):
             raise RankError(*_cause(replies))
         return [cloudpickle.loads(replies[rank].result) for rank in range(self.size)]
 
+    def _waiting(self, replies: dict[int, Reply]) -> set[int]:
+        return set(range(self.size)) - set(replies)
+
     def _follow(
-        self, waiting: set[int], replies: dict[int, Reply], timeout: float, keep: bool
+        self, task: bytes, replies: dict[int, Reply], timeout: float, keep: bool
     ) -> None:
-        """Wait for all replies; raise RankError when they cannot come any more."""
-        since = active = looked = time.monotonic()
-        while waiting:
-            if self._listen(waiting, replies):
+        """Wait for all replies to a task; raise RankError when they cannot come."""
+        since = active = looked = time.monotonic()  # before any rank can report
+        for each in self._children:
+            with contextlib.suppress(OSError):  # it is dead, as will be noticed
+                each.tasks.send_bytes(task)
+        while self._waiting(replies):
+            if self._listen(replies):
                 active = time.monotonic()
             now = time.monotonic()
             dead = [each for each in self._children if not each.process.is_alive()]
             for each in dead:
                 replies[each.rank] = Reply(now, summary=each.how_it_ended())
-                waiting.discard(each.rank)
+            waiting = self._waiting(replies)
             failed = [each.time for each in replies.values() if each.result is None]
             late = failed and waiting and now - min(failed) > PATIENCE
             why, rank = "", None
-            if dead or (late and not (keep and self._recall(waiting, replies))):
+            if dead or (late and not (keep and self._recall(replies))):
                 why, rank = _cause(replies)
             elif not failed and now - looked > LOOK:
                 looked = now
@@ -286,18 +290,18 @@ class Pool:
                 self._end()
                 raise RankError(why + GONE * keep, rank)
 
-    def _listen(self, waiting: set[int], replies: dict[int, Reply]) -> bool:
+    def _listen(self, replies: dict[int, Reply]) -> bool:
         """Wait a moment for replies and output; whether there was any."""
+        waiting = self._waiting(replies)
         pipes = {c.tasks: c for c in self._children if c.rank in waiting}
-        outputs = [c.output for c in self._children if c.process.is_alive()]
-        ends = [c.process.sentinel for c in self._children if c.process.is_alive()]
-        ready = wait([*pipes, *outputs, *ends], LOOK)
+        alive = [c for c in self._children if c.process.is_alive()]
+        ends = [c.process.sentinel for c in alive]
+        ready = wait([*pipes, *ends, *(c.output for c in alive)], LOOK)
         for pipe, each in pipes.items():
             if pipe in ready and (reply := each.receive()):
                 replies[each.rank] = reply
-                waiting.discard(each.rank)
         # what a rank has printed before its reply is in its pipe by now
-        return self._show(waiting) or any(pipe in ready for pipe in pipes)
+        return self._show(self._waiting(replies)) or any(p in ready for p in pipes)
 
     def _show(self, waiting: set[int]) -> bool:
         """Print in rank order, up to the first rank at work; whether anything came."""
@@ -310,19 +314,19 @@ class Pool:
         sys.stdout.flush()
         return any(came)
 
-    def _recall(self, waiting: set[int], replies: dict[int, Reply]) -> bool:
+    def _recall(self, replies: dict[int, Reply]) -> bool:
         """Interrupt the ranks at work; whether all have come back.
 
         Again and again, since a rank ignores what comes before its task has begun.
         """
         limit = time.monotonic() + 2 * PATIENCE
-        while waiting and time.monotonic() < limit:
+        while (waiting := self._waiting(replies)) and time.monotonic() < limit:
             for rank in waiting:
                 process = self._children[rank].process
                 if process.is_alive():
                     os.kill(process.pid or 0, signal.SIGINT)  # not what it has started
-            self._listen(waiting, replies)
-        return not waiting
+            self._listen(replies)
+        return not self._waiting(replies)
 
     def _examine(
         self, waiting: set[int], since: float, active: float, timeout: float

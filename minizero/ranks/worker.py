@@ -59,7 +59,8 @@ def serve(
         sys.modules["numpy.random"].seed()  # all ranks have the server's state
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(folders,), daemon=True).start()
+    end = threading.Thread(target=_end_with_parent, args=(folders,), daemon=True)
+    end.start()
     for fd, name in (1, "stdout"), (2, "stderr"):  # so also what C++ libraries print
         os.dup2(output.fileno(), fd)
         setattr(sys, name, open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False))
@@ -73,9 +74,11 @@ def serve(
     watch("pool", post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
-    with contextlib.suppress(EOFError, OSError):
+    try:
         while task := tasks.recv_bytes():
             tasks.send_bytes(pickle.dumps(attempt(task)))
+    except (EOFError, OSError):
+        end.join()  # the parent is gone, and its folders must be too
     with contextlib.suppress(RuntimeError):
         dist.barrier()  # nobody leaves while another still talks
         leave()
