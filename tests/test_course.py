@@ -98,13 +98,16 @@ def test_what_answers_earn(asked: Exercise, grader: Grader) -> None:
         assert grader.likely(asked, first, seen, expected) == wrong, (wrong.name, seen)
 
 
+UNGRADED = "13 14 15 16 17 18"
+"""Chapters without a source; take out those that have one."""
+
+
 def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) -> None:
     """The list of what is graded; a label that has gone from its chapter fails."""
     for chapter in exercise.chapters():
         gone = {e.label for e in exercise.load(chapter)} - {*exercise.labels(chapter)}
         assert not gone, f"{chapter} has these exercises no more: {gone}"
-        # as the teacher's page says
-        assert bool(exercise.load(chapter)) == (chapter[:2] <= "08"), chapter
+        assert bool(exercise.load(chapter)) == (chapter[:2] not in UNGRADED), chapter
         for label in exercise.labels(chapter):
             stated = exercise.statement(label)
             assert stated.hint and stated.minutes and "solution-" not in stated.text
@@ -115,7 +118,7 @@ def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) ->
 def test_cases_are_drawn_for_a_student() -> None:
     for asked in every().values():
         assert asked.cases("s", "ada") == asked.cases("s", "ada")
-        drawn = [json.dumps(asked.cases("s", f"student {i}")) for i in range(30)]
+        drawn = [json.dumps(asked.cases("s", f"student {i}")) for i in range(6)]
         assert len(set(drawn)) > 2, asked.label
 
 
