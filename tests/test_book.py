@@ -361,7 +361,7 @@ def test_code_folds_and_hides(book: Path, browser: Any) -> None:
     assert folded == 0 and others > 10
     click("//details/summary[contains(., 'class ZeRO1: owned')]")
     assert browser.execute_script(SHOWN) == [1, others]
-    click("//button[@title='Hide or show all code']")
+    click("//button[contains(@class, 'btn-code-button')]")
     assert browser.execute_script(SHOWN) == [0, 0]
     paper = "Emulation.setEmulatedMedia"
     browser.execute_cdp_cmd(paper, {"media": "print"})
@@ -370,7 +370,7 @@ def test_code_folds_and_hides(book: Path, browser: Any) -> None:
     assert folded >= 5 and printed == others
     open_page(browser, book / "notebooks/06_zero2.html")
     assert browser.execute_script(SHOWN) == [0, 0]
-    click("//button[@title='Hide or show all code']")
+    click("//button[contains(@class, 'btn-code-button')]")
     folded, others = browser.execute_script(SHOWN)
     assert folded == 0 and others > 10
     assert not complaints(browser)
