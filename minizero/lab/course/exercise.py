@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Exercise:
     on_ranks = False
     """Whether ranks are started to grade it."""
     needs: tuple[str, ...] = ()
-    """Modules that take seconds to import: done once, for all answers."""
+    """Modules that answers import and that take seconds: once, for all of them."""
     seconds: float = 60
     """Time for all cases, on a slow machine; four times as much with ranks."""
 
@@ -89,6 +90,23 @@ class Exercise:
     def cases(self, seed: str, student: str) -> list[Case]:
         """The cases that this course draws for this student, always the same."""
         return self.draw(random.Random(f"{seed}/{student}/{self.label}"))
+
+    def telling(self, draw: Callable[[], Case], number: int) -> list[Case]:
+        """Cases of those that `draw` gives that tell all answers apart.
+
+        For answers that are called and compared, `run` as it is here.
+        """
+        texts = [self.reference, *map(self.planted, self.wrong)]
+        answers = [define(text, self.answer) for text in texts]
+        found: list[Case] = []
+        for _ in range(1000):
+            case = draw()
+            seen = [observe(self.run, each, case) for each in answers]
+            if not any(equal(a, b) for a, b in combinations(seen, 2)):
+                found.append(case)
+            if len(found) == number:
+                return found
+        raise ValueError(f"{self.label}: too few cases tell wrong answers apart")
 
     def planted(self, wrong: Wrong) -> str:
         """The text of a typical wrong answer."""
