@@ -216,8 +216,8 @@ def rounded(p_at, half_at, n, BLOCK: tl.constexpr):
     p = tl.load(p_at + at, mask=at < n)
     tl.store(half_at + at, p, mask=at < n)
 """,
-            "A kernel of your own reads the master again, too: store the copy while the "
-            "value is in a register.",
+            "A kernel of your own reads the master again, too: store the copy while "
+            "the value is in a register.",
         ),
         Wrong(
             "first block only",

@@ -189,7 +189,9 @@ def save(trainer, folder):
             "`save_model` knows who writes: give it the folder that was asked for.",
         ),
     )
-    explain = "Why the script fails with the first line, and does not end with the second."
+    explain = (
+        "Why the script fails with the first line, and does not end with the second."
+    )
 
     def draw(self, rng):
         odd = rng.sample([7, 9, 11, 13], 2)
@@ -310,7 +312,7 @@ assert issubclass(AccumulatingTrainer, SmallTrainer)
 """
     reference = (
         SMALL
-        + '''
+        + """
 class Accumulating(SmallAccelerator):
     def no_sync(self, model):
         return nullcontext()  # the plan says when to reduce
@@ -327,7 +329,7 @@ class AccumulatingTrainer(SmallTrainer):
         self.accelerator.__class__ = Accumulating
         steps = self.args.gradient_accumulation_steps
         self.accelerator.config["gradient_accumulation_steps"] = steps
-'''
+"""
     )
     wrong = (
         Wrong(
@@ -339,7 +341,7 @@ class AccumulatingTrainer(SmallTrainer):
         ),
         Wrong(
             "updates each micro-batch",
-            '        steps = self.args.gradient_accumulation_steps\n        self.'
+            "        steps = self.args.gradient_accumulation_steps\n        self."
             'accelerator.config["gradient_accumulation_steps"] = steps\n',
             "",
             "The engine knows of no accumulation, so it updates after each "

@@ -91,7 +91,7 @@ def fit(
 from minizero.scale.machines import A100
 from minizero.scale.published import rows
 
-assert len(fit(A100, rows(), "mpt-125m", [512, 8192])) == 2
+assert len(fit(A100, rows(), "mpt-125m", [512])) == 2
 """
     reference = """
 from dataclasses import replace

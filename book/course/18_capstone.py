@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from minizero import launch
 from minizero.lab.course import Exercise, Wrong
-from minizero.lab.course.drivers import PATIENCE, SEQUENCE, batch, built, gpt_of, trained
+from minizero.lab.course.drivers import (
+    PATIENCE,
+    SEQUENCE,
+    batch,
+    built,
+    gpt_of,
+    trained,
+)
 from minizero.lab.models.gpt import count_parameters
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import TOY, shape_of
@@ -61,7 +68,8 @@ def smallest(job):
             "keeps activations",
             '3, "full"',
             '3, "none"',
-            "You keep all activations: with full checkpointing a block's input is left.",
+            "You keep all activations: with full checkpointing only a block's input "
+            "is left.",
         ),
         Wrong(
             "parameters stay",
@@ -76,7 +84,7 @@ def smallest(job):
             "Under stage 2 a device holds all parameters at all times.",
         ),
     )
-    explain = "The prediction in parts, written down before the run, and the measured peak."
+    explain = "The prediction in parts, written down before the run; the measured peak."
 
     def draw(self, rng):
         return [
@@ -111,15 +119,7 @@ def leaves(job: Job) -> float:
     return 0.0
 """
     public = """
-from dataclasses import replace
-
-from minizero.lab.models.gpt import GPTConfig
-from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale import Job
-
-shape = shape_of(GPTConfig(layers=6, hidden=80, heads=5, sequence=64))
-toy = replace(TOY, memory=6.12e6)
-assert 1e7 < leaves(Job(shape, toy, 4, 8, 64, "fp32")) < 1e10
+assert callable(leaves)
 """
     reference = """
 from dataclasses import replace
@@ -228,7 +228,9 @@ assert callable(alone)
 """
     reference = starter.replace(
         "    mine =", "    job = replace(job, gpus=1)\n    mine ="
-    ).replace("    losses = {}\n", "    engine.load_checkpoint(folder)\n    losses = {}\n")
+    ).replace(
+        "    losses = {}\n", "    engine.load_checkpoint(folder)\n    losses = {}\n"
+    )
     wrong = (
         Wrong(
             "starts at 0",

@@ -207,7 +207,7 @@ class Statement:
 
 @cache
 def chapters() -> dict[str, str]:
-    """The text of each notebook's Markdown; code cells are empty lines. And projects."""
+    """Each notebook's Markdown, code cells being empty lines; and the projects."""
     found = {}
     for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
