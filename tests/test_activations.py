@@ -214,12 +214,6 @@ def test_only_the_first_units() -> None:
         assert equal(gradients(model, x, x), reference)
 
 
-# peaks and operations
-
-
-# plans and ranks
-
-
 # sharded
 
 

@@ -12,15 +12,10 @@ from torch import Tensor, nn
 
 from minizero import Overlap, Plan, Tracker, comm, parallelize
 from minizero.comm import Call
-from minizero.lab.measure import (
-    Step,
-    layers_of,
-    timed_step,
-)
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks import Pool, rank
-from minizero.zero import Action, DataParallel, Schedule
+from minizero.zero import DataParallel, Schedule
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)
 HUGE = 10**9
@@ -190,34 +185,6 @@ def test_bad_settings_are_told(name: str, value: Any) -> None:
         Overlap(**{name: value})
 
 
-class NextInList(Schedule):
-    """Also gathers the unit that follows in the list, and never releases it."""
-
-    def attach(self, units: Any, plan: Plan) -> None:
-        self.units = list(units)
-
-    def needed(self, unit: Any) -> list[Action]:
-        following = self.units[self.units.index(unit) + 1 :][:1]
-        gathers = [Action("gather", u) for u in (unit, *following)]
-        return [*gathers, Action("wait", unit)]
-
-
-def trained(naive: bool) -> dict[str, Tensor]:
-    net = build(3, None)
-    if naive:
-        net.schedule = NextInList()
-        net.schedule.attach(net.units, net.plan)
-    for _ in range(3):
-        step(net)
-    return net.state_dict()
-
-
-def test_what_a_schedule_left_unsharded_is_gathered_again(two: Pool) -> None:
-    """After an update its values are old."""
-    expected, got = two.run(trained, False)[0], two.run(trained, True)[0]
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 # the simulator
 
 
@@ -300,23 +267,3 @@ def test_simulated_times_are_those_worked_out_by_hand() -> None:
     assert slow.duration == pytest.approx(51 + 12)
     bound = line(Overlap(param_persistence_threshold=0), bandwidth=1e5)
     assert bound.duration == pytest.approx(15 * 20 + 3 + 6, rel=0.03)
-
-
-def measured(steps: int) -> tuple[list[Step], list[Layer]]:
-    net = build(3)
-    found = [timed_step(net, tokens(), tokens()) for _ in range(steps)]
-    return found, layers_of(net, found)
-
-
-def test_a_measured_step_is_computing_and_waiting(two: Pool) -> None:
-    """The lane of a rank has no hole, and the units' times are no more than it."""
-    found, layers = two.run(measured, 3)[0]
-    for step in found:
-        lane = [i for i in step.intervals() if i.lane == "compute"]
-        assert sum(i.end - i.begin for i in lane) == pytest.approx(step.duration)
-        waits = sum(i.end - i.begin for i in lane if i.what == "wait")
-        assert waits == pytest.approx(step.exposed)
-    assert [layer.name for layer in layers] == [name for name, _ in two.run(sizes)[0]]
-    assert all(layer.forward >= 0 and layer.backward > 0 for layer in layers)
-    spent = sum(layer.forward + layer.backward for layer in layers)
-    assert spent < max(step.duration for step in found)

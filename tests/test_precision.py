@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ import torch
 from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
-from minizero import Plan, Tracker, comm, estimate, parallelize, zero
-from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero import Plan, comm, parallelize, zero
 from minizero.precision import DynamicLossScale, LossScale, MixedPrecision
 from minizero.ranks import Pool, rank, world_size
 from minizero.zero import DataParallel
@@ -313,59 +311,6 @@ def test_loss_scale_has_deepspeeds_rules() -> None:
 
 
 # -- bytes -----------------------------------------------------------------------
-
-CONFIG = GPTConfig(layers=2, hidden=24, heads=2, sequence=16, vocabulary=50)
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-def measure(stage: int, precision: MixedPrecision) -> dict[str, Any]:
-    """Train a GPT with the tracker and the ledger on; what they saw."""
-    precision = copy.deepcopy(precision)
-    gc.collect()  # models of tests before, which hang in reference cycles
-    with Tracker() as tracker, comm.ledger() as calls:
-        model = GPT(CONFIG)
-        optimizer = torch.optim.AdamW(model.parameters())
-        net = parallelize(model, optimizer, Plan.stage(stage), precision=precision)
-        x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
-        for _ in range(2):
-            net.backward(net(x, x))
-            net.step()
-        live = dict(tracker.live)
-    live["optimizer"] -= 4 * len(optimizer.state)  # step counters
-    trained = [c for c in calls if c.phase != "init"]
-    return {
-        "live": {kind: live[kind] for kind in KINDS},
-        "stray": live["activations"],
-        "padded": sum(f.padded for u in net.units for f in u.flats),
-        "largest": max(sum(f.padded for f in u.flats) for u in net.units),
-        "peak": tracker.peaks["gradients"],
-        "sent": {
-            name: sum(c.bytes for c in trained if name in (c.op, c.unit)) // 2
-            for name in ("all_gather", "reduce_scatter", "all_reduce", "overflow")
-        },
-        "flags": [c.elements for c in trained if c.unit == "overflow"],
-    }
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_between_steps(pool: Pool, stage: int) -> None:
-    """2 + 2 + 12, or 2 + 4 + 12, sharded as the plan says; nothing else is left."""
-    results = pool.run(measure, stage, MixedPrecision(BF16))
-    for seen in results:
-        formula = estimate(seen["padded"], len(results), stage, precision="bf16")
-        assert seen["live"] == {kind: getattr(formula, kind) for kind in KINDS}
-        assert seen["stray"] < 2 * 16 * 8 + 64  # the batch and a loss
-    for seen in pool.run(measure, stage, MixedPrecision(BF16, reduce=FP32)):
-        assert seen["live"]["gradients"] == 2 * formula.gradients
-        assert seen["live"]["parameters"] == formula.parameters
-
-
-def test_bytes_of_the_update(two: Pool) -> None:
-    """For the update there are fp32 gradients too, of one unit at a time."""
-    for stage, share in ((0, 1), (1, 2)):
-        for seen in two.run(measure, stage, MixedPrecision(BF16)):
-            copies = 4 * seen["largest"] // share
-            assert seen["peak"] == seen["live"]["gradients"] + copies
 
 
 # -- dtypes ----------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import torch
 import minizero
 from minizero import NVMe, Offload, Overlap, Plan, comm, parallelize
 from minizero.comm import Call
-from minizero.engine import recording
-from minizero.engine.recording import Span, innermost
+from minizero.engine.recording import innermost
 from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.trace import Trace
+from minizero.memory.trace import Slice, Trace
 from minizero.memory.tracker import Sample
 from minizero.ranks import Pool, rank
 
@@ -238,33 +236,13 @@ def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
     assert calls == [["all_reduce"], []]
 
 
-def hangs(path: str) -> bool:
-    """Rank 1 makes its call once rank 0, which waits for it, has left its part."""
-    net, left = net_of(0), part(path, 0)
-    recording.QUIET = 0.05
-    with minizero.trace(net, path):
-        for _ in range(1000 * rank()):
-            if left.exists() and "all_reduce" in left.read_text():
-                break
-            time.sleep(0.01)
-        met = left.exists()
-        comm.all_reduce(torch.ones(4))
-    return met
-
-
-def test_hang_leaves_the_part_of_who_waits(two: Pool, tmp_path: Path) -> None:
-    """Even if the ranks are killed for it, as those of `launch` are."""
-    path = tmp_path / "run.json"
-    assert two.run(hangs, str(path))[1]
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
-
-
 # --- Pieces ---
 
 
 def test_innermost() -> None:
-    spans = [Span(0, 10, "a"), Span(2, 4, "b"), Span(3, 12, "c"), Span(20, 21, "d")]
-    assert [(s.begin, s.end, s.operation) for s in innermost(spans)] == [
+    spans = (0, 10, "a"), (2, 4, "b"), (3, 12, "c"), (20, 21, "d")
+    every = [Slice(0, "compute", begin, end, verb, "") for begin, end, verb in spans]
+    assert [(s.begin, s.end, s.verb) for s in innermost(every)] == [
         (0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 10, "a"), (20, 21, "d"),
     ]  # fmt: skip
 
