@@ -450,14 +450,14 @@ def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
 
 
 def test_getters() -> None:
-    engine = start(2, zero_optimization={"stage3_max_live_parameters": 7})
+    engine = start(3, zero_optimization={"stage3_max_live_parameters": 10**6})
     assert engine.train_micro_batch_size_per_gpu() == 2
     assert engine.gradient_clipping() == 0.5 and not engine.fp16_enabled()
-    assert engine.zero_optimization() and engine.zero_optimization_stage() == 2
+    assert engine.zero_optimization() and engine.zero_optimization_stage() == 3
     assert engine.zero_optimization_partition_gradients()
-    assert not engine.zero_optimization_partition_weights()
+    assert engine.zero_optimization_partition_weights()
     assert engine.zero_reduce_bucket_size() == 100
-    assert engine.zero_max_live_parameters() == 7
+    assert engine.zero_max_live_parameters() == 10**6
     assert engine.optimizer_name() == "AdamW"
     assert engine.get_mom() == [(0.9, 0.999), (0.9, 0.999)]
     assert engine.get_data_parallel_rank() == rank() == engine.global_rank

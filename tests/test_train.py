@@ -78,6 +78,7 @@ def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
     assert isinstance(skipped, int) and (skipped > 0) == ("fp16" in options)
 
 
+@pytest.mark.thorough
 def test_another_stage_under_torchrun_learns_the_same(
     stage_3: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -124,24 +125,25 @@ def test_bad_input_ends_in_one_sentence(
     assert not Path("out").exists()
 
 
-def test_a_job_goes_on_with_more_steps_and_a_trace(tmp_path: Path) -> None:
-    """Under another plan as well; its losses are those of a run that never stopped."""
-    common = ["train", "--ranks", 2, *SMALL[:2], *SMALL[4:], "--out"]
-    run(*common, tmp_path / "whole", "--steps", 5)
-    again = [*common, tmp_path / "cut", "--save-every", 2]
-    run(*again, "--steps", 2)
+def test_a_job_goes_on_under_another_plan_with_a_trace(tmp_path: Path) -> None:
+    """From its last checkpoint; its losses are those of the run that did not stop."""
+    job = ["train", "--ranks", 2, *SMALL[:2], *SMALL[4:], "--out", tmp_path]
+    job += ["--save-every", 2]
+    run(*job, "--steps", 3)
+    before = report(tmp_path)["losses"]
     for words, sentence in (
-        (("--steps", 5), "go on from them with --resume"),
+        (("--steps", 3), "go on from them with --resume"),
         (("--steps", 2, "--resume"), "give more with --steps"),
-        (("--steps", 5, "--resume", "--lr", 1), "has lr 0.002, not 1.0"),
+        (("--steps", 3, "--resume", "--lr", 1), "has lr 0.002, not 1.0"),
     ):
-        assert sentence in run(*again, *words, ends=2)
+        assert sentence in run(*job, *words, ends=2)
     trace = tmp_path / "trace.json"
-    run(*again, "--steps", 5, "--resume", "--stage", 1, "--trace", trace)
-    assert report(tmp_path / "cut")["losses"] == report(tmp_path / "whole")["losses"]
+    run(*job, "--steps", 3, "--resume", "--stage", 1, "--trace", trace)
+    assert report(tmp_path)["losses"] == before
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_in_one_word(tmp_path: Path) -> None:
     words = ["train", "--ranks", "2", *SMALL[:2], "--steps", "100000", "--out", "."]
     words += ["--save-every", "5"]
