@@ -10,8 +10,6 @@ import argparse
 import contextlib
 import io
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -548,13 +546,6 @@ def test_without_an_optimizer_it_evaluates(two: Pool, tmp_path: Path) -> None:
     two.run(run)
 
 
-def test_gradients_of_inputs_without_an_optimizer() -> None:
-    engine, *_ = minizero.initialize(model=nn.Linear(2, 1), config=ONE)
-    x = torch.ones(1, 2, requires_grad=True)
-    engine(x).sum().backward()
-    assert torch.equal(x.grad, engine.module.weight)
-
-
 # --- Checkpoints ---
 
 
@@ -780,20 +771,3 @@ def test_no_checkpoint_within_a_step(tmp_path: Path) -> None:
     assert not engine.net.has_gradients and engine.micro_steps == 0
     take(engine, stream, 1)
     assert engine.save_checkpoint(tmp_path)
-
-
-# --- Imports, and scripts ---
-
-
-def test_an_import_leaves_the_engine_out() -> None:
-    """Configs and checkpoints cost time that other programs need not pay."""
-    code = (
-        "import sys, minizero; loaded = set(sys.modules)\n"
-        "late = 'config engine checkpoint offload lab'.split()\n"
-        "late = ['minizero.' + m for m in late] + ['safetensors']\n"
-        "print([m for m in late if m in loaded])\n"
-        "print([n for n in minizero.__all__ if getattr(minizero, n) is None])\n"
-    )
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert out.split("\n")[:2] == ["[]", "[]"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -69,31 +68,6 @@ def second_step(
         if stage == 3:
             net.state_dict()  # waits for what the step has refreshed
     return [c for c in calls if c.phase]
-
-
-def reductions(stage: int, chosen: Settings | None) -> list[bool]:
-    """Whether each unit's reduction was still under way when the next was complete."""
-    net, complete = build(stage, chosen), []
-    ready = net.schedule.grads_ready
-
-    def noted(unit: Any) -> Any:
-        complete.append(time.perf_counter())
-        return ready(unit)
-
-    net.schedule.grads_ready = noted  # type: ignore[method-assign]
-    with comm.ledger() as calls:
-        step(net)
-    reduced = [c for c in calls if c.phase == "backward" and "reduce" in c.op]
-    return [
-        c.launched < then < c.waited
-        for c, then in zip(reduced, complete[1:], strict=False)
-    ]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_reductions_are_under_way_until_the_next(two: Pool, stage: int) -> None:
-    assert two.run(reductions, stage, settings()) == [[True] * CONFIG.layers] * 2
-    assert two.run(reductions, stage, None) == [[False] * CONFIG.layers] * 2
 
 
 def sizes() -> list[tuple[str, int]]:

@@ -248,54 +248,6 @@ def test_an_overflow_on_one_rank(two: Pool, plant: str, stage: int) -> None:
         assert run.same(reference)
 
 
-def skip_once(precision: MixedPrecision) -> dict[str, Any]:
-    """State before and after a step that is skipped."""
-    precision = copy.deepcopy(precision)
-    model, net = build(1, precision)
-    one_step(model, net, Run(), 0)
-
-    def state() -> dict[str, Any]:
-        saved: dict[str, Any] = copy.deepcopy(net.optimizer.state_dict())
-        return saved | {"masters": [m.clone() for m in masters(net)]}
-
-    before = state()
-    with comm.ledger() as calls:
-        one_step(model, net, Run(), 1, planted="loss")
-    after = state()
-    grads = [f.mean is not None and f.mean.any().item() for f in net.trained]
-    return {
-        "before": before,
-        "after": after,
-        "step calls": [(c.op, c.unit, c.elements) for c in calls if c.phase == "step"],
-        "gradients": max(grads),
-        "precision": precision.state_dict(),
-    }
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        MixedPrecision(FP16, loss_scale=LossScale(8)),
-        PRECISIONS["fp16"],
-        MixedPrecision(BF16, loss_scale=LossScale()),
-    ],
-    ids=["static", "dynamic", "bf16 that looks"],
-)
-def test_a_skipped_step_touches_nothing(two: Pool, precision: MixedPrecision) -> None:
-    for seen in two.run(skip_once, precision):
-        before, after = seen["before"], seen["after"]
-        assert before["param_groups"] == after["param_groups"]
-        assert all(map(torch.equal, before["masters"], after["masters"]))
-        for index, state in before["state"].items():
-            for key, value in state.items():
-                assert torch.equal(value, after["state"][index][key])
-        assert seen["gradients"] == 0
-        assert seen["precision"]["skipped_steps"] == 1
-        # nothing is gathered, as nothing has changed
-        norm, flag = seen["step calls"]
-        assert norm[1] == "gradient norm" and flag == ("all_reduce", "overflow", 1)
-
-
 def test_loss_scale_has_deepspeeds_rules() -> None:
     """Against what DeepSpeed 0.19.8's class did (deepspeed_loss_scale.json)."""
     path = Path(__file__).with_name("deepspeed_loss_scale.json")

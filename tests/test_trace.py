@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from minizero.engine.recording import innermost
 from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.trace import Slice, Trace
-from minizero.memory.tracker import Sample
 from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32)
@@ -106,36 +104,6 @@ def recorded(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return two.run(record, str(path), 3), json.loads(path.read_text())
 
 
-Live = list[tuple[float, dict[tuple[str, str], int]]]
-
-
-def changes(samples: list[Sample]) -> Live:
-    """When live bytes by place and category changed, and to what."""
-    found: Live = []
-    for s in samples:
-        places = ("device", s.live), ("host", s.host)
-        now = {(at, name): n for at, live in places for name, n in live.items() if n}
-        if not found or found[-1][1] != now:
-            found.append((s.time, now))
-    return found
-
-
-def sampled(*where: Any) -> tuple[Live, Live]:
-    """A step's live bytes, of its trace and of the tracker that ran meanwhile."""
-    net = net_of(*where)
-    with minizero.Tracker() as tracker:
-        step(net)
-        with minizero.trace(net, tracker=tracker) as run:
-            step(net)
-        begin, end = (run.trace.moments[i].time for i in (0, -1))
-    seen = [replace(s, time=s.time + run.shift) for s in tracker.samples]
-    traced = [
-        (time, {where: n for where, n in live.items() if n})
-        for time, live in run.trace.live(rank())
-    ]
-    return traced, changes([s for s in seen if begin <= s.time <= end])
-
-
 # --- What was recorded ---
 
 
@@ -149,13 +117,6 @@ def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
             (c.op, c.unit, c.phase, c.bytes, c.launched + shift, c.finished + shift, i)
             for i, c in enumerate(calls)
         ]
-
-
-@pytest.mark.parametrize("on", [None, "cpu"])
-def test_live_bytes_are_the_samples_of_the_tracker(two: Pool, on: str | None) -> None:
-    """Each change, at its time."""
-    for traced, seen in two.run(sampled, 3, on):
-        assert traced == seen and len(seen) > 50
 
 
 def test_counters_reach_the_measured_peak(recorded: Any) -> None:
