@@ -222,6 +222,7 @@ def by_fsdp2() -> Run:
     return run
 
 
+@pytest.mark.thorough
 def test_as_fsdp2(two: Pool) -> None:
     """PyTorch's own way, with the same dtypes: bit for bit on two ranks."""
     got = two.run(train, 3, MixedPrecision(BF16, reduce=FP32), clip=None)

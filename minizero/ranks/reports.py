@@ -138,19 +138,15 @@ def watch(whose: Any, post: Callable[[], None]) -> None:
 
 
 def post_to(path: Path) -> Callable[[], None]:
-    """What a rank of a pool does again and again: write its reports to a file.
-
-    And before each reply: who has returned is judged by reports that are complete.
-    """
-    new, last, one = path.with_suffix(".new"), Report(), threading.Lock()
+    """What a rank of a pool does again and again: write its reports to a file."""
+    new, last = path.with_suffix(".new"), Report()
 
     def post() -> None:
         nonlocal last
-        with one:
-            before, last = last, _reports[-1] if _reports else last
-            here = position() if last is before else ""
-            new.write_bytes(pickle.dumps((list(_reports), here)))
-            new.replace(path)  # at once for its readers
+        before, last = last, _reports[-1] if _reports else last
+        here = position() if last is before else ""
+        new.write_bytes(pickle.dumps((list(_reports), here)))
+        new.replace(path)  # at once for its readers
 
     return post
 

@@ -71,15 +71,12 @@ def serve(
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     share = cores // int(environment["WORLD_SIZE"])
     torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
-    post = post_to(folders[0] / f"reports{rank}")
-    watch("pool", post)
+    watch("pool", post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
     try:
         while task := tasks.recv_bytes():
-            reply = pickle.dumps(attempt(task))
-            post()
-            tasks.send_bytes(reply)
+            tasks.send_bytes(pickle.dumps(attempt(task)))
     except (EOFError, OSError):
         end.join()  # the parent is gone, and its folders must be too
     with contextlib.suppress(RuntimeError):
