@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from minizero import comm
+from minizero.lab.cells import execute, lookup
 from minizero.ranks import Pool, RankError, launch, pool, rank, report, reports
 from minizero.ranks.reports import ALONE, DIFFERENT, Report, verdict
 
@@ -341,14 +342,14 @@ def test_an_interrupt(monkeypatch, capsys):
     monkeypatch.setattr(pool, "LOOK", 0.01)
     back = "The ranks were interrupted."
     with Pool(2) as ranks:
-        ranks.execute("x = 5")
+        ranks.run(execute, "x = 5", "<cell>")
         with pytest.raises(KeyboardInterrupt, match=back):
             ranks.run(interrupts, os.getpid(), "busy", 0)
         assert capsys.readouterr().out.count("recalled") == 200
         os.kill(other := ranks.run(os.getpid)[0], signal.SIGSTOP)
         with pytest.raises(KeyboardInterrupt, match=back):
             ranks.run(interrupts, os.getpid(), "stopped", other)
-        assert ranks.pull("x") == [5, 5]
+        assert ranks.run(lookup, "x") == [5, 5]
     monkeypatch.setattr(pool, "INTERRUPT", 0.5)
     for how, told in ("deaf", r"Ranks \[0, 1\] did not react"), ("twice", "^$"):
         with Pool(2) as ranks, pytest.raises(KeyboardInterrupt, match=told):

@@ -34,7 +34,7 @@ from .reports import Report, unlike, verdict
 from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
-INTERRUPT = 5.0  # seconds in which a rank must react
+INTERRUPT = 3.0  # seconds in which a rank must react
 GONE = "\n\nAll ranks were ended, and their names are gone."
 
 
@@ -179,7 +179,6 @@ class Pool:
             )
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
-        self._cells = 0
         self._folder = folder = Path(tempfile.mkdtemp(prefix="minizero-"))
         self._children: list[Child] = []
         self._end = weakref.finalize(self, _end, self._children, folder, os.getpid())
@@ -192,7 +191,7 @@ class Pool:
                 for rank in range(nprocs):
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     own |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-                    # first of all in the list of those that must end
+                    # in the list first: if it is interrupted as it starts, it must end
                     self._children.append(Child(rank, folders, os.environ | own))
                     self._children[-1].start()
             # the parent, which can explain a hang, should speak before torch gives up
@@ -224,20 +223,6 @@ class Pool:
             KeyboardInterrupt: the parent was interrupted, and with it every rank.
         """
         return self.call(worker.pack(function, *args, **kwargs))
-
-    def execute(self, source: str) -> list[str | None]:
-        """Run code in the lasting namespace of each rank, as a notebook runs a cell.
-
-        Returns:
-            The repr of the last expression on each rank, which the rank prints too;
-            None where there is none.
-        """
-        self._cells += 1
-        return self.run(worker.execute, source, f"<cell {self._cells}>")
-
-    def pull(self, name: str) -> list[Any]:
-        """The value of a variable of the lasting namespace, from each rank."""
-        return self.run(worker.lookup, name)
 
     def close(self) -> None:
         """End the ranks. To close them again does nothing."""
@@ -319,8 +304,7 @@ class Pool:
         waiting = [self._children[rank] for rank in self._waiting(replies)]
         pipes = {c.tasks: c for c in waiting if not c.tasks.closed}
         alive = [c for c in self._children if c.process.is_alive()]
-        ends = [c.process.sentinel for c in alive]
-        ready = wait([*pipes, *ends, *(c.output for c in alive)], LOOK)
+        ready = wait([*pipes, *(c.output for c in alive)], LOOK)
         for pipe, each in pipes.items():
             if pipe in ready and (reply := each.receive()):
                 replies[each.rank] = reply
@@ -378,7 +362,6 @@ class Pool:
 def _cause(replies: dict[int, Reply]) -> tuple[str, int]:
     """The likely cause of all failures, the first that is no echo, and its rank."""
     failed = {rank: each for rank, each in replies.items() if each.result is None}
-
     first = min(failed.values(), key=lambda reply: (reply.is_echo, reply.time))
     alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
     who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"

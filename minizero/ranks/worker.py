@@ -6,7 +6,6 @@ that the rank prints, and a file to which a thread of it posts what it is doing.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import faulthandler
@@ -82,7 +81,7 @@ def serve(
     torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
     watch("pool", post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
-    sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
+    sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
     try:
         while task := tasks.recv_bytes():
             tasks.send_bytes(pickle.dumps(attempt(task)))
@@ -161,9 +160,12 @@ def _perform(task: bytes) -> bytes:
 
 
 def _failure(error: BaseException) -> Reply:
-    """The error as text, without the frames of this module that lead to the task."""
+    """The error as text, without the frames that lead to the task."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and (
+        frames.tb_frame.f_code.co_filename == __file__
+        or "__tracebackhide__" in frames.tb_frame.f_locals
+    ):
         frames = frames.tb_next
     details = "".join(traceback.format_exception(type(error), error, frames))
     summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -186,33 +188,3 @@ def pack(function: Any, *args: Any, **kwargs: Any) -> bytes:
     except Exception as error:
         what = f"{getattr(function, '__name__', function)} and its arguments"
         raise TypeError(f"{what} cannot be sent to the ranks: {error}") from None
-
-
-def execute(source: str, name: str) -> str | None:
-    """Run `source` in this rank's namespace, as a notebook runs a cell.
-
-    Prints the value of a last expression, unless it is None, and returns its repr.
-    """
-    linecache.cache[name] = len(source), None, source.splitlines(True), name
-    names = vars(sys.modules["__main__"])
-    body = ast.parse(source, name).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    # dont_inherit: the cell would get this module's __future__ imports
-    exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), names)
-    if not isinstance(last, ast.Expr):
-        return None
-    code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
-    value = eval(code, names)
-    if value is None or source.rstrip().endswith(";"):
-        return None
-    names["_"] = value
-    print(text := repr(value))
-    return text
-
-
-def lookup(name: str) -> Any:
-    """The value of a variable of this rank's namespace."""
-    names = vars(sys.modules["__main__"])
-    if name not in names:
-        raise NameError(f"no variable {name!r} in this rank's namespace")
-    return names[name]
