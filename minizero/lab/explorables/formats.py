@@ -56,6 +56,14 @@ def stored(value: float, name: str) -> float:
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
+def bits(value: float, name: str) -> str:
+    """The bits of a number that a format has; none of an infinite one."""
+    dtype, *_ = FORMATS[name]
+    raw = torch.tensor([value], dtype=torch.float64).to(dtype).view(torch.uint8)
+    whole = "".join(f"{byte:08b}" for byte in reversed(raw.tolist()))
+    return whole if math.isfinite(value) else ""
+
+
 def smallest(dtype: torch.dtype) -> float:
     """The smallest number above 0, a subnormal."""
     return spacing(dtype, 0.0)
@@ -153,11 +161,12 @@ class FormatExplorer(Explorable):
         return [
             {
                 "name": name,
+                "exponent": exponent,
                 "digits": digits,
                 "lowest": round(torch.tensor(torch.finfo(dtype).tiny).log2().item()),
                 "largest": torch.finfo(dtype).max,
             }
-            for name, (dtype, _, digits) in FORMATS.items()
+            for name, (dtype, exponent, digits) in FORMATS.items()
         ]
 
     def kept(self) -> dict[str, float]:
@@ -170,8 +179,12 @@ class FormatExplorer(Explorable):
         return shares
 
     def numbers(self) -> list[list[Any]]:
-        """The share that each format keeps of the update."""
-        return [[name, share] for name, share in self.kept().items()]
+        """The share that each format keeps of the update, and the bits of the sum."""
+        rows: list[list[Any]] = []
+        for name, share in self.kept().items():
+            total = stored(2.0**self.weight, name) + share * 2.0**self.update
+            rows.append([name, share, bits(total, name)])
+        return rows
 
     def fallback(self) -> str:
         rows = {name: f"{share:.0%}" for name, share in self.kept().items()}
