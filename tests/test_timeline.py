@@ -14,6 +14,7 @@ from minizero.lab.explorables.base import module
 from minizero.lab.explorables.packing import Pack
 from minizero.lab.explorables.steps import TICK, Setting, line, settings, simulated
 from minizero.lab.explorables.timeline import RECORDED, Timeline, packed, steps
+from minizero.lab.plots.style import short
 from minizero.memory.plan import PRECISIONS, estimate
 from minizero.memory.trace import Change, Moment, Slice, Trace
 
@@ -295,6 +296,33 @@ def test_shipped_recording_is_whole() -> None:
 
 # --- In a browser ---
 
+
+def test_chapter_shows_what_it_is_about(browser: Any, show: Show) -> None:
+    """A part of the figure, the point marked where it is meant; the rest on request."""
+    shown = ["lanes", "curve", "gradients", "stage", "zoom"]
+    how = {"stage": 2, "overlap": False, "moment": 0.6, "shown": shown}
+    widget = Timeline(**how, point="here it is")
+    (root,) = show(widget.static_html())
+
+    def seen(query: str) -> int:
+        return sum(e.is_displayed() for e in root.find_elements("css selector", query))
+
+    assert (seen("select"), seen(".blocks"), seen(".phases")) == (2, 0, 1)
+    trace = simulated(widget.setting())
+    slices = root.find_elements("css selector", ".lanes rect.s")
+    assert len(slices) == sum(s.end > s.begin for s in trace.slices)
+    assert seen(".point") == 1 and "here it is" in find(root, ".lanes").text
+    selects = root.find_elements("css selector", "select")
+    plan, zoom = (one for one in selects if one.is_displayed())
+    zoom.send_keys("4")  # the third quarter of the axis
+    assert 0 < len(root.find_elements("css selector", ".lanes rect.s")) < len(slices)
+    assert seen(".point") == 1
+    plan.send_keys("ZeRO-1")
+    assert seen(".point") == 0  # it is said of ZeRO-2
+    find(root, ".chart > button").click()
+    assert (seen("select"), seen(".blocks"), seen(".phases")) == (6, 1, 2)
+    assert not root.find_elements("css selector", ".chart > button")
+
 PROSE = """<p>First <span class="timeline-word">gather</span>, then
 <span class="timeline-word">releases</span>.</p>"""
 
@@ -366,7 +394,11 @@ def test_pointer(browser: Any, show: Show) -> None:
     middle = wide.rect["x"] + wide.rect["width"] / 2
     lanes = find(root, ".lanes").rect
     share = (middle - lanes["x"] - 66) / (lanes["width"] - 72)
-    assert moment(root) == pytest.approx(share, abs=0.003)
+    # the axis is that of the longest of the four plans, whose ends are marked
+    ends = [line(Setting(stage, True, stage == 3)).duration for stage in range(4)]
+    assert moment(root) == pytest.approx(share * max(ends) / ends[3], abs=0.003)
+    text = find(root, ".lanes").text
+    assert f"data parallel ends, {short(round(1e3 * ends[0], 2))} ms" in text
 
 
 def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> None:
@@ -493,7 +525,7 @@ SETTINGS = """const [plan, offload, step] = root.querySelectorAll("select");
       const scrub = root.querySelector(".scrub");
       scrub.value = i / 40;
       scrub.dispatchEvent(new Event("input"));
-      const { top } = root.querySelector(".words + .name").getBoundingClientRect();
+      const { top } = root.querySelector(".words + div").getBoundingClientRect();
       heights.add(top - root.querySelector(".words").getBoundingClientRect().top);
     }
   }

@@ -22,7 +22,7 @@ const STYLE = `
 
 /** The nearest number of the format; of two, the even one. */
 function round(x, { digits, lowest, largest }) {
-  if (x === 0) return 0;
+  if (x === 0 || x === Infinity) return x;
   const quantum = spacing(x, { digits, lowest });
   const whole = Math.floor(x / quantum);
   const rest = x / quantum - whole;

@@ -169,22 +169,23 @@ class FormatExplorer(Explorable):
             for name, (dtype, exponent, digits) in FORMATS.items()
         ]
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """By format: the weight as it has it, and the sum."""
+        found = {}
+        for name in FORMATS:
+            before = stored(2.0**self.weight, name)
+            found[name] = before, stored(before + 2.0**self.update, name)
+        return found
+
     def kept(self) -> dict[str, float]:
         """By format: what the sum gained over the weight, as a share of the update."""
-        weight, update = 2.0**self.weight, 2.0**self.update
-        shares = {}
-        for name in FORMATS:
-            before = stored(weight, name)
-            shares[name] = (stored(before + update, name) - before) / update
-        return shares
+        update = 2.0**self.update
+        return {name: (b - a) / update for name, (a, b) in self.sums().items()}
 
     def numbers(self) -> list[list[Any]]:
         """The share that each format keeps of the update, and the bits of the sum."""
-        rows: list[list[Any]] = []
-        for name, share in self.kept().items():
-            total = stored(2.0**self.weight, name) + share * 2.0**self.update
-            rows.append([name, share, bits(total, name)])
-        return rows
+        sums, kept = self.sums(), self.kept()
+        return [[name, kept[name], bits(sums[name][1], name)] for name in FORMATS]
 
     def fallback(self) -> str:
         rows = {name: f"{share:.0%}" for name, share in self.kept().items()}

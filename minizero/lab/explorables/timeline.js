@@ -342,10 +342,10 @@ function render({ model, el }) {
   let every = [...PARTS, ...NAMES].every((name) => get("shown").includes(name));
   const shows = (name) => every || get("shown").includes(name);
   const more = make("button", { type: "button", onclick: () => {
-    [every, more.hidden] = [true, true];
+    every = true;
+    more.remove();
     changed();
   } }, "Show everything");
-  more.hidden = every;
   const meant = get("point") && [get("moment"), settingOf(get) + get("source")];
   const controls = settings(model, shows, (name) => {
     if (name !== "source" || !opening) return;
@@ -418,7 +418,7 @@ function render({ model, el }) {
   const computed = key(Object.fromEntries(verbs.filter(([name]) => !LANES.includes(name))));
   computed.append(make("span", {}, "▾ release"));
   const chart = make("div", { class: "chart" }, computed, shown.lanes, scrub, buttons.box, words,
-    shown.blocks, code, own.box, more);
+    shown.blocks, code, own.box, every ? "" : more);
   own.drops(chart);
   const end = mount({ model, el }, {
     title: "A step of each rank", names: NAMES, style: STYLE, update: changed,

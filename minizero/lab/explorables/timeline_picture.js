@@ -154,7 +154,8 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
       ...said.map((text, i) => `<text class="bold" x="${from}" text-anchor="${anchor}"
         y="${11 + 13 * i}">${escaped(text)}</text>`));
   }
-  return { html: out.join(""), height: foot + (ends.length ? 4 : 0), base, x, spots };
+  // As high under every plan.
+  return { html: out.join(""), height: base + AXIS + (ends.length ? 46 : 0), base, x, spots };
 }
 
 /** The units of each category that are ever there, and the most bytes of each. */
