@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minizero import comm
 from minizero.comm import backend, transport
+from minizero.comm.ledger import Call, Ledger
 from minizero.ranks import Pool, rank, world_size
 
 RANKS = (1, 2, 3)
@@ -398,3 +399,9 @@ def agreed(fails: int) -> str:
 
 def test_an_error_of_one_rank_is_raised_on_all(two: Pool) -> None:
     assert set(two.run(agreed, 1)) == {"rank 1 has lost something"}
+
+
+def test_columns_of_large_numbers_stay_apart() -> None:
+    call = Call("all_gather", 1, 7_026_478_823, 14_052_957_646, "bfloat16", "", "")
+    *_, last = Ledger([call] * 3).table().splitlines()
+    assert last.split() == ["all_gather", "3", "21,079,436,469", "42,158,872,938"]

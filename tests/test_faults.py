@@ -80,6 +80,14 @@ def calls_fewer(folder):
         meet()
 
 
+def saves_alone(folder):
+    meet()
+    if rank() == 0:
+        comm.gather_objects("what it saves")
+    else:
+        meet()
+
+
 FAULTS = {
     raises: (1, [r"^rank 1 raised ValueError: too short\n\nTraceback", r"\nby two$"]),
     is_killed: (1, [r"^rank 1 was killed by SIGKILL\. .*memory"]),
@@ -98,6 +106,14 @@ FAULTS = {
             re.escape(DIFFERENT),
             r"rank 0 has waited .* s in collective 2, all_reduce of 8 float32",
             r"rank 1 has waited .* s in collective 2, broadcast of 4 float32",
+        ],
+    ),
+    saves_alone: (
+        None,
+        [
+            re.escape(DIFFERENT),
+            r"rank 0 has waited .* s in collective 2, gather_objects .* of saves_alone",
+            r"rank 1 has waited .* s in collective 2, all_reduce of 8 float32",
         ],
     ),
     calls_fewer: (

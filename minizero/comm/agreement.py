@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks.launch import world_size
+from ..ranks.launch import report, world_size
 from .backend import current_algorithm, timeout
-from .collectives import sequences
+from .collectives import place, sequences
+from .groups import everyone
 
 _own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
 
@@ -19,15 +21,22 @@ def gather_objects(value: Any) -> list[Any]:
     """Every rank gets the values of all ranks, in rank order; they are pickled.
 
     Over a gloo group that nothing else uses: a thread may call this while the main
-    thread calls other collectives. It is not in the ledger.
+    thread calls other collectives. It is not in the ledger. A rank whose main thread
+    calls it alone, as in a save that others do not make, is reported.
     """
     global _own_group
     if world_size() == 1:
         return [value]
+    call = None
+    if threading.current_thread() is threading.main_thread():
+        call = place("gather_objects (a save, a load)", everyone().ranks)
+        report("waits", *call)
     if _own_group[0] is not dist.group.WORLD:
         _own_group = dist.group.WORLD, dist.new_group(timeout=timeout(), backend="gloo")
     values = [None] * world_size()
     dist.all_gather_object(values, value, _own_group[1])
+    if call is not None:
+        report("done", *call)
     return values
 
 
@@ -40,10 +49,9 @@ def check_sequence() -> None:
     """
     if current_algorithm() != "backend" or dist.get_backend() == "fake":
         return
-    for theirs in gather_objects(dict(sequences)):
-        if any(
-            theirs[ranks] != sequences[ranks] for ranks in theirs.keys() & sequences
-        ):
+    mine = dict(sequences)
+    for theirs in gather_objects(mine):
+        if any(theirs[ranks] != mine[ranks] for ranks in theirs.keys() & mine):
             raise RuntimeError(
                 "the ranks have not made the same collectives in this step, so what "
                 "they have got is mixed; a forward must use the same units in the same "

@@ -22,6 +22,13 @@ from ..ranks.launch import report
 sequences: dict[tuple[int, ...], tuple[int, int]] = {}
 
 
+def place(what: str, ranks: tuple[int, ...]) -> tuple[int, str, int, tuple[int, ...]]:
+    """Count a call of these ranks: its number, itself, the checksum of all so far."""
+    made, tag = sequences.get(ranks, (0, len(ranks)))
+    sequences[ranks] = made, tag = made + 1, zlib.crc32(what.encode(), tag)
+    return made, what, tag, ranks
+
+
 class Work:
     """A collective under way. `wait()` blocks until its result may be used.
 
@@ -42,11 +49,7 @@ class Work:
     ) -> None:
         queued = backend_of(row) == "nccl"
         self.call = enter(op, row, elements, sent, group, quantized, queued)
-        what, ranks = str(self.call), group.ranks
-        made, tag = sequences.get(ranks, (0, len(ranks)))
-        made, tag = made + 1, zlib.crc32(what.encode(), tag)
-        sequences[ranks] = made, tag
-        self._place = made, what, tag, ranks
+        self._place = _, _, tag, _ = place(str(self.call), group.ranks)
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
         self._finish: Finish | None = start(tag & 0x7FFFFFFF)

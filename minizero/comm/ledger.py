@@ -82,14 +82,16 @@ class Ledger(list[Call]):
         """Calls, elements sent and bytes sent, by phase and op."""
         grouped = any(c.group != "all" for c in self)
         w = 24 if grouped else 16
-        lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"]
+        most = max([sum(c.bytes for c in self), self.sent()])
+        n = max(14, len(f"{most:,}") + 2)  # a column
+        lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>{n}}{'bytes':>{n}}"]
         for key in dict.fromkeys((c.op, c.phase, c.group) for c in self):
             op, where, group = key
             calls = self.select(*key)
             sent = sum(c.sent for c in calls)
             size = sum(c.bytes for c in calls)
             what = f"{op} {group}" if grouped else op
-            lines.append(f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}")
+            lines.append(f"{where:10}{what:{w}}{len(calls):6}{sent:{n},}{size:{n},}")
         return "\n".join(lines)
 
 

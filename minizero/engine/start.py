@@ -93,8 +93,8 @@ def initialize(
     moved = getattr(scheduler, "optimizer", made)
     if getattr(moved, "optimizer", moved) is not made:  # a wrapper has it
         said.append("the lr_scheduler moves another optimizer, so the rate stays")
-    for sentence in said if rank() == 0 else ():
-        warnings.warn(sentence, stacklevel=2)
+    if said and rank() == 0:
+        warnings.warn("\n".join(said), stacklevel=2)
     net = wrap(model, made, settings, units)
     updates = None if made is None else EngineOptimizer(net, settings)
     engine = Engine(settings, net, updates, scheduler, loader, collate_fn)

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,8 @@ from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
 GONE = "\n\nAll ranks were ended, and their names are gone."
+Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
+"""What starts a rank; that of "fork" is quicker, where one thread has imported torch."""
 
 
 class RankError(RuntimeError):
@@ -79,7 +82,7 @@ class Child:
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
-        self.process = multiprocessing.get_context("forkserver").Process(
+        self.process = Process(
             target=worker.serve, args=(rank, folders, environment, tasks, output)
         )
         self.process.start()
