@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench.fit import layers_of
 from torch import Tensor, nn
 
 from minizero import Overlap, Plan, Tracker, comm, parallelize
 from minizero.comm import Call
-from minizero.lab.measure import (
-    Step,
-    layers_of,
-    timed_step,
-)
+from minizero.lab.measure import Step, timed_step
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
 from minizero.ranks import Pool, rank
