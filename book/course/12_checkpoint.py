@@ -292,8 +292,9 @@ def keeping_save(folder, tag, keep, rank, small_save):
 
     def draw(self, rng):
         return [
-            {"first": 9 - rng.randint(0, k), "saves": k + 1, "keep": k} for k in (1, 2)
-        ] + [{"first": 98, "saves": 3, "keep": rng.choice([1, 2])}]
+            {"first": high - rng.randint(0, k), "saves": k + 1, "keep": k}
+            for k, high in zip((1, 2), rng.sample([9, 99, 999], 2), strict=True)
+        ]
 
     @staticmethod
     def run(answer, first, saves, keep):
