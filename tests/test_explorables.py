@@ -18,11 +18,7 @@ from minizero import estimate
 from minizero.config import ConfigError
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.config import ConfigExplorer, plans
-from minizero.lab.explorables.figures import (
-    Exchanges,
-    LinkTime,
-    Shards,
-)
+from minizero.lab.explorables.figures import Exchanges, LinkTime, Shards
 from minizero.lab.explorables.formats import FormatExplorer
 from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import (

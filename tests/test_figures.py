@@ -108,29 +108,6 @@ def test_nothing_moves_and_all_fit(gallery: Gallery) -> None:
         assert gallery.run(OUTSIDE) == []
 
 
-LOOKS = """return [...arguments].map((root) => {
-  const looks = (query, name) => [...root.querySelectorAll(query)].map((e) =>
-    getComputedStyle(e)[name]);
-  const boxes = looks(".swatch, .bar div, .paint:not(svg *)", "backgroundColor");
-  return [...boxes, ...looks(".paint", "fill")];
-})"""
-
-
-def test_forced_colours_keep_what_colours_tell(gallery: Gallery) -> None:
-    """What a colour stands for keeps it; text takes the reader's."""
-    before = gallery.run(LOOKS, *gallery.roots)
-    assert sum(map(len, before)) > 100
-    box = find(gallery.roots[0], ".box")
-    ink = box.value_of_css_property("color")
-    media = {"features": [{"name": "forced-colors", "value": "active"}]}
-    gallery.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    try:
-        assert gallery.run(LOOKS, *gallery.roots) == before
-        assert box.value_of_css_property("color") != ink
-    finally:
-        gallery.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 def test_paper_shows_the_picture_and_its_setting(gallery: Gallery) -> None:
     media = "Emulation.setEmulatedMedia"
     gallery.browser.execute_cdp_cmd(media, {"media": "print"})

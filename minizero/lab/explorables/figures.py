@@ -6,13 +6,7 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import (
-    STRIPES,
-    Amount,
-    Explorable,
-    look,
-    module,
-)
+from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
 from minizero.lab.hardware import H100
 from minizero.lab.plots.style import LINES
 

@@ -14,14 +14,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from minizero.lab.explorables.base import Amount, Explorable, module, table
-from minizero.lab.plots.style import (
-    CATEGORY_COLOURS,
-    GREY,
-    LINES,
-    STYLE,
-    WIDTH,
-    single,
-)
+from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, STYLE, WIDTH, single
 
 FORMATS = {
     "fp32": (torch.float32, 8, 23),

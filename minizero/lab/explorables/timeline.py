@@ -19,13 +19,7 @@ from minizero.lab.explorables.base import (
 )
 from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.sources import LINES, line
-from minizero.lab.explorables.steps import (
-    OFFLOADS,
-    TICK,
-    Setting,
-    settings,
-    simulated,
-)
+from minizero.lab.explorables.steps import OFFLOADS, TICK, Setting, settings, simulated
 from minizero.lab.plots.style import CATEGORY_COLOURS, DOING_COLOURS, GREY, amount
 from minizero.memory.trace import Trace
 
