@@ -8,7 +8,7 @@ if every rank makes them; sharded parameters are written to inside
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,22 +78,6 @@ def _check_apart(model: nn.Module) -> None:
         shared, end, before = memory, stop, name
 
 
-def check_unchanged(net: Any) -> None:
-    """Raise RuntimeError for parameters that were frozen, unfrozen or got a `.grad`."""
-    for p, (_, flat, slot) in net.where.items():
-        if p.requires_grad != flat.trainable:
-            raise RuntimeError(
-                f"requires_grad of parameter {slot.name!r} has changed since the model "
-                "was wrapped; set it before"
-            )
-        if p.grad is not None:
-            raise RuntimeError(
-                f"the script has set the gradient of parameter {slot.name!r}; the net "
-                "keeps gradients itself: scale the loss instead, or use "
-                "minizero.utils.safe_set_full_grad after backward"
-            )
-
-
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook on the optimizer: RuntimeError if no net has called its `step`."""
     groups = optimizer.param_groups
@@ -103,19 +87,6 @@ def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "shards, which get their gradients from the net; call net.step() "
             "(engine.step())"
         )
-
-
-class Hook:
-    """Calls a function; the same hook of a copied module calls nothing."""
-
-    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
 
 
 def refuse_sharded_state(module: nn.Module) -> None:

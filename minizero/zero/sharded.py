@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -156,6 +158,18 @@ class ShardedFlat(Flat):
                     self.full, own, async_op=True, group=self.ranks
                 )
             work.then(arrive).wait()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Unsharded inside the block, with the values as they are stored."""
+        self.unshard()
+        self.make_exact()
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+            self.free(seen=True)
 
     def exact(self, kept: Tensor) -> Tensor:
         """What is stored, without what a quantized copy has rounded."""
