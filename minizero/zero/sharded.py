@@ -148,9 +148,11 @@ class ShardedFlat(Flat):
         """Send the updated shard to who keeps a copy: here, nobody."""
         return []
 
-    def make_exact(self) -> None:
-        """Gather once more as it is, if that was quantized."""
-        if self.quantized is not None:
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Unsharded inside the block, with the values as they are stored."""
+        self.unshard()
+        if self.quantized is not None:  # gather once more, as it is
             with self.storage.on_copy_stream() as arrive:
                 into = self.kept(self.full)
                 own = self.exact(self.storage.load(self.stored, into))
@@ -158,12 +160,6 @@ class ShardedFlat(Flat):
                     self.full, own, async_op=True, group=self.ranks
                 )
             work.then(arrive).wait()
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Unsharded inside the block, with the values as they are stored."""
-        self.unshard()
-        self.make_exact()
         self.holders += 1
         try:
             yield
