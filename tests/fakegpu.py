@@ -120,9 +120,6 @@ class Event:
     def synchronize(self) -> None:
         GPU.now.host_waits(self.clock, "synchronize event")
 
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
-
 
 class Done:
     """Stands for a collective, a transfer or a future: its results are there after."""
@@ -132,15 +129,11 @@ class Done:
     ) -> None:
         self.clock, self.on_host, self.value = clock, on_host, value
         self.kept = kept  # torch keeps a collective's tensors until then
-        self.started = self.finished = 0.0
 
     def wait(self) -> None:
         clock = GPU.now.clock if self.on_host else GPU.now.stream.clock
         join(clock, self.clock)
         self.kept = None
-
-    def over(self) -> bool:
-        return False
 
     def result(self) -> Any:
         self.wait()
