@@ -43,12 +43,13 @@ MODELS = {
 }
 LR = 1e-4
 
-# a block's parameters are there while it computes, as FSDP2 has it: by default a small
-# model is gathered once, and kept whole until its backward
-LIMITS = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
-LEAST = [{}, {}, {}, {f"stage3_{name}": 0 for name in LIMITS}]
+# a block's parameters are there while it computes and while the one before it does, as
+# FSDP2 has it; by default a small model is gathered once and kept until its backward
+BUCKET = 25 * 2**20 // 4  # elements: DDP's default; of one block, but not of two
+NO_MORE = {"prefetch_bucket_size": BUCKET, "max_reuse_distance": 0}
+NO_MORE |= {"param_persistence_threshold": 0}
+LEAST = [{}, {}, {}, {f"stage3_{name}": n for name, n in NO_MORE.items()}]
 THEIRS = {"zero_force_ds_cpu_optimizer": False}  # all have torch's own Adam
-BUCKET = 25 * 2**20 // 4  # elements: DDP's default
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,7 @@ class Job:
         }
 
 
-def jobs(model: str) -> list[Job]:
-    """With 2 and 4 ranks, in fp32 and in bf16."""
-    kinds = ("fp32", "bf16")
-    return [Job(model, ranks, kind) for ranks in (2, 4) for kind in kinds]
-
-
-JOBS = jobs("20M")
+JOBS = [Job("20M", 2, precision) for precision in ("fp32", "bf16")]
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -298,7 +293,7 @@ GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Seconds beyond the model alone, memory and traffic, of each job; imports."""
+    """Seconds beyond the model alone, and traffic, of each job; imports."""
     steps = [
         found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
     ]
@@ -306,21 +301,41 @@ def compare(repeats: int) -> list[Comparison]:
     seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
     ours = seconds.pop("minizero")
     return steps + [
-        Comparison(
-            "import",
-            "s",
-            "minizero",
-            name,
-            ours,
-            values,
-            at_most=1.3 if name == "torch" else 1.0,
-        )
-        for name, values in seconds.items()
+        Comparison("import", "s", "minizero", name, ours, values, at_most=most)
+        for (name, values), most in zip(seconds.items(), (1.3, 1.0), strict=False)
     ]
+
+
+def compare_memory() -> list[Comparison]:
+    """Most bytes of tensors, and of the process, of each job."""
+    found = []
+    for job in JOBS:
+        most = {
+            name: _worst(launch(memory, job.ranks, group, name, job))
+            for group in _groups()
+            for name in CASES[group]
+        }
+        for what, key in (
+            ("tensors at the peak", "live"),
+            ("resident at the peak", "resident"),
+        ):
+            pairs = ((a, b) for a, b in GOALS if b in most)
+            found += [
+                Comparison(
+                    f"{what}: {job}", "B", a, b, [most[a][key]], [most[b][key]],
+                    at_most=1.0,
+                )
+                for a, b in pairs
+            ]  # fmt: skip
+    return found
 
 
 def _deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
+
+
+def _groups() -> list[str]:
+    return ["here", *(["there"] if _deepspeed() else [])]
 
 
 def _imported(name: str) -> float:
@@ -331,15 +346,9 @@ def _imported(name: str) -> float:
 
 
 def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
-    """Of each library the worst of its ranks; the first turn tells the memory too."""
-    groups = ["here", *(["there"] if _deepspeed() else [])]
-    most = {
-        name: _worst(launch(memory, job.ranks, group, name, job))
-        for group in groups
-        for name in CASES[group]
-    }
+    """Of each library the worst of its ranks."""
     with ExitStack() as stack:
-        pools = {group: stack.enter_context(Pool(job.ranks)) for group in groups}
+        pools = {group: stack.enter_context(Pool(job.ranks)) for group in _groups()}
         for _ in range(repeats):
             found: dict[str, Measured] = {}
             for group, pool in pools.items():
@@ -347,8 +356,7 @@ def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
                 worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
                 least = worst.pop("alone")["seconds"]
                 for name, values in worst.items():
-                    beyond = {"beyond": values["seconds"] - least}
-                    found[name] = values | beyond | most.pop(name, {})
+                    found[name] = values | {"beyond": values["seconds"] - least}
             yield found
 
 
@@ -357,39 +365,21 @@ def _worst(ranks: list[Measured]) -> Measured:
 
 
 def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:
-    def pair(
-        what: str, unit: str, key: str, a: str, b: str, most: float | None
-    ) -> Comparison:
-        ours, theirs = ([t[n][key] for t in turns if key in t[n]] for n in (a, b))
-        return Comparison(f"{what}: {job}", unit, a, b, ours, theirs, at_most=most)
-
-    pairs = [(a, b, goal) for (a, b), goal in GOALS.items() if b in turns[0]]
-    found = [
-        pair(
-            "beyond the model alone",
-            "s",
-            "beyond",
-            a,
-            b,
-            goal if job == JOBS[0] else None,
-        )
-        for a, b, goal in pairs
-    ]
-    for what, key in (
-        ("tensors at the peak", "live"),
-        ("resident at the peak", "resident"),
-    ):
-        found += [pair(what, "B", key, a, b, 1.0) for a, b, _ in pairs]
+    what, found = f"beyond the model alone: {job}", []
+    for (a, b), goal in GOALS.items():
+        if b in turns[0]:
+            ours, theirs = ([turn[name]["beyond"] for turn in turns] for name in (a, b))
+            most = goal if job == JOBS[0] else None
+            found.append(Comparison(what, "s", a, b, ours, theirs, at_most=most))
+    what = f"sent by a rank in a step: {job}"
     width = 2 if job.precision == "bf16" else 4
     for name in turns[0]:
         times = 3 if name in GATHERED_TWICE else 2
         theory = times * width * job.elements * (job.ranks - 1) / job.ranks
-        sent = [t[name]["sent"] for t in turns]
+        sent = [turn[name]["sent"] for turn in turns]
         bound = 1.02 if name.startswith("minizero") else None
-        what = f"sent by a rank in a step: {job}"
+        against = [theory] * len(sent)
         found.append(
-            Comparison(
-                what, "B", name, "theory", sent, [theory] * len(sent), at_most=bound
-            )
+            Comparison(what, "B", name, "theory", sent, against, at_most=bound)
         )
     return found
