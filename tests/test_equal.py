@@ -177,7 +177,6 @@ def train(case: Case, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
 
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-hpz = Plan(Placement(True, group=2), Placement(True), Placement(True))
 at = Plan.stage
 both = {"precision": "fp16", "micro": 2, "events": True}
 CASES: dict[str, Case] = {
@@ -267,23 +266,6 @@ def offloaded() -> Iterator[tuple[str, Case]]:
 
 
 PLACES = dict(offloaded())
-GROUPS: dict[str, Case] = {
-    **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
-    "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
-    "groups, Muon": Case(at(3, group=2), "bf16", muon),
-    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16", storage="Offload"),
-    "parameters in groups": Case(hpz, "bf16", micro=2),
-    "parameters in groups, Muon": Case(hpz, "bf16", muon),
-    "parameters in groups, overlap": Case(hpz, **both, overlap=(2000, 3000, 900)),
-    "quantized in groups": Case(hpz, "bf16", bits=(8, 4), overlap=(ALL, ALL, 900)),
-}
-"""On 4 ranks: 4 gradients have the same sum in pairs."""
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +307,6 @@ def test_equal_in_every_place(
 ) -> None:
     check(two, PLACES[name], reference, tmp_path)
     assert not list((tmp_path / "files").glob("*"))
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_equal_in_groups(four: Pool, tmp_path: Path, reference: Any, name: str) -> None:
-    check(four, GROUPS[name], reference, tmp_path)
 
 
 @pytest.mark.thorough

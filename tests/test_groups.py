@@ -1,7 +1,4 @@
-"""Shards in groups, copies across them, and what is sent in 8 or 4 bits.
-
-That groups change no bit is among the cases of test_equal.py.
-"""
+"""Shards in groups, copies across them, and what is sent in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import nasty
 import pytest
 import torch
 from nasty import Nasty
+from test_equal import ALL, Case, at, both, check, muon, reference
 from torch import Tensor
 
 from minizero import (
@@ -34,14 +32,34 @@ from minizero.config import read
 from minizero.precision import MixedPrecision
 from minizero.ranks import Pool
 
+__all__ = ["reference"]  # a fixture
+
 GROUP = 2
 SECONDARY = Plan(Placement(True, group=GROUP), Placement(True), Placement(True))
+EQUAL: dict[str, Case] = {
+    **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
+    "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
+    "groups, Muon": Case(at(3, group=2), "bf16", muon),
+    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16", storage="Offload"),
+    "parameters in groups": Case(SECONDARY, "bf16", micro=2),
+    "parameters in groups, Muon": Case(SECONDARY, "bf16", muon),
+    "parameters in groups, overlap": Case(SECONDARY, **both, overlap=(2000, 3000, 900)),
+    "quantized in groups": Case(
+        SECONDARY, "bf16", bits=(8, 4), overlap=(ALL, ALL, 900)
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool(4) as pool:
         yield pool
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(pool: Pool, tmp_path: Path, reference: Any, name: str) -> None:
+    """As data parallelism, bit for bit: 4 gradients have the same sum in pairs."""
+    check(pool, EQUAL[name], reference, tmp_path)
 
 
 def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:

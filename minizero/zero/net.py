@@ -66,6 +66,10 @@ class Net:
     plan = Plan.stage(0)
     flat_type: Callable[..., Any] = Flat
     copied_type: Callable[..., Any]  # of stage 3, where groups have copies
+    # `DataParallel` has these
+    _on_grad: Callable[[nn.Parameter], None]
+    zero_grad: Callable[[], None]
+    reduced: Callable[[Flat], None]
 
     def __init__(
         self,
@@ -217,18 +221,6 @@ class Net:
         """Wait for all collectives under way."""
         for unit in self.units:
             unit.wait()
-
-    def _on_grad(self, p: nn.Parameter) -> None:
-        """The hook: autograd has left a gradient in `p.grad`."""
-        raise NotImplementedError
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        raise NotImplementedError
-
-    def reduced(self, flat: Flat) -> None:
-        """Called when the mean of a buffer's gradients has arrived."""
-        raise NotImplementedError
 
     def averaged(self, unit: Unit, flat: Flat) -> None:
         """Called when the mean of the group has arrived: average it over the groups."""

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..memory.labels import host_empty
-from ..memory.labels import label
+from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
 from .flat import Flat, Unit
 
