@@ -2,7 +2,8 @@
 
 Writes to parameters, in place or by `p.data = values`, are taken over by the next step
 if every rank makes them; sharded parameters are written to inside
-`zero.GatheredParameters(..., modifier_rank=0)`. What is refused raises here.
+`zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
+copied or saved raises here; what is refused in a step, in `net`.
 """
 
 from __future__ import annotations
@@ -76,17 +77,6 @@ def _check_apart(model: nn.Module) -> None:
                 "modules (head.weight = embedding.weight)"
             )
         shared, end, before = memory, stop, name
-
-
-def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook on the optimizer: RuntimeError if no net has called its `step`."""
-    groups = optimizer.param_groups
-    if not any(p.grad is not None for group in groups for p in group["params"]):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
-            "shards, which get their gradients from the net; call net.step() "
-            "(engine.step())"
-        )
 
 
 def refuse_sharded_state(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from ..memory import labels
 from ..memory.plan import Plan
 from .elementwise import check_elementwise, groups_of, layout_of, take_state
 from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model, refuse_step
+from .guards import OWNERS, check_model
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
 from .units import Policy, assign, find_units, materialise, split
@@ -38,6 +38,17 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
+
+
+def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook on the optimizer: RuntimeError if no net has called its `step`."""
+    groups = optimizer.param_groups
+    if not any(p.grad is not None for group in groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
+            "shards, which get their gradients from the net; call net.step() "
+            "(engine.step())"
+        )
 
 
 class Net:
