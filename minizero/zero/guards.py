@@ -12,7 +12,6 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
