@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks.launch import report, world_size
-from .backend import current_algorithm, timeout
+from .backend import timeout
 from .collectives import place, sequences
 from .groups import everyone
+from .transport import current_algorithm
 
 _own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
 
@@ -43,7 +44,7 @@ def gather_objects(value: Any) -> list[Any]:
 def check_sequence() -> None:
     """Raise RuntimeError, on every rank, unless all have made the same calls.
 
-    The messages of direct and ring carry a checksum of all calls: ranks that differ
+    The messages of the direct exchange carry a checksum of all calls: ranks that differ
     wait for each other, and that is reported. The backend's own collectives have none,
     and calls that happen to fit would mix their data in silence.
     """
