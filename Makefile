@@ -86,7 +86,7 @@ picture: $(READY)
 	@$(BIN)/python book/draw.py
 
 clean:
-	rm -rf $(VENV) _build minizero.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) _build build minizero.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/peers: requirements-bench.txt $(READY)
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --requirement requirements-bench.txt || \

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from minizero import comm
 from minizero.activations.recompute import Recompute, recompute_units
 from minizero.activations.saved_tensors import SavedTensors, by_operator
-from minizero.activations.stores import Copies, Offloaded, Sharded, Store
+from minizero.activations.stores import Offloaded, Sharded, Store
 from minizero.lab.models.activations import Activations
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
@@ -172,20 +172,6 @@ def test_an_odd_model_with_dropout(name: str) -> None:
     assert equal(odd(how), odd("none"))
 
 
-@pytest.mark.parametrize("name", ["selective", "none, offloaded"])
-def test_without_gradients_nothing_is_kept(name: str) -> None:
-    model, x = build(HOW[name]()).eval(), tokens()
-    plain = build("none").eval()
-    with torch.no_grad(), Tracker(model) as tracker:
-        label(x, "activations")
-        logits = model(x)
-        assert tracker.live["activations"] == x.nbytes + logits.nbytes
-        assert tracker.host_peak == 0
-    assert torch.equal(logits, plain(x).detach())
-    # eval changes layers, not gradients
-    assert equal(gradients(model, x, x), gradients(plain, x, x))
-
-
 def test_a_parameter_changed_before_backward_is_told() -> None:
     """As without hooks, which keep autograd from looking at versions."""
     model, x = build(Recompute("none", Offloaded())), tokens()
@@ -212,12 +198,6 @@ def test_only_the_first_units() -> None:
             assert saved.nbytes == whole - number * (one - full)
         del loss
         assert equal(gradients(model, x, x), reference)
-
-
-# peaks and operations
-
-
-# plans and ranks
 
 
 # sharded
@@ -320,32 +300,6 @@ def test_offloaded_bytes_leave_the_device_and_are_freed() -> None:
             assert store._last() is None  # no chain of calls is left
         # parameters stay where they are
         assert tracker.host_peak == expected
-
-
-def test_fetched_one_unit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    order: list[Any] = []
-    begin, fetch = Offloaded.begin, Copies.fetch
-
-    def began(self: Offloaded, unit: str) -> Any:
-        order.append(begin(self, unit))
-        return order[-1]
-
-    def fetched(self: Any) -> None:
-        if not any(copy.back is not None for copy in self.every):
-            events.append(f"fetch {[c is self for c in order].index(True)}")
-        fetch(self)
-
-    monkeypatch.setattr(Offloaded, "begin", began)
-    monkeypatch.setattr(Copies, "fetch", fetched)
-    model, x = build(Recompute("full", Offloaded())), tokens()
-    for i, block in enumerate(model.blocks):
-        block.norm1.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
-    loss = model(x, x)
-    events.clear()
-    loss.backward()
-    # block 2 waits for its own; then the next is always there before it is needed
-    assert events == ["fetch 2", "fetch 1", "run 2", "fetch 0", "run 1", "run 0"]
 
 
 def test_a_small_window_does_not_carry_its_storage() -> None:

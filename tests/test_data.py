@@ -125,15 +125,3 @@ def test_bad_data() -> None:
     loader = Loader(range(5), 2)
     with pytest.raises(ValueError, match="of 4 samples, and this has 5"):
         loader.load_state_dict(Loader(range(4), 2).state_dict())
-
-
-def test_another_batch_size_counts_from_the_next_iterator(
-    become: Callable[..., None],
-) -> None:
-    become(0, 2)
-    loader = Loader(range(24), 2)
-    it = iter(loader)
-    next(it)
-    loader.batch_size = 3
-    assert len(next(it)) == 2 and loader.seen == 8
-    assert len(next(iter(loader))) == 3 and loader.seen == 6

@@ -10,9 +10,6 @@ import argparse
 import contextlib
 import io
 import json
-import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,13 +19,12 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, Run, batches, own, same, train
+from nasty import Nasty, Run, batches, own
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import minizero
 from minizero.checkpoint import CheckpointError
-from minizero.engine.lr_schedules import SCHEDULES
 from minizero.ranks import Pool, rank, world_size
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -115,17 +111,6 @@ def go(engine: minizero.Engine, steps: int = 1) -> list[float]:
 # --- Training ---
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_config_is_as_parallelize_by_hand(two: Pool, stage: int) -> None:
-    """Stages 0 and 1 reduce after the last micro-batch, 2 and 3 after each."""
-    by_hand = partial(train, stage, steps=6, bucket_size=100)
-    runs = two.run(trained, stage, 3)
-    others = two.run(by_hand, micro_batches=3, postpone=stage < 2)
-    for run, other in zip(runs, others, strict=True):  # rank 0 alone has full weights
-        run.weights, other.weights = runs[0].weights, others[0].weights
-    assert same(runs, others)
-
-
 def accumulated(how: str, stage: int) -> dict[str, Tensor]:
     """Two steps of three micro-batches, which the script tells apart by itself."""
     engine = start(stage, 1 if how == "no_sync" else 3)
@@ -179,8 +164,7 @@ def test_another_batch_size() -> None:
     assert (engine.global_steps, engine.global_samples) == (3, 1 + 3 + 3)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_compiled_blocks(stage: int) -> None:
+def test_compiled_blocks(stage: int = 3) -> None:
     """ "eager" compiles to the same operations."""
 
     def losses(compiles: bool) -> list[float]:
@@ -199,8 +183,7 @@ def test_compiled_blocks(stage: int) -> None:
     assert losses(True) == losses(False)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_without_a_gradient(stage: int) -> None:
+def test_a_step_without_a_gradient(stage: int = 3) -> None:
     engine = start(stage)
     feed(engine, *batches(1, 1, rows=2)[0])
     before = {k: v.clone() for k, v in engine.module_state_dict().items()}
@@ -213,32 +196,7 @@ def test_a_step_without_a_gradient(stage: int) -> None:
 # --- Optimizers and schedulers ---
 
 
-def test_the_config_makes_the_optimizer() -> None:
-    def run(**given: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = Nasty()
-        if "optimizer" not in given:
-            fused = torch.optim.AdamW(model.parameters(), 0.02, (0.8, 0.9), fused=True)
-            given["optimizer"] = fused
-            named: dict[str, Any] = {}
-        else:
-            named, given = given, {}
-        engine, optimizer, *_ = minizero.initialize(
-            model=model, config=config(2, **named), **given
-        )
-        for x, y in batches(3, 1, rows=2):
-            feed(engine, x, y)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert engine.optimizer_name() == "AdamW"
-        assert (engine.get_lr(), engine.get_mom()) == ([0.02], [(0.8, 0.9)])
-        return engine.module_state_dict()
-
-    params = {"lr": 0.02, "betas": [0.8, 0.9], "weight_decay": 0.01}
-    assert same_weights(run(optimizer={"type": "AdamW", "params": params}), run())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_groups_of_parameters(stage: int, tmp_path: Path) -> None:
+def test_groups_of_parameters(tmp_path: Path, stage: int = 3) -> None:
     model = Nasty()
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     engine, optimizer, _, _ = minizero.initialize(
@@ -283,20 +241,13 @@ def test_a_scheduler_that_needs_a_loss() -> None:
         assert engine.was_step_applied() and engine.get_lr() == pytest.approx([rate])
 
 
-def test_an_update_counts_though_its_scheduler_has_ended() -> None:
-    engine = small(0, lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=2))
-    with pytest.raises(ValueError, match="Tried to step"):
-        go(engine, 5)
-    assert engine.global_steps == engine.micro_steps == 3 and engine.was_step_applied()
-
-
 def test_the_optimizer_refuses_what_it_cannot_do() -> None:
     optimizer = small().optimizer
     assert optimizer is not None and optimizer.loss_scale == 1.0
     for use, sentence in (
         (lambda: optimizer.add_param_group({"params": []}), "all parameter groups"),
         (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
-        (lambda: optimizer.step(lambda: 0.0), "no closure"),
+        (lambda: optimizer.step(lambda: 0.0), "no closure: call engine"),
         (lambda: setattr(optimizer, "loss_scale", 2.0), "exists with fp16 only"),
         (optimizer.optimizer.step, "engine.step"),
     ):
@@ -305,24 +256,6 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
 
 
 # --- What `initialize` takes ---
-
-
-@pytest.mark.parametrize("on", ["none", "nvme"])
-def test_a_model_built_in_shards(two: Pool, tmp_path: Path, on: str) -> None:
-    def run(inside: bool) -> tuple[list[float], list[Any]]:
-        torch.manual_seed(0)
-        path = tmp_path / f"{rank()}.json"
-        zero = placed(3, param=on)
-        path.write_text(json.dumps(config(3, zero_optimization=zero, optimizer=ADAMW)))
-        with minizero.zero.Init(config_dict_or_path=str(path), enabled=inside):
-            model = Nasty()
-        engine, *_ = minizero.initialize(model=model, config=path)
-        losses = [feed(engine, x, y).item() for x, y in batches(3, 1, rows=2)]
-        weights = engine.module_state_dict().values()
-        engine.destroy()
-        return losses, [v.tolist() for v in weights]
-
-    assert two.run(run, True) == two.run(run, False)
 
 
 def test_sources_of_the_config(tmp_path: Path) -> None:
@@ -348,7 +281,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"config": ONE, "config_params": ONE}, "not 2"),
     ({"config": {}}, "train_batch_size"),
     ({"config": ONE, "lr_scheduler": lambda o: 3}, "needs an optimizer"),
-    ({"config": ONE, "mpu": object()}, "all ranks are data-parallel"),
+    ({"config": ONE, "mpu": object()}, "ranks are data-parallel"),
     ({"config": ONE, "model": None}, "takes a torch.nn.Module, not None"),
     ({"config": ONE, "optimizer": lambda p: p}, "makes one of parameters"),
     (
@@ -384,18 +317,11 @@ NO_EFFECT: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize("sections, given, sentence", NO_EFFECT)
-def test_what_has_no_effect_is_reported_on_rank_0(
-    two: Pool, sections: dict[str, Any], given: dict[str, Any], sentence: str
+def test_what_has_no_effect_is_reported(
+    sections: dict[str, Any], given: dict[str, Any], sentence: str
 ) -> None:
-    def run() -> list[str]:
-        with warnings.catch_warnings(record=True) as shown:
-            warnings.simplefilter("always")
-            size = {"train_micro_batch_size_per_gpu": 1}
-            minizero.initialize(model=nn.Linear(2, 1), config=size | sections, **given)
-        return [str(w.message) for w in shown]
-
-    [said], others = two.run(run)
-    assert re.search(sentence, said) and others == []
+    with pytest.warns(UserWarning, match=sentence):
+        minizero.initialize(model=nn.Linear(2, 1), config=ONE | sections, **given)
 
 
 # --- Misuse ---
@@ -413,8 +339,7 @@ def test_losses_that_are_none() -> None:
             engine.backward(value)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_is_done_again_after_a_failed_backward(stage: int) -> None:
+def test_a_step_is_done_again_after_a_failed_backward(stage: int = 3) -> None:
     """What the failure left is forgotten: the same bits as without it."""
 
     def run(fails: bool) -> dict[str, Tensor]:
@@ -460,7 +385,7 @@ def test_the_model_stays_where_it_is() -> None:
 # --- Weights, getters, reports ---
 
 
-@pytest.mark.parametrize("stage, threshold", [(1, 0), (3, 0), (3, 10**5)])
+@pytest.mark.parametrize("stage, threshold", [(3, 0), (3, 10**5)])
 def test_state_dicts_have_no_holes(two: Pool, stage: int, threshold: int) -> None:
     """`threshold`: a small model stays unsharded below it."""
 
@@ -469,9 +394,6 @@ def test_state_dicts_have_no_holes(two: Pool, stage: int, threshold: int) -> Non
         engine = start(stage, fp16={"enabled": True}, zero_optimization=zero)
         feed(engine, *batches(1, 1, rows=2)[0])
         assert all(name.startswith("module.") for name, _ in engine.named_parameters())
-        assert engine.blocks is engine.module.blocks  # what only the model has
-        with pytest.raises(AttributeError, match="nonsense"):
-            getattr(engine, "nonsense")  # noqa: B009
         weights = engine._zero3_consolidated_16bit_state_dict()
         some = engine.module_state_dict(exclude_frozen_parameters=True)
         frozen = {"places.weight", *(f"blocks.{i}.scale" for i in range(4))}
@@ -480,7 +402,7 @@ def test_state_dicts_have_no_holes(two: Pool, stage: int, threshold: int) -> Non
             inside = {k: v.clone() for k, v in engine.state_dict().items()}
         assert all(torch.equal(inside[f"module.{k}"], v) for k, v in weights.items())
         for module in (engine, engine.module, engine.module.blocks[1].up):
-            if stage < 3 or threshold:
+            if threshold:
                 assert all(v.isfinite().all() for v in module.state_dict().values())
             else:
                 with pytest.raises(RuntimeError, match="engine.module_state_dict()"):
@@ -490,7 +412,7 @@ def test_state_dicts_have_no_holes(two: Pool, stage: int, threshold: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "stage, by", [(1, "model"), (1, "engine"), (3, "engine"), (3, "module")]
+    "stage, by", [(1, "model"), (3, "engine"), (3, "module")]
 )
 def test_loaded_weights_outlive_an_update(stage: int, by: str) -> None:
     half = {"enabled": True, "loss_scale": 1}
@@ -513,14 +435,8 @@ def test_loaded_weights_outlive_an_update(stage: int, by: str) -> None:
 
 def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
     def run() -> dict[str, Tensor]:
-        half = {"bf16": {"enabled": True}}
-        with warnings.catch_warnings(record=True) as shown:
-            warnings.simplefilter("always")
-            assert not start(3, **half).save_16bit_model(tmp_path)
-        assert len(shown) == (rank() == 0) and not list(tmp_path.iterdir())
-        gathers = {"stage3_gather_16bit_weights_on_model_save": True}
-        for stage, zero in ((3, gathers), (1, {})):
-            engine = start(stage, zero_optimization=zero, **half)
+        for stage in (1, 3):
+            engine = start(stage, bf16={"enabled": True})
             assert engine.save_16bit_model(tmp_path, f"{stage}.bin")
         return engine.module_state_dict()
 
@@ -531,18 +447,21 @@ def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
     assert expected["head.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_getters(stage: int) -> None:
-    zero = {"stage3_gather_16bit_weights_on_model_save": stage == 3}
-    engine = start(stage, zero_optimization=zero)
+def test_getters() -> None:
+    engine = start(3, zero_optimization={"stage3_max_live_parameters": 10**6})
     assert engine.train_micro_batch_size_per_gpu() == 2
     assert engine.gradient_clipping() == 0.5 and not engine.fp16_enabled()
-    assert engine.zero_optimization() == (stage > 0)
-    assert engine.zero_optimization_partition_gradients() == (stage > 1)
-    assert engine.zero_optimization_partition_weights() == (stage > 2)
-    assert engine.zero_gather_16bit_weights_on_model_save() == (stage > 2)
+    assert engine.zero_optimization() and engine.zero_optimization_stage() == 3
+    assert engine.zero_optimization_partition_gradients()
+    assert engine.zero_optimization_partition_weights()
     assert engine.zero_reduce_bucket_size() == 100
+    assert engine.zero_max_live_parameters() == 10**6
+    assert engine.optimizer_name() == "AdamW"
+    assert engine.get_mom() == [(0.9, 0.999), (0.9, 0.999)]
     assert engine.get_data_parallel_rank() == rank() == engine.global_rank
+    assert engine.blocks is engine.module.blocks  # what only the model has
+    with pytest.raises(AttributeError, match="nonsense"):
+        getattr(engine, "nonsense")  # noqa: B009
     x, y = batches(1, 1, rows=2)[0]
     with torch.no_grad():
         expected = engine(own(x, 2), own(y, 2))
@@ -558,74 +477,47 @@ def test_loaders_of_an_engine() -> None:
     assert len(next(iter(engine.deepspeed_io(data)))["x"]) == 1
 
 
-@pytest.mark.parametrize(
-    "more, lines",
-    [
-        ({}, 0),
-        ({"steps_per_print": 3}, 2),
-        ({"wall_clock_breakdown": True}, 6),
-        ({"wall_clock_breakdown": True, "steps_per_print": 3}, 6),
-    ],
-)
-def test_reports(two: Pool, more: dict[str, Any], lines: int) -> None:
+@pytest.mark.parametrize("every, timed, lines", [(0, False, 0), (3, True, 6)])
+def test_reports(two: Pool, every: int, timed: bool, lines: int) -> None:
     """What is asked for is printed once a step, on rank 0."""
 
     def run() -> str:
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            trained(1, 2, **more)
+            trained(1, 2, steps_per_print=every, wall_clock_breakdown=timed)
         return text.getvalue()
 
     text, other = two.run(run)
     assert other == "" and len(text.splitlines()) == lines
-    last = text.splitlines()[-1] if lines else ""
-    assert ("samples/s=" in last) == bool(lines)
-    for phase in ("forward=", "backward=", "step=", "model TFLOPS="):
-        assert (f", {phase}" in last) == ("wall_clock_breakdown" in more)
-    averaged = "lr=[0.01, 0.003], mom=[(0.9, 0.999)" in last
-    assert averaged == ("steps_per_print" in more)
+    for line in text.splitlines()[2::3]:
+        for part in ("samples/s=", "forward=", "backward=", "step="):
+            assert f", {part}" in line
+        assert "lr=[0.01, 0.003], mom=[(0.9, 0.999)" in line
 
 
-def test_model_flops() -> None:
-    """A forward of n tokens is 2 n W; a backward is two forwards."""
-    sizes = {"train_batch_size": 6, "gradient_accumulation_steps": 2}
-    timed = {"wall_clock_breakdown": True, "optimizer": SGD}
-    engine, *_ = minizero.initialize(model=nn.Linear(5, 7), config=sizes | timed)
-    for _ in range(6):
-        engine.backward(engine(torch.randn(3, 5)).sum())
-        engine.step()
-    last = engine.meter
-    assert last.forward_flops == 2 * 3 * 5 * 7
-    assert last.flops == 3 * 2 * (2 * 3 * 5 * 7)
-    assert (last.samples, last.steps) == (6, 1)
-    assert last.samples_per_second == 6 / last.seconds
-    assert set(last.milliseconds) == {"forward", "backward", "step"}
-    assert sum(last.milliseconds.values()) <= 1e3 * last.seconds
-
-
-def test_model_flops_of_attention() -> None:
-    """b heads of s tokens and size d: 2 b s^2 d, twice."""
+def test_the_meter_sums_up_until_it_is_read() -> None:
     engine = small()
     engine.meter.detailed = True
-    with engine.meter.phase("forward"):
-        q = torch.randn(2, 3, 16, 8, requires_grad=True)
-        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert engine.meter.forward_flops == 2 * 2 * (2 * 3) * 16 * 16 * 8
+    go(engine, 3)
+    meter = engine.meter
+    assert (meter.steps, meter.samples) == (3, 2)  # the first step warms up
+    assert meter.samples_per_second == 2 / meter.seconds
+    assert set(meter.milliseconds) == {"forward", "backward", "step"}
+    meter.reported = True
+    go(engine)
+    assert (meter.steps, meter.samples) == (1, 1)
 
 
 # --- Without an optimizer ---
 
 
-@pytest.mark.parametrize("inside, on", [(True, "none"), (False, "nvme")])
-def test_without_an_optimizer_it_evaluates(
-    two: Pool, tmp_path: Path, inside: bool, on: str
-) -> None:
+def test_without_an_optimizer_it_evaluates(two: Pool, tmp_path: Path) -> None:
     """Weights of a training run, in an engine that cannot train."""
 
     def run() -> None:
         torch.manual_seed(0)
-        zero = placed(3, param=on) | {"stage3_param_persistence_threshold": 0}
-        with minizero.zero.Init(config={"zero_optimization": zero}, enabled=inside):
+        zero = placed(3) | {"stage3_param_persistence_threshold": 0}
+        with minizero.zero.Init(config={"zero_optimization": zero}):
             model = Nasty()
         engine, *rest = minizero.initialize(
             model=model,
@@ -652,13 +544,6 @@ def test_without_an_optimizer_it_evaluates(
         engine.destroy()
 
     two.run(run)
-
-
-def test_gradients_of_inputs_without_an_optimizer() -> None:
-    engine, *_ = minizero.initialize(model=nn.Linear(2, 1), config=ONE)
-    x = torch.ones(1, 2, requires_grad=True)
-    engine(x).sum().backward()
-    assert torch.equal(x.grad, engine.module.weight)
 
 
 # --- Checkpoints ---
@@ -689,7 +574,6 @@ def placed(stage: int, optimizer: str = "none", param: str = "none") -> dict[str
 
 
 PLANS = {
-    "0": placed(0),
     "1": placed(1),
     "2, states on cpu": placed(2, "cpu"),
     "3": placed(3),
@@ -761,9 +645,7 @@ HALF = {
 @pytest.mark.parametrize(
     "saved, loaded, more",
     [
-        ("0", "3", {}),
         ("1", "3, all on nvme", {}),
-        ("3, all on cpu", "2, states on cpu", {}),
         ("2, states on cpu", "3, all on cpu", HALF),
     ],
 )
@@ -773,15 +655,6 @@ def test_resumed_under_another_plan_it_is_the_same_run(
     reference = two.run(resumed, saved, tmp_path, False, **more)
     assert len({step[0] for step in reference[0]}) == 8
     assert two.run(resumed, loaded, tmp_path, True, **more) == reference
-
-
-def test_resumed_on_another_number_of_ranks(two: Pool, tmp_path: Path) -> None:
-    """The global batches are the same, divided differently; so is the mean loss."""
-    runs = two.run(resumed, "3", tmp_path, False, training=False)
-    reference = torch.tensor(runs, dtype=torch.float64).mean(0)
-    got = resumed("1", tmp_path, True, training=False)  # here, on one rank
-    alone = torch.tensor(got, dtype=torch.float64)
-    torch.testing.assert_close(alone, reference, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
@@ -821,20 +694,6 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text().strip() == "5"
 
 
-def test_optimizer_states_are_shown_wherever_they_are_stored() -> None:
-    def states(plan: str) -> list[Tensor]:
-        engine, stream = dropping(plan, gradient_clipping=0.0)
-        take(engine, stream, 2)
-        found = engine.optimizer.state_dict()["state"].values()
-        engine.destroy()
-        return [torch.cat([s["exp_avg"], s["exp_avg_sq"]]) for s in found]
-
-    expected = states("3")
-    for plan in ("3, all on cpu", "3, all on nvme"):
-        got = states(plan)
-        assert all(map(torch.equal, got, expected)) and len(got) == len(expected) > 0
-
-
 def test_a_scheduler_of_torch_is_resumed(tmp_path: Path) -> None:
     def schedule(inner: Any) -> Any:
         first = schedulers.LinearLR(inner, 0.1, total_iters=3)
@@ -858,11 +717,6 @@ MISFITS: dict[str, Misfit] = {
         {"make": lambda o: schedulers.StepLR(o, 2)},
         {"make": lambda o: schedulers.LambdaLR(o, lambda step: 0.5**step)},
         "is a LambdaLR and was a StepLR; load_lr_scheduler_states=False",
-    ),
-    "another schedule of DeepSpeed's": (
-        {"make": SCHEDULES["WarmupLR"]},
-        {"make": SCHEDULES["LRRangeTest"]},
-        "is a LRRangeTest and was a WarmupLR",
     ),
     "other data": (
         {"training_data": [torch.ones(2)] * 8},
@@ -902,9 +756,8 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert first == second
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_no_checkpoint_within_a_step(tmp_path: Path, stage: int) -> None:
-    engine, stream = dropping(str(stage), gradient_accumulation_steps=4)
+def test_no_checkpoint_within_a_step(tmp_path: Path) -> None:
+    engine, stream = dropping("3", gradient_accumulation_steps=4)
     for _ in range(2):
         engine.backward(engine(*next(stream)))
         engine.step()
@@ -918,20 +771,3 @@ def test_no_checkpoint_within_a_step(tmp_path: Path, stage: int) -> None:
     assert not engine.net.has_gradients and engine.micro_steps == 0
     take(engine, stream, 1)
     assert engine.save_checkpoint(tmp_path)
-
-
-# --- Imports, and scripts ---
-
-
-def test_an_import_leaves_the_engine_out() -> None:
-    """Configs and checkpoints cost time that other programs need not pay."""
-    code = (
-        "import sys, minizero; loaded = set(sys.modules)\n"
-        "late = 'config engine checkpoint offload lab'.split()\n"
-        "late = ['minizero.' + m for m in late] + ['safetensors']\n"
-        "print([m for m in late if m in loaded])\n"
-        "print([n for n in minizero.__all__ if getattr(minizero, n) is None])\n"
-    )
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert out.split("\n")[:2] == ["[]", "[]"]

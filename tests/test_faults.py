@@ -1,10 +1,9 @@
-"""Whatever goes wrong on a rank ends in time, in one clear error, and leaves nothing.
+"""Whatever goes wrong on a rank ends in one clear error, and leaves nothing."""
 
-Each fault is repeated MINIZERO_FAULT_REPEATS times (once unless set).
-"""
-
+import multiprocessing.forkserver
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import cloudpickle
 import psutil
@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from minizero import comm
-from minizero.ranks import Pool, RankError, launch, rank
+from minizero.lab.cells import execute, lookup
+from minizero.ranks import Pool, RankError, launch, pool, rank, report, reports
 from minizero.ranks.reports import ALONE, DIFFERENT, Report, verdict
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
-REPEATS = range(int(os.environ.get("MINIZERO_FAULT_REPEATS", "1")))
 SLACK = 60.0  # for a machine that is slow to start and to end processes
 GONE = "All ranks were ended, and their names are gone."
 
@@ -55,6 +55,7 @@ def leaves_at_once(folder):
         raise RuntimeError("Connection closed by peer [127.0.0.1]")
     while not (folder / "told").exists():
         time.sleep(0.01)
+    time.sleep(pool.PATIENCE + 0.5)  # the cause may be late
     os._exit(7)
 
 
@@ -80,6 +81,14 @@ def calls_fewer(folder):
         meet()
 
 
+def saves_alone(folder):
+    meet()
+    if rank() == 0:
+        comm.gather_objects("what it saves")
+    else:
+        meet()
+
+
 FAULTS = {
     raises: (1, [r"^rank 1 raised ValueError: too short\n\nTraceback", r"\nby two$"]),
     is_killed: (1, [r"^rank 1 was killed by SIGKILL\. .*memory"]),
@@ -98,6 +107,14 @@ FAULTS = {
             re.escape(DIFFERENT),
             r"rank 0 has waited .* s in collective 2, all_reduce of 8 float32",
             r"rank 1 has waited .* s in collective 2, broadcast of 4 float32",
+        ],
+    ),
+    saves_alone: (
+        None,
+        [
+            re.escape(DIFFERENT),
+            r"rank 0 has waited .* s in collective 2, gather_objects .* of saves_alone",
+            r"rank 1 has waited .* s in collective 2, all_reduce of 8 float32",
         ],
     ),
     calls_fewer: (
@@ -162,8 +179,7 @@ def marked(mark):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("repeat", REPEATS)
-def test_a_fault_becomes_one_error(fault, repeat, tmp_path, capfd):
+def test_a_fault_becomes_one_error(fault, tmp_path, capfd):
     culprit, patterns = FAULTS[fault]
     with pytest.raises(RankError) as caught:
         # Only what must wait for the timeout may come near it.
@@ -186,6 +202,50 @@ def test_a_pool_ends_when_a_rank_has_died_between_calls():
         ):
             pool.run(meet)
         assert not pool.alive
+        pool.close()
+
+
+def differ():
+    """The disk is full when what the rank does is written first."""
+    write = Path.write_bytes
+
+    def full(*_):
+        Path.write_bytes = write
+        raise OSError("no space left on device")
+
+    Path.write_bytes = full
+    comm.broadcast(torch.ones(8)) if rank() else meet()
+
+
+def test_ranks_that_are_quicker_than_their_parent(monkeypatch):
+    """What they report before the parent looks counts too."""
+    send = Connection.send_bytes
+
+    def slow(pipe, task):
+        send(pipe, task)
+        time.sleep(0.5)
+
+    with Pool(2, timeout=20) as pool:
+        monkeypatch.setattr(Connection, "send_bytes", slow)
+        with pytest.raises(RankError, match=re.escape(DIFFERENT)):
+            pool.run(differ)
+
+
+def is_last():
+    """Rank 1 returns from a call before its thread writes that it has made it."""
+    call = 1, "a call", 7, (0, 1)
+    if rank() == 1:
+        Path.write_bytes = lambda *_: (_ for _ in ()).throw(OSError)
+        report("done", *call)
+    else:
+        report("waits", *call)
+        time.sleep(2)
+    return rank()
+
+
+def test_a_rank_has_made_what_it_returned_from(monkeypatch):
+    monkeypatch.setattr(reports, "LATE", 0.1)
+    assert launch(is_last, 2) == [0, 1]
 
 
 # What reports prove, and what they do not.
@@ -202,18 +262,18 @@ def look(monkeypatch):
 
     def play(plan, until, returned=(), printed=()):
         active, waiting = 100.0, {0, 1, 2} - {*returned}
-        reports = {r: [] for r in range(3)}
+        made = {r: [] for r in range(3)}
         for tick in range(int(until * 10) + 1):
             clock[0] = 100 + tick / 10
             for when, r, state, number, what, *group in plan:
                 if round(when * 10) == tick:
                     ranks = group[0] if group else (0, 1, 2)
                     checksum = sum(what.encode())
-                    made = Report(clock[0], state, number, what, checksum, ranks)
-                    reports[r].append(made)
+                    call = Report(clock[0], state, number, what, checksum, ranks)
+                    made[r].append(call)
             if tick in [round(when * 10) for when in printed]:
                 active = clock[0]
-            if why := verdict(reports, waiting, active, 10.0):
+            if why := verdict(made, waiting, active, 10.0):
                 return why, tick / 10
         return None
 
@@ -263,15 +323,96 @@ VERDICTS = {
 
 @pytest.mark.parametrize("case", VERDICTS)
 def test_what_reports_prove(look, case):
-    reports, how, why, when = VERDICTS[case]
-    found = look(reports, **{"until": 9, **how})
+    plan, how, why, when = VERDICTS[case]
+    found = look(plan, **{"until": 9, **how})
     if why is None:
         assert found is None
     else:
         assert found[0].startswith(why) and when <= found[1] < when + 0.5
 
 
-# Faults of the parent: scripts of their own, which a test interrupts or kills.
+# Ctrl-C, from the moment at which a rank sends it to its parent.
+
+
+def interrupts(parent, how, other):
+    if how == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if how == "twice":
+        signal.signal(signal.SIGINT, lambda *_: os.kill(parent, signal.SIGINT))
+    try:
+        if how != "stopped":
+            meet()
+        if rank() == 1:  # it gets its task last
+            os.kill(parent, signal.SIGINT)
+        time.sleep(1000)
+    finally:
+        if how == "stopped" and rank() == 1:
+            os.kill(other, signal.SIGCONT)
+        for _ in range(100):  # signals come again, and interrupt this no more
+            print("recalled")
+            time.sleep(0.001)
+
+
+def test_an_interrupt(monkeypatch, capsys):
+    """A pool lives on if its ranks come back, and ends at once at a second one."""
+    monkeypatch.setattr(pool, "LOOK", 0.01)
+    back = "The ranks were interrupted."
+    with Pool(2) as ranks:
+        ranks.run(execute, "x = 5", "<cell>")
+        with pytest.raises(KeyboardInterrupt, match=back):
+            ranks.run(interrupts, os.getpid(), "busy", 0)
+        assert capsys.readouterr().out.count("recalled") == 200
+        os.kill(other := ranks.run(os.getpid)[0], signal.SIGSTOP)
+        with pytest.raises(KeyboardInterrupt, match=back):
+            ranks.run(interrupts, os.getpid(), "stopped", other)
+        assert ranks.run(lookup, "x") == [5, 5]
+    monkeypatch.setattr(pool, "INTERRUPT", 0.5)
+    for how, told in ("deaf", r"Ranks \[0, 1\] did not react"), ("twice", "^$"):
+        with Pool(2) as ranks, pytest.raises(KeyboardInterrupt, match=told):
+            ranks.run(interrupts, os.getpid(), how, 0)
+        assert not ranks.alive
+
+
+def test_an_interrupt_as_a_rank_starts(monkeypatch):
+    """It has been started, but its parent does not know of it yet."""
+    read = multiprocessing.forkserver.read_signed
+    monkeypatch.setattr(
+        multiprocessing.forkserver,
+        "read_signed",
+        lambda fd: read(fd) and os.kill(os.getpid(), signal.SIGINT),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        Pool(2)
+
+
+# The parent ends. It is a rank itself, which has ranks.
+
+
+def kills(folder, when):
+    def end():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def slowly():
+        remove = shutil.rmtree
+        shutil.rmtree = lambda *a, **b: time.sleep(0.5) or remove(*a, **b)
+
+    tempfile.tempdir = str(folder)
+    if when == "ranks start":
+        start = pool.Child.start
+        pool.Child.start = lambda child: start(child) or end()
+    ranks = Pool(2)
+    if when == "they are idle":
+        ranks.run(slowly)
+    elif when == "they work":
+        ranks.run(lambda parent: os.kill(parent, signal.SIGKILL) or meet(), os.getpid())
+    end()
+
+
+@pytest.mark.parametrize("when", ["ranks start", "they are idle", "they work"])
+def test_the_parent_is_killed(when, tmp_path):
+    """No rank leaves before it has deleted what the parent had made."""
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
+        launch(kills, 1, tmp_path, when)
 
 
 class Script:
@@ -281,9 +422,7 @@ class Script:
         head = f"""
     import os, signal, sys, time
     sys.path[:0] = [{os.getcwd()!r}]
-    import torch
-    from minizero import comm
-    from minizero.ranks.launch import Pool, launch, rank
+    from minizero.ranks import Pool, launch
     """
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", textwrap.dedent(head + text)],
@@ -294,49 +433,22 @@ class Script:
             start_new_session=True,
         )
 
-    def until(self, text):
-        """The line of its output that has this text."""
-        seen = line = ""
-        while text not in line:
-            line = self.process.stdout.readline()
-            seen += line
-            assert line, seen
-        return line
 
-    def interrupt(self):
-        """Ctrl-C goes to the whole session."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def end(self, number):
-        self.process.send_signal(number)
-        self.process.wait()
-
-    def rest(self):
-        return self.process.communicate(timeout=SLACK)[0]
-
-
-KILLED = """
+def test_a_program_is_ended():
+    """Its ranks end too; what it has forked does not."""
+    script = Script("""
     pool = Pool(2)
     pids = pool.run(os.getpid)
     fork = os.fork()  # it has the parent's ends of all pipes to the ranks
     if fork == 0:
         time.sleep(1000)
-    def work():
-        print("ready", fork, *pids)
-        if rank() == 0:
-            comm.all_reduce(torch.ones(1))
-        time.sleep(1000)
-    pool.run(work)
-    """
-
-
-@pytest.mark.parametrize("repeat", REPEATS)
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_the_parent_is_killed(end, repeat):
-    """Ranks end, in a collective or at work; what the parent has forked does not."""
-    script = Script(KILLED)
-    fork, *pids = map(int, script.until("ready").split()[3:])
-    script.end(end)
+    print(fork, *pids)
+    pool.run(time.sleep, 1000)
+    """)
+    line = script.process.stdout.readline()
+    fork, *pids = map(int, line.split())
+    script.process.terminate()
+    script.process.wait()
     limit = time.monotonic() + SLACK
     try:
         while any(psutil.pid_exists(pid) for pid in pids):
@@ -347,102 +459,14 @@ def test_the_parent_is_killed(end, repeat):
         os.kill(fork, signal.SIGKILL)
 
 
-def test_the_parent_is_killed_while_ranks_have_no_task():
-    """None leaves before it has deleted what the parent had made."""
+def test_a_terminal_interrupts_a_program():
+    """Ctrl-C goes to the whole session."""
     script = Script("""
-    def slowly():
-        import shutil
-        remove = shutil.rmtree
-        shutil.rmtree = lambda *a, **b: time.sleep(0.5) or remove(*a, **b)
-    pool = Pool(2)
-    pool.run(slowly)
-    print("ready")
-    time.sleep(1000)
+    launch(lambda: print("ready") or time.sleep(1000), 2)
     """)
-    script.until("ready")
-    script.end(signal.SIGKILL)
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_the_parent_ends_as_ranks_start(end):
-    script = Script("launch(time.sleep, 2, 1000)")
-    while not any(
-        os.getpgid(rank.pid) == rank.pid  # it serves
-        for server in servers(script.process.pid)
-        for rank in server.children()
-    ):
-        assert script.process.poll() is None
-        time.sleep(0.01)
-    if end == signal.SIGKILL:
-        script.end(end)
-    else:
-        script.interrupt()
-        assert "\nKeyboardInterrupt" in script.rest()
-    assert script.process.returncode == -end
-
-
-def differ():
-    comm.broadcast(torch.ones(8)) if rank() else meet()
-
-
-def test_ranks_that_are_quicker_than_their_parent(monkeypatch):
-    """What they report before the parent looks counts too."""
-    send = Connection.send_bytes
-
-    def slow(pipe, task):
-        send(pipe, task)
-        time.sleep(0.5)
-
-    with Pool(2, timeout=20) as pool:
-        monkeypatch.setattr(Connection, "send_bytes", slow)
-        with pytest.raises(RankError, match=re.escape(DIFFERENT)):
-            pool.run(differ)
-
-
-INTERRUPTED = """
-    def work(how):
-        if how == "deaf":
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("ready")
-        try:
-            time.sleep(1000)
-        finally:
-            print("recalled")
-
-    pool = Pool(2)
-    pool.execute("x = 5")
-    for how in "busy", "stopped", "deaf":
-        if how == "stopped":  # until its task begins a rank ignores interrupts
-            print("stopped", pid := pool.run(os.getpid)[1])
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            pool.run(work, how)
-        except KeyboardInterrupt as error:
-            print(error)
-        print("then", pool.alive and pool.pull("x"))
-    launch(work, 2, "busy")
-    """
-
-
-@pytest.mark.parametrize("repeat", REPEATS)
-def test_a_terminal_interrupts(repeat):
-    """A pool lives on if its ranks come back; a launch ends."""
-    script = Script(INTERRUPTED)
-    for how in "busy", "stopped", "deaf", "launched":
-        stopped = how == "stopped" and int(script.until("stopped").split()[1])
-        script.until("[rank 0] ready")
-        script.interrupt()
-        if stopped:
-            script.until("[rank 0] recalled")
-            os.kill(stopped, signal.SIGCONT)
-        if how == "launched":
-            continue
-        said, kept = "The ranks were interrupted.", "[5, 5]"
-        if how == "deaf":
-            said, kept = "Ranks [0, 1] did not react to the interrupt.", "False"
-        script.until(said)
-        assert script.until("then") == f"then {kept}\n"
-    rest = script.rest()
+    assert script.process.stdout.readline() == "[rank 0] ready\n"
+    os.killpg(script.process.pid, signal.SIGINT)
+    rest = script.process.communicate(timeout=SLACK)[0]
     assert script.process.returncode == -signal.SIGINT
     assert rest.count("Traceback") == rest.count("\nKeyboardInterrupt") == 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -281,6 +282,18 @@ def test_views_outlive_the_block_that_gathered() -> None:
     assert torch.equal(kept[2], values[0])
 
 
+def test_hooks_of_a_script_find_values() -> None:
+    net, found = wrap(3), []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        found.append(module.weight.isfinite().all().item())  # type: ignore[operator]
+
+    net.model[0].register_forward_pre_hook(look)
+    net.model[0].register_forward_hook(look, prepend=True)
+    loss(net)
+    assert found == [True, True]
+
+
 def test_a_penalty_over_sharded_parameters_is_refused() -> None:
     net = wrap(3)
     penalty = sum(p.square().sum() for p in net.model.parameters())
@@ -340,6 +353,14 @@ def test_tied_by_assignment_is_one_parameter() -> None:
     made[1].weight = made[0].weight
     net = wrap(3, made)
     assert sum(len(flat.slots) for flat in net.flats) == 1
+
+
+def test_a_weight_that_tying_replaces_is_gone() -> None:
+    with Init():
+        made = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+        replaced = weakref.ref(made[1].weight)
+        made[1].weight = made[0].weight
+    assert replaced() is None
 
 
 def buffer_from_weight() -> list[bool]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import minizero
 from minizero import kernels
 from minizero.kernels import FusedAdam, launched
-from minizero.kernels.adam import coefficients
 from minizero.kernels.launching import DTYPES
 from minizero.lab.ptx import Compiled, ptx
-from minizero.lab.traffic import Traffic
-from minizero.ranks import Pool, rank
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
@@ -54,37 +49,6 @@ def close(found: Tensor, exact: Tensor, terms: float = 1.0) -> bool:
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
-class ByHand(FusedAdam):
-    """The update in torch's operators, fp32, rounded as often as in the kernel."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                with torch.no_grad():
-                    self.update(p, p.grad, group)
-
-    def update(self, p: Tensor, grad: Tensor, group: Any) -> None:
-        state = self.state[p]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
-        state["step"] += 1
-        c, m, v = coefficients(state["step"], group), *list(state.values())[1:]
-        x, g, m32, v32 = (t.float() for t in (p, grad, m, v))
-        if group["decoupled_weight_decay"]:
-            x = x * c["decay"]
-        else:
-            g = g + c["decay"] * x
-        m32 = c["beta1"] * m32 + c["rest1"] * g
-        v32 = c["beta2"] * v32 + c["rest2"] * (g * g)
-        # torch's root of floats is not always the nearest one
-        root = v32.double().sqrt().float()
-        x = x - c["rate"] * m32 / (root * c["root"] + c["eps"])
-        for stored, value in ((p, x), (m, m32), (v, v32)):
-            stored.copy_(value)
-
-
 def three_steps(
     make: Any, n: int, dtype: torch.dtype, seed: int, **options: Any
 ) -> list[Tensor]:
@@ -97,25 +61,6 @@ def three_steps(
         state = optimizer.state[p]
         seen += [t.clone() for t in (p.detach(), state["exp_avg"], state["exp_avg_sq"])]
     return seen
-
-
-adams = given(st.integers(0, 5000), dtypes, seeds, st.booleans(), st.floats(0, 1))
-
-
-@adams
-@few(max_examples=25)
-def test_adam_is_what_it_says(
-    n: int, dtype: torch.dtype, seed: int, decoupled: bool, decay: float
-) -> None:
-    """Bit for bit, but for bf16, that the interpreter cuts off."""
-    run = partial(three_steps, n=n, dtype=dtype, seed=seed)
-    run = partial(run, weight_decay=decay, adam_w_mode=decoupled)
-    found, wanted = run(FusedAdam), run(ByHand)
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        found, wanted = found[:3], wanted[:3]  # of one step: later ones start apart
-        assert all(map(close, found, (t.double() for t in wanted)))
-    else:
-        assert all(map(torch.equal, found, wanted))
 
 
 @given(st.integers(1, 5000), seeds, st.booleans(), st.floats(0, 1))
@@ -233,22 +178,6 @@ def test_what_no_kernel_takes_is_torchs() -> None:
         kernels.cross_entropy(zeros(2, 3), torch.zeros(1, dtype=torch.int64))
 
 
-def test_torch_goes_on_from_its_states() -> None:
-    """A fused step, torch's next one from the state dict, and the other way round."""
-    pair = [nn.Parameter(drawn(0, 50)) for _ in range(2)]
-    first, second = FusedAdam(pair[:1]), torch.optim.AdamW(pair[1:], weight_decay=0.0)
-    for p, optimizer in zip(pair, (first, second), strict=True):
-        p.grad = drawn(1, 50)
-        optimizer.step()
-    groups = [optimizer.state_dict()["param_groups"] for optimizer in (first, second)]
-    states = [optimizer.state_dict()["state"] for optimizer in (first, second)]
-    first.load_state_dict({"state": states[1], "param_groups": groups[0]})
-    second.load_state_dict({"state": states[0], "param_groups": groups[1]})
-    first.step()
-    second.step()
-    torch.testing.assert_close(*pair)
-
-
 def program(text: str, interpret: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", text],
@@ -339,84 +268,3 @@ def test_kernels_compile_for_a_gpu(kind: str) -> None:
     assert adam.count("st.global.v4.b32") == 3 * each
     assert "fma" not in adam
     assert all("global.v4.b32" in kernel for kernel in others)
-
-
-def moved(work: Any) -> Traffic:
-    with Traffic() as traffic:
-        work()
-    return traffic
-
-
-def test_bytes_moved() -> None:
-    """Each kernel at its floor; a loop over parameters at almost three times that."""
-    n = 100_000
-    p = nn.Parameter(zeros(n))
-    p.grad = zeros(n)
-    found = {}
-    for name, optimizer in {
-        "triton": FusedAdam([p], weight_decay=0.1),
-        "torch": torch.optim.AdamW([p], fused=True),
-        "for loop": torch.optim.AdamW([p], foreach=False),
-    }.items():
-        optimizer.step()
-        found[name] = moved(optimizer.step).moved // n
-    assert found == {"triton": 28, "torch": 28, "for loop": 80}
-    x, dy = zeros(512, 128).requires_grad_(), zeros(512, 128)
-    weight = zeros(128).requires_grad_()
-    y = kernels.rms_norm(x, weight)
-    forward = moved(lambda: kernels.rms_norm(x, weight))
-    backward = moved(lambda: torch.autograd.grad(y, (x, weight), dy))
-    parts = 256 * weight.nbytes  # written by the programs, then read
-    rows, sums = 4 * 512, 2 * parts
-    assert forward.moved == 2 * x.nbytes + weight.nbytes + rows
-    kernel = 3 * x.nbytes + weight.nbytes + rows
-    assert kernel + sums <= backward.moved <= kernel + sums + 3 * weight.nbytes
-    assert forward.launches == {"norm_forward": 1}
-
-
-if DEVICE == "cuda":
-    del test_bytes_moved  # it counts in the interpreter
-
-RANKS = (2,)
-
-
-def engine_run(folder: Path, kind: str) -> tuple[list[float], list[float], int, int]:
-    """Four steps; the last two again, loaded under another plan; launches a step."""
-
-    def build(stage: int, **zero: Any) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-        config = {
-            "train_batch_size": 4,
-            "optimizer": {"type": kind, "params": {"lr": 0.05, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage, **zero},
-        }
-        return minizero.initialize(model=model, config=config)[0]
-
-    def step(engine: Any, seed: int) -> float:
-        x = drawn(seed + rank(), 2, 8).to(engine.device)
-        loss = engine(x).square().mean()
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
-
-    engine = build(3)
-    losses = [step(engine, seed) for seed in (0, 10)]
-    engine.save_checkpoint(folder)
-    before = Counter(launched)
-    losses.append(step(engine, 20))
-    launches = sum((launched - before).values())
-    losses.append(step(engine, 30))
-    other = build(1, offload_optimizer={"device": "cpu"})
-    other.load_checkpoint(folder)
-    shards = sum(len(unit.flats) for unit in engine.net.units)
-    return losses[2:], [step(other, seed) for seed in (20, 30)], launches, shards
-
-
-def test_in_the_engine(pool: Pool, tmp_path: Path) -> None:
-    """By its name, resumed under another plan; one launch a flat shard."""
-    for went_on, resumed, launches, shards in pool.run(
-        engine_run, tmp_path, "FusedAdam"
-    ):
-        assert went_on == resumed
-        assert launches == shards

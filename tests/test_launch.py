@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import minizero
+from minizero.lab.cells import execute, lookup
 from minizero.ranks import (
     Pool,
     RankError,
@@ -187,15 +188,20 @@ def test_rank_0_is_shown_live_and_others_wait(pool, tmp_path, monkeypatch):
 # A live pool
 
 
+def cell(pool, source):
+    return pool.run(execute, source, "<cell>")
+
+
 def test_names_last(pool, capsys):
-    pool.execute("from minizero.ranks.launch import rank\nx = 10 + rank()")
-    assert pool.execute("y = x\nx + y") == ["20", "22", "24"]
+    cell(pool, "from minizero.ranks.launch import rank\nx = 10 + rank()")
+    assert cell(pool, "y = x\nx + y") == ["20", "22", "24"]
     assert capsys.readouterr().out == "[rank 0] 20\n[rank 1] 22\n[rank 2] 24\n"
-    assert pool.pull("x") == [10, 11, 12]
-    assert pool.execute("x;") == pool.execute("None") == pool.execute("") == [None] * 3
-    assert pool.execute("_") == ["20", "22", "24"]
-    pool.execute("class Point:\n    x = 3\npoint = Point()")
-    assert [point.x for point in pool.pull("point")] == [3, 3, 3]
+    assert pool.run(lookup, "x") == [10, 11, 12]
+    for source in "x;", "None", "":
+        assert cell(pool, source) == [None] * 3
+    assert cell(pool, "_") == ["20", "22", "24"]
+    cell(pool, "class Point:\n    x = 3\npoint = Point()")
+    assert [point.x for point in pool.run(lookup, "point")] == [3, 3, 3]
 
 
 def busy():
@@ -224,37 +230,39 @@ def leaves():
 )
 def test_an_error_keeps_the_pool(pool, fault, words):
     """Ranks that are at work are interrupted."""
-    pool.execute("kept = 2")
+    cell(pool, "kept = 2")
     with pytest.raises(RankError) as caught:
         pool.run(fault)
     assert all(each in str(caught.value) for each in words)
-    assert pool.pull("kept") == [2, 2, 2]
+    assert pool.run(lookup, "kept") == [2, 2, 2]
 
 
 def test_a_traceback_shows_the_lines_of_the_program(pool):
     source = "import os\nif int(os.environ['RANK']) == 1:\n    1 / 0"
     with pytest.raises(RankError) as caught:
-        pool.execute(source)
+        cell(pool, source)
     assert caught.value.rank == 1
     first, _, *traceback = str(caught.value).splitlines()
     assert first == "rank 1 raised ZeroDivisionError: division by zero"
     assert traceback[0] == "Traceback (most recent call last):"
     assert ", line 3, in <module>" in traceback[1]
     assert traceback[2].strip() == "1 / 0"
-    assert "minizero/ranks" not in str(caught.value)
+    assert "minizero" not in str(caught.value)
 
 
 def test_a_pool_ends(tmp_path, capsys):
     """Closed, forgotten; what ranks do at exit is done."""
     pool = Pool(2)
-    pool.execute(f"file = open({str(tmp_path / 'log')!r}, 'a')\nfile.write('x')")
-    pool.execute("import atexit\natexit.register(print, 'bye')\nNone")
+    cell(pool, f"file = open({str(tmp_path / 'log')!r}, 'a')\nfile.write('x')")
+    cell(pool, "import atexit\natexit.register(print, 'bye')\nNone")
     pool.close()
     pool.close()
     assert not pool.alive and (tmp_path / "log").read_text() == "xx"
     assert capsys.readouterr().out.splitlines()[-2:] == ["[rank 0] bye", "[rank 1] bye"]
     with pytest.raises(RuntimeError, match="these ranks have ended"):
         pool.run(rank)
+    launch(dist.destroy_process_group, 2)  # as many programs end
+    assert capsys.readouterr().out == ""
     pool = Pool(1)
     (pid,) = pool.run(os.getpid)
     del pool

@@ -1,12 +1,12 @@
 """`%%ranks` and `launch` in a real Jupyter kernel."""
 
+import ast
 import os
 import re
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
@@ -18,15 +18,9 @@ class Notebook:
     """A kernel that runs cells and keeps what they show."""
 
     def __init__(self, folder, ranks):
-        self.mark = f"{os.getpid()}-{time.monotonic()}"
-        environment = {
-            **os.environ,
-            "TMPDIR": str(folder),
-            "MINIZERO_RANKS": str(ranks),
-            "MINIZERO_TEST": self.mark,
-        }
+        own = {"TMPDIR": str(folder), "MINIZERO_RANKS": str(ranks)}
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(env=environment, cwd=str(ROOT))
+        self.manager.start_kernel(env=os.environ | own, cwd=str(ROOT))
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=LIMIT)
@@ -54,26 +48,6 @@ class Notebook:
     def interrupt(self):
         self.manager.interrupt_kernel()
 
-    def ranks(self):
-        """The processes of the ranks, children of the kernel's server or orphans."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                marked = process.environ().get("MINIZERO_TEST") == self.mark
-                leads = os.getpgid(process.pid) == process.pid  # unlike the server
-                if marked and leads and "forkserver" in " ".join(process.cmdline()):
-                    found.append(process)
-            except (psutil.Error, ProcessLookupError):
-                continue
-        return found
-
-    def nothing_left(self, folder):
-        limit = time.monotonic() + LIMIT
-        while self.ranks() or list(folder.glob("minizero-*")):
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        return True
-
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel()
@@ -89,7 +63,10 @@ def notebook(folder):
     notebook = Notebook(folder, ranks=2)
     yield notebook
     notebook.close()
-    assert notebook.nothing_left(folder)
+    limit = time.monotonic() + LIMIT
+    while list(folder.glob("minizero-*")):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def test_names_last_from_cell_to_cell(notebook):
@@ -101,7 +78,6 @@ def test_names_last_from_cell_to_cell(notebook):
         "[rank 0] x\n[rank 0] 0\n[rank 1] x\n[rank 1] 1\n"
     )
     assert "NameError" in notebook.run("x")  # the kernel has no such name
-    assert len(notebook.ranks()) == 2
 
 
 def test_pull(notebook):
@@ -166,10 +142,11 @@ comm.all_reduce(torch.ones(8))"""
 
 
 def test_dead_ranks_are_replaced(notebook):
-    notebook.run("%%ranks\nimport os")
-    for process in notebook.ranks():
-        process.kill()
-        process.wait(LIMIT)
+    notebook.run("%%ranks\nimport os\npid = os.getpid()")
+    for pid in ast.literal_eval(notebook.run("pull('pid')")):
+        os.kill(pid, signal.SIGKILL)
+    alive = "from minizero.lab import magic\nwhile magic._pool.alive:\n    pass"
+    assert notebook.run(alive) == ""
     assert notebook.run("%%ranks\nprint('os' in globals())") == (
         "The 2 ranks have died; 2 new ones start, without any names.\n"
         "[rank 0] False\n[rank 1] False\n"
@@ -209,11 +186,3 @@ def test_a_traceback_shows_the_lines_of_cells(notebook):
     shown = notebook.run("minizero.launch(fails, 2)")
     assert "    raise ValueError('no')\n" in shown
     assert "minizero/ranks" not in shown
-
-
-def test_ranks_die_with_a_kernel_that_is_killed(tmp_path):
-    notebook = Notebook(tmp_path, ranks=2)
-    notebook.run("%%ranks\n1")
-    os.kill(notebook.manager.provisioner.pid, signal.SIGKILL)
-    assert notebook.nothing_left(tmp_path)
-    notebook.close()

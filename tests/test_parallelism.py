@@ -134,6 +134,14 @@ CUTS: dict[str, Callable[[GPT, Groups], nn.Module]] = {
 }
 
 
+SENT = {
+    "tensor": ("tensor parallel", CONFIG.layers * 8 * TOKENS // 2),
+    "sequence": ("ulysses", CONFIG.layers * 8 * TOKENS // 4),
+    "pipeline": ("pipeline", TOKENS),  # each of two stages sends once across
+}
+"""A block: 8(P-1)/P of its activations, 8(P-1)/P² of them; a border: 2 of them."""
+
+
 def sent(calls: Ledger, unit: str) -> int:
     """Elements of one step, of one unit or of all that ZeRO made."""
     cut = [c for c in calls if c.unit in ("tensor parallel", "pipeline", "ulysses")]
@@ -151,24 +159,14 @@ def test_losses_are_those_of_one_process(pool: Pool, cut: str, stage: int) -> No
     for losses, *_ in ends:
         assert losses == pytest.approx(alone(), abs=1e-5)
     assert alone()[2] < alone()[0] - 0.05
+    unit, elements = SENT[cut]
     for _, calls, count, most in results:
+        assert sent(calls, unit) == elements
         micro = ROWS // 2 if cut == "pipeline" else 1
         times = 2 if stage == 1 else 3 * micro
         shards = 4 if cut == "sequence" else 2
         assert sent(calls, "zero") == times * count * (shards - 1) // shards
         assert cut != "pipeline" or most in (1, 2)
-
-
-def test_elements_that_the_cuts_send(pool: Pool) -> None:
-    """A block: 8(P-1)/P of its activations, 8(P-1)/P² of them; a border: 2 of them."""
-    layers = CONFIG.layers
-    for cut, unit, want in (
-        ("tensor", "tensor parallel", layers * 8 * TOKENS // 2),
-        ("sequence", "ulysses", layers * 8 * TOKENS // 4),
-        ("pipeline", "pipeline", TOKENS),  # each of two stages sends once across
-    ):
-        for _, calls, *_ in pool.run(train, 1, cut):
-            assert sent(calls, unit) == want, cut
 
 
 def squares() -> tuple[Tensor, Tensor]:

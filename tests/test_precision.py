@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ import torch
 from nasty import Nasty, batches, own
 from torch import Tensor, nn
 
-from minizero import Plan, Tracker, comm, estimate, parallelize, zero
-from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero import Plan, comm, parallelize, zero
 from minizero.precision import DynamicLossScale, LossScale, MixedPrecision
 from minizero.ranks import Pool, rank, world_size
 from minizero.zero import DataParallel
@@ -224,6 +222,7 @@ def by_fsdp2() -> Run:
     return run
 
 
+@pytest.mark.thorough
 def test_as_fsdp2(two: Pool) -> None:
     """PyTorch's own way, with the same dtypes: bit for bit on two ranks."""
     got = two.run(train, 3, MixedPrecision(BF16, reduce=FP32), clip=None)
@@ -250,54 +249,6 @@ def test_an_overflow_on_one_rank(two: Pool, plant: str, stage: int) -> None:
         assert run.same(reference)
 
 
-def skip_once(precision: MixedPrecision) -> dict[str, Any]:
-    """State before and after a step that is skipped."""
-    precision = copy.deepcopy(precision)
-    model, net = build(1, precision)
-    one_step(model, net, Run(), 0)
-
-    def state() -> dict[str, Any]:
-        saved: dict[str, Any] = copy.deepcopy(net.optimizer.state_dict())
-        return saved | {"masters": [m.clone() for m in masters(net)]}
-
-    before = state()
-    with comm.ledger() as calls:
-        one_step(model, net, Run(), 1, planted="loss")
-    after = state()
-    grads = [f.mean is not None and f.mean.any().item() for f in net.trained]
-    return {
-        "before": before,
-        "after": after,
-        "step calls": [(c.op, c.unit, c.elements) for c in calls if c.phase == "step"],
-        "gradients": max(grads),
-        "precision": precision.state_dict(),
-    }
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        MixedPrecision(FP16, loss_scale=LossScale(8)),
-        PRECISIONS["fp16"],
-        MixedPrecision(BF16, loss_scale=LossScale()),
-    ],
-    ids=["static", "dynamic", "bf16 that looks"],
-)
-def test_a_skipped_step_touches_nothing(two: Pool, precision: MixedPrecision) -> None:
-    for seen in two.run(skip_once, precision):
-        before, after = seen["before"], seen["after"]
-        assert before["param_groups"] == after["param_groups"]
-        assert all(map(torch.equal, before["masters"], after["masters"]))
-        for index, state in before["state"].items():
-            for key, value in state.items():
-                assert torch.equal(value, after["state"][index][key])
-        assert seen["gradients"] == 0
-        assert seen["precision"]["skipped_steps"] == 1
-        # nothing is gathered, as nothing has changed
-        norm, flag = seen["step calls"]
-        assert norm[1] == "gradient norm" and flag == ("all_reduce", "overflow", 1)
-
-
 def test_loss_scale_has_deepspeeds_rules() -> None:
     """Against what DeepSpeed 0.19.8's class did (deepspeed_loss_scale.json)."""
     path = Path(__file__).with_name("deepspeed_loss_scale.json")
@@ -313,59 +264,6 @@ def test_loss_scale_has_deepspeeds_rules() -> None:
 
 
 # -- bytes -----------------------------------------------------------------------
-
-CONFIG = GPTConfig(layers=2, hidden=24, heads=2, sequence=16, vocabulary=50)
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-def measure(stage: int, precision: MixedPrecision) -> dict[str, Any]:
-    """Train a GPT with the tracker and the ledger on; what they saw."""
-    precision = copy.deepcopy(precision)
-    gc.collect()  # models of tests before, which hang in reference cycles
-    with Tracker() as tracker, comm.ledger() as calls:
-        model = GPT(CONFIG)
-        optimizer = torch.optim.AdamW(model.parameters())
-        net = parallelize(model, optimizer, Plan.stage(stage), precision=precision)
-        x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
-        for _ in range(2):
-            net.backward(net(x, x))
-            net.step()
-        live = dict(tracker.live)
-    live["optimizer"] -= 4 * len(optimizer.state)  # step counters
-    trained = [c for c in calls if c.phase != "init"]
-    return {
-        "live": {kind: live[kind] for kind in KINDS},
-        "stray": live["activations"],
-        "padded": sum(f.padded for u in net.units for f in u.flats),
-        "largest": max(sum(f.padded for f in u.flats) for u in net.units),
-        "peak": tracker.peaks["gradients"],
-        "sent": {
-            name: sum(c.bytes for c in trained if name in (c.op, c.unit)) // 2
-            for name in ("all_gather", "reduce_scatter", "all_reduce", "overflow")
-        },
-        "flags": [c.elements for c in trained if c.unit == "overflow"],
-    }
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_between_steps(pool: Pool, stage: int) -> None:
-    """2 + 2 + 12, or 2 + 4 + 12, sharded as the plan says; nothing else is left."""
-    results = pool.run(measure, stage, MixedPrecision(BF16))
-    for seen in results:
-        formula = estimate(seen["padded"], len(results), stage, precision="bf16")
-        assert seen["live"] == {kind: getattr(formula, kind) for kind in KINDS}
-        assert seen["stray"] < 2 * 16 * 8 + 64  # the batch and a loss
-    for seen in pool.run(measure, stage, MixedPrecision(BF16, reduce=FP32)):
-        assert seen["live"]["gradients"] == 2 * formula.gradients
-        assert seen["live"]["parameters"] == formula.parameters
-
-
-def test_bytes_of_the_update(two: Pool) -> None:
-    """For the update there are fp32 gradients too, of one unit at a time."""
-    for stage, share in ((0, 1), (1, 2)):
-        for seen in two.run(measure, stage, MixedPrecision(BF16)):
-            copies = 4 * seen["largest"] // share
-            assert seen["peak"] == seen["live"]["gradients"] + copies
 
 
 # -- dtypes ----------------------------------------------------------------------

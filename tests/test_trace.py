@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,10 @@ import torch
 import minizero
 from minizero import NVMe, Offload, Overlap, Plan, comm, parallelize
 from minizero.comm import Call
-from minizero.engine import recording
-from minizero.engine.recording import Span, innermost
+from minizero.engine.recording import innermost
 from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.trace import Trace
-from minizero.memory.tracker import Sample
+from minizero.memory.trace import Slice, Trace
 from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32)
@@ -108,36 +104,6 @@ def recorded(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return two.run(record, str(path), 3), json.loads(path.read_text())
 
 
-Live = list[tuple[float, dict[tuple[str, str], int]]]
-
-
-def changes(samples: list[Sample]) -> Live:
-    """When live bytes by place and category changed, and to what."""
-    found: Live = []
-    for s in samples:
-        places = ("device", s.live), ("host", s.host)
-        now = {(at, name): n for at, live in places for name, n in live.items() if n}
-        if not found or found[-1][1] != now:
-            found.append((s.time, now))
-    return found
-
-
-def sampled(*where: Any) -> tuple[Live, Live]:
-    """A step's live bytes, of its trace and of the tracker that ran meanwhile."""
-    net = net_of(*where)
-    with minizero.Tracker() as tracker:
-        step(net)
-        with minizero.trace(net, tracker=tracker) as run:
-            step(net)
-        begin, end = (run.trace.moments[i].time for i in (0, -1))
-    seen = [replace(s, time=s.time + run.shift) for s in tracker.samples]
-    traced = [
-        (time, {where: n for where, n in live.items() if n})
-        for time, live in run.trace.live(rank())
-    ]
-    return traced, changes([s for s in seen if begin <= s.time <= end])
-
-
 # --- What was recorded ---
 
 
@@ -151,13 +117,6 @@ def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
             (c.op, c.unit, c.phase, c.bytes, c.launched + shift, c.finished + shift, i)
             for i, c in enumerate(calls)
         ]
-
-
-@pytest.mark.parametrize("on", [None, "cpu"])
-def test_live_bytes_are_the_samples_of_the_tracker(two: Pool, on: str | None) -> None:
-    """Each change, at its time."""
-    for traced, seen in two.run(sampled, 3, on):
-        assert traced == seen and len(seen) > 50
 
 
 def test_counters_reach_the_measured_peak(recorded: Any) -> None:
@@ -238,33 +197,13 @@ def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
     assert calls == [["all_reduce"], []]
 
 
-def hangs(path: str) -> bool:
-    """Rank 1 makes its call once rank 0, which waits for it, has left its part."""
-    net, left = net_of(0), part(path, 0)
-    recording.QUIET = 0.05
-    with minizero.trace(net, path):
-        for _ in range(1000 * rank()):
-            if left.exists() and "all_reduce" in left.read_text():
-                break
-            time.sleep(0.01)
-        met = left.exists()
-        comm.all_reduce(torch.ones(4))
-    return met
-
-
-def test_hang_leaves_the_part_of_who_waits(two: Pool, tmp_path: Path) -> None:
-    """Even if the ranks are killed for it, as those of `launch` are."""
-    path = tmp_path / "run.json"
-    assert two.run(hangs, str(path))[1]
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
-
-
 # --- Pieces ---
 
 
 def test_innermost() -> None:
-    spans = [Span(0, 10, "a"), Span(2, 4, "b"), Span(3, 12, "c"), Span(20, 21, "d")]
-    assert [(s.begin, s.end, s.operation) for s in innermost(spans)] == [
+    spans = (0, 10, "a"), (2, 4, "b"), (3, 12, "c"), (20, 21, "d")
+    every = [Slice(0, "compute", begin, end, verb, "") for begin, end, verb in spans]
+    assert [(s.begin, s.end, s.verb) for s in innermost(every)] == [
         (0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 10, "a"), (20, 21, "d"),
     ]  # fmt: skip
 

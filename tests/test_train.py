@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -20,23 +22,13 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 SMALL = ["--model", "0.1m", "--steps", "6", "--batch", "6", "--sequence", "32"]
 
 
-def run(*arguments: str, cwd: Path, launcher: list[str] | None = None) -> str:
-    done = command(*arguments, cwd=cwd, launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def command(
-    *arguments: str, cwd: Path, launcher: list[str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    start = launcher or [sys.executable, "-m"]
-    return subprocess.run(
-        [*start, "minizero", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(*arguments: object, ends: int = 0) -> str:
+    """The command in this process: what it printed, or the sentence of its error."""
+    out, said = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(said):
+        status = main([str(word) for word in arguments])
+    assert status == ends and "Traceback" not in said.getvalue(), said.getvalue()
+    return said.getvalue() if ends else out.getvalue()
 
 
 def report(folder: Path) -> dict[str, object]:
@@ -46,8 +38,7 @@ def report(folder: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def stage_3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("stage3")
-    out = run("train", "--stage", "3", "--ranks", "3", *SMALL, "--out", ".", cwd=folder)
-    return folder, out
+    return folder, run("train", "--stage", 3, "--ranks", 2, *SMALL, "--out", folder)
 
 
 def test_it_proves_itself(stage_3: tuple[Path, str]) -> None:
@@ -72,31 +63,31 @@ def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "--stage 1 --precision fp16 --steps 7",
-        "--stage 2 --precision bf16 --offload-optimizer cpu",
-        "--offload-optimizer nvme --offload-param nvme --nvme files --overlap",
+        "--stage 1 --precision fp16 --steps 7 --offload-optimizer cpu",
+        "--precision bf16 --offload-optimizer nvme --offload-param nvme --overlap",
     ],
 )
 def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
     """Bytes equal the formula there too; fp16 leaves steps out at first."""
-    out = run(
-        "train", "--ranks", "2", *SMALL, *options.split(), "--out", ".", cwd=tmp_path
-    )
+    files, words = tmp_path / "files", options.split()
+    words += ["--nvme", str(files), "--out", str(tmp_path)]
+    out = run("train", "--ranks", 2, *SMALL, *words)
     assert out.count("yes") >= 4 and "NO" not in out
-    files = tmp_path / "files"
     assert not files.exists() or not list(files.iterdir())
     skipped = report(tmp_path)["skipped_steps"]
     assert isinstance(skipped, int) and (skipped > 0) == ("fp16" in options)
 
 
+@pytest.mark.thorough
 def test_another_stage_under_torchrun_learns_the_same(
     stage_3: tuple[Path, str], tmp_path: Path
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--standalone", "--nproc-per-node", "3", "-m"]
-    words = ["train", "--stage", "0", *SMALL, "--out", "."]
-    out = run(*words, cwd=tmp_path, launcher=torchrun)
-    assert out.count("yes") == 4 and "NO" not in out
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "minizero", "train", "--stage", "0"]
+    command += [*SMALL, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes") == 4 and "NO" not in done.stdout
     a, b = report(tmp_path), report(stage_3[0])
     for key in ("losses", "valid_loss", "sample"):
         assert a[key] == b[key], key
@@ -106,6 +97,7 @@ def test_another_stage_under_torchrun_learns_the_same(
     ("arguments", "message"),
     [
         (["--stage", "4"], "stage must be 0, 1, 2 or 3, not 4"),
+        ([], "MINIZERO_RANKS is 'many'"),
         (["--ranks", "0"], "ranks must be at least 1, not 0"),
         (["--model", "huge"], "no model size 'huge'"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
@@ -123,35 +115,35 @@ def test_bad_input_ends_in_one_sentence(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINIZERO_RANKS", "many")
     Path("empty").write_text("")
-    assert main(["train", *arguments, "--out", "out"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    ranks = [] if "many" in message else ["--ranks", "2"]
+    (line,) = run("train", *ranks, *arguments, "--out", "out", ends=2).splitlines()
     assert line.startswith("error: ") and message in line
     assert not Path("out").exists()
 
 
-def test_a_job_goes_on_with_more_steps_and_a_trace(tmp_path: Path) -> None:
-    """Under another plan as well; its losses are those of a run that never stopped."""
-    common = ["train", "--ranks", "2", *SMALL[:2], *SMALL[4:], "--out"]
-    run(*common, "whole", "--steps", "7", cwd=tmp_path)
-    run(*common, "cut", "--steps", "4", "--save-every", "2", cwd=tmp_path)
-    again = [*common, "cut", "--save-every", "2"]
-    done = command(*again, "--steps", "7", cwd=tmp_path)
-    assert done.returncode == 2 and "go on from them with --resume" in done.stderr
-    done = command(*again, "--steps", "4", "--resume", cwd=tmp_path)
-    assert done.returncode == 2 and "give more with --steps" in done.stderr
-    done = command(*again, "--steps", "7", "--resume", "--lr", "1", cwd=tmp_path)
-    assert done.returncode == 2 and "has lr 0.002, not 1.0" in done.stderr
-    more = ["--steps", "7", "--resume", "--stage", "1", "--trace", "trace.json"]
-    run(*again, *more, cwd=tmp_path)
-    losses = report(tmp_path / "cut")["losses"]
-    assert isinstance(losses, list) and len(losses) == 7
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+def test_a_job_goes_on_under_another_plan_with_a_trace(tmp_path: Path) -> None:
+    """From its last checkpoint; its losses are those of the run that did not stop."""
+    job = ["train", "--ranks", 2, *SMALL[:2], *SMALL[4:], "--out", tmp_path]
+    job += ["--save-every", 2]
+    run(*job, "--steps", 3)
+    before = report(tmp_path)["losses"]
+    for words, sentence in (
+        (("--steps", 3), "go on from them with --resume"),
+        (("--steps", 2, "--resume"), "give more with --steps"),
+        (("--steps", 3, "--resume", "--lr", 1), "has lr 0.002, not 1.0"),
+    ):
+        assert sentence in run(*job, *words, ends=2)
+    trace = tmp_path / "trace.json"
+    run(*job, "--steps", 3, "--resume", "--stage", 1, "--trace", trace)
+    assert report(tmp_path)["losses"] == before
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_in_one_word(tmp_path: Path) -> None:
     words = ["train", "--ranks", "2", *SMALL[:2], "--steps", "100000", "--out", "."]
     words += ["--save-every", "5"]
@@ -170,13 +162,6 @@ def test_ctrl_c_ends_in_one_word(tmp_path: Path) -> None:
     _, rest = job.communicate(timeout=120)
     assert job.returncode == 130
     assert "Traceback" not in rest and rest.rstrip().endswith("interrupted")
-
-
-def test_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIZERO_RANKS", "many")
-    done = command("train", cwd=tmp_path)
-    assert done.returncode == 2 and "MINIZERO_RANKS is 'many'" in done.stderr
-    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def step(leaving, arriving):
             answer(torch.full((elements,), 10.0 + rank()), arriving)
             return arriving[0].item(), arriving[-1].item()
 
-        return launch(passed_on, ranks, backend="gloo", timeout=15)
+        return launch(passed_on, ranks, backend="gloo", timeout=5)
 
 
 class OnlyRankZero(Exercise):

@@ -1,8 +1,8 @@
 """Collectives, and the ledger in which each call is entered.
 
-Read `groups` (which ranks), `transport` (messages), `algorithms` (direct and ring),
-`quantized` (rows in 8 or 4 bits), `backend` (its own collectives, and the choice),
-`ledger`, `collectives` (what everybody calls) and `agreement` (objects and errors).
+Read `groups` (which ranks), `transport` (messages), `algorithms` (the direct exchange),
+`quantized` (rows in 8 or 4 bits), `backend` (its own collectives), `ledger`,
+`collectives` (what everybody calls) and `agreement` (objects and errors).
 Imports `ranks` and `memory`. No other part of the package calls a collective of torch.
 """
 
@@ -10,7 +10,6 @@ from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
 from ..ranks.launch import world_size as get_world_size
 from .agreement import agreeing, check_sequence, gather_objects
 from .algorithms import ordered_sum
-from .backend import ALGORITHMS, algorithm, current_algorithm
 from .collectives import (
     Work,
     all_gather,
@@ -22,7 +21,7 @@ from .collectives import (
 from .groups import Group, Groups, everyone
 from .ledger import Call, Ledger, enter, ledger, phase
 from .quantized import Quantized
-from .transport import exchange, reachable
+from .transport import ALGORITHMS, algorithm, current_algorithm, exchange, reachable
 
 __all__ = [
     "ALGORITHMS",

@@ -1,23 +1,17 @@
-"""The backend's own collectives, and the choice between them, direct and ring."""
+"""The backend's own collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..ranks.launch import device
-from . import algorithms
 from .groups import Group
-from .quantized import Quantized, quantized_all_gather, quantized_reduce_scatter
-from .transport import Finish, Rows, backend_of, is_staged, store
+from .transport import Finish, Rows, backend_of, store
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -100,62 +94,3 @@ def all_reduce_whole(tensor: Tensor, average: bool, group: Group) -> Finish:
     elif average:
         op = dist.ReduceOp.AVG
     return dist.all_reduce(tensor, op, communicator(group), async_op=True).wait
-
-
-class Halves(NamedTuple):
-    """The two halves of an all-reduce; each call starts one and returns its finish."""
-
-    reduce_scatter: Callable[[Tensor, Rows, int, bool, Group], Finish]
-    all_gather: Callable[[Rows, Tensor, int, Group], Finish]
-
-
-_HALVES = {
-    "direct": Halves(algorithms.direct_reduce_scatter, algorithms.direct_all_gather),
-    "ring": Halves(algorithms.ring_reduce_scatter, algorithms.ring_all_gather),
-    "backend": Halves(backend_reduce_scatter, backend_all_gather),
-}
-ALGORITHMS = tuple(_HALVES)
-_chosen: list[str] = []  # the innermost `algorithm` last
-
-
-@contextmanager
-def algorithm(name: str) -> Iterator[None]:
-    """Choose how the collectives inside are done: "direct", "ring" or "backend".
-
-    Without it gloo takes "direct" and NCCL takes "backend". Only "direct" promises that
-    all elements are summed in one order.
-    """
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"algorithm must be one of {', '.join(ALGORITHMS)}, not {name!r}"
-        )
-    _chosen.append(name)
-    try:
-        yield
-    finally:
-        _chosen.pop()
-
-
-def current_algorithm(tensor: Tensor | None = None) -> str:
-    """The algorithm of the next collective of `tensor`, or of one on the device."""
-    like = torch.empty(0, device=device()) if tensor is None else tensor
-    usual = "direct" if backend_of(like) in ("", "gloo") else "backend"
-    wanted = _chosen[-1] if _chosen else usual
-    # gloo's own collectives do not reach a device
-    return "direct" if wanted == "backend" and is_staged(like) else wanted
-
-
-def halves(tensor: Tensor, quantized: Quantized | None = None) -> Halves:
-    """The halves of the current algorithm, for rows as they are or quantized."""
-    found = _HALVES[current_algorithm(tensor)]
-    if quantized is None:
-        return found
-    return Halves(
-        partial(quantized_reduce_scatter, quantized),
-        partial(quantized_all_gather, quantized, found.all_gather),
-    )
-
-
-def is_native(tensor: Tensor, quantized: Quantized | None = None) -> bool:
-    """Whether one of the backend's own collectives does it all."""
-    return quantized is None and current_algorithm(tensor) == "backend"

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import all_reduce_whole, communicator, halves, is_native
+from .algorithms import direct_all_gather, direct_reduce_scatter
+from .backend import all_reduce_whole, backend_all_gather, backend_reduce_scatter
+from .backend import communicator
 from .groups import Group, everyone
 from .ledger import enter
-from .quantized import Quantized
-from .transport import Buffer, Finish, Rows, backend_of
+from .quantized import Quantized, quantized_all_gather, quantized_reduce_scatter
+from .transport import Finish, Rows, backend_of, current_algorithm
 from .transport import exchange, flat, reachable
 from ..ranks.launch import report
 
 # per group of ranks: how many calls it has made, and their checksum
 sequences: dict[tuple[int, ...], tuple[int, int]] = {}
+
+
+def place(what: str, ranks: tuple[int, ...]) -> tuple[int, str, int, tuple[int, ...]]:
+    """Count a call of these ranks: its number, itself, the checksum of all so far."""
+    made, tag = sequences.get(ranks, (0, len(ranks)))
+    sequences[ranks] = made, tag = made + 1, zlib.crc32(what.encode(), tag)
+    return made, what, tag, ranks
 
 
 class Work:
@@ -40,17 +51,14 @@ class Work:
         start: Callable[[int], Finish],
         quantized: Quantized | None = None,
     ) -> None:
-        queued = backend_of(row) == "nccl"
-        self.call = enter(op, row, elements, sent, group, quantized, queued)
-        what, ranks = str(self.call), group.ranks
-        made, tag = sequences.get(ranks, (0, len(ranks)))
-        made, tag = made + 1, zlib.crc32(what.encode(), tag)
-        sequences[ranks] = made, tag
-        self._place = made, what, tag, ranks
+        # a device carries it out later, as with NCCL
+        self._is_queued = backend_of(row) == "nccl"
+        self.call = enter(op, row, elements, sent, group, quantized)
+        self._place = _, _, tag, _ = place(str(self.call), group.ranks)
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
         self._finish: Finish | None = start(tag & 0x7FFFFFFF)
-        self.call.stamp("returned")
+        self.call.returned = perf_counter()
 
     def then(self, callback: Callable[[], Any]) -> Work:
         """Run `callback` when the wait is over: now, if it is."""
@@ -65,7 +73,7 @@ class Work:
         if self._finish is None:
             return self
         finish, self._finish = self._finish, None
-        self.call.stamp("waited")
+        self.call.waited = perf_counter()
         report("waits", *self._place)
         try:
             finish()
@@ -73,8 +81,8 @@ class Work:
             made, what, *_ = self._place
             message = f"collective {made}, {what}, failed: {error}"
             raise RuntimeError(message) from error
-        self.call.stamp("finished")
-        report("queued" if self.call.queued else "done", *self._place)
+        self.call.finished = perf_counter()
+        report("queued" if self._is_queued else "done", *self._place)
         for callback in self._after:
             callback()
         return self
@@ -90,9 +98,24 @@ def _full_row(op: str, row: Tensor, rows: Rows) -> Tensor:
     return flat(row)
 
 
+def halves(
+    row: Tensor, quantized: Quantized | None = None
+) -> tuple[Callable[..., Finish], Callable[..., Finish]]:
+    """What starts a reduce-scatter and an all-gather of such rows, as is chosen."""
+    pair = backend_reduce_scatter, backend_all_gather
+    if current_algorithm(row) == "direct":
+        pair = direct_reduce_scatter, direct_all_gather
+    if quantized is None:
+        return pair
+    return (
+        partial(quantized_reduce_scatter, quantized),
+        partial(quantized_all_gather, quantized, pair[1]),
+    )
+
+
 def reduce_scatter(
     out: Tensor,
-    inp: Buffer,
+    inp: Tensor,
     *,
     async_op: bool = False,
     average: bool = False,
@@ -101,13 +124,12 @@ def reduce_scatter(
 ) -> Work:
     """Sum over ranks, or average; rank r keeps row r.
 
-    `inp`: n elements, or N rows. `out`: ceil(n/N) elements, may be row r
-    itself.
+    `inp`: n elements. `out`: ceil(n/N) elements, may be row r itself.
     """
     group = group or everyone()
     rows = Rows(inp, group.size)
     row = _full_row("reduce_scatter", out, rows)
-    begin = halves(row, quantized).reduce_scatter
+    begin, _ = halves(row, quantized)
     sent = rows.numel - rows[group.rank].numel()
 
     def start(tag: int) -> Finish:
@@ -118,7 +140,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    out: Buffer,
+    out: Tensor,
     inp: Tensor,
     *,
     async_op: bool = False,
@@ -127,13 +149,12 @@ def all_gather(
 ) -> Work:
     """Every rank gets every rank's row.
 
-    `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements, or N
-    rows.
+    `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements.
     """
     group = group or everyone()
     rows = Rows(out, group.size)
     row = _full_row("all_gather", inp, rows)
-    begin = halves(row, quantized).all_gather
+    _, begin = halves(row, quantized)
     sent = rows[group.rank].numel() * (group.size - 1)
 
     def start(tag: int) -> Finish:
@@ -144,7 +165,7 @@ def all_gather(
 
 
 def all_reduce(
-    tensor: Buffer,
+    tensor: Tensor,
     *,
     async_op: bool = False,
     average: bool = False,
@@ -154,17 +175,17 @@ def all_reduce(
     """Sum or average in place: a reduce-scatter, then an all-gather."""
     group = group or everyone()
     rows = Rows(tensor, group.size)
-    own, half = rows[group.rank], halves(rows[0], quantized)
+    own, (reduce_scatter, all_gather) = rows[group.rank], halves(rows[0], quantized)
 
     def start(tag: int) -> Finish:
-        if rows.flat is not None and is_native(rows.flat, quantized):
+        if rows.flat is not None and reduce_scatter is backend_reduce_scatter:
             return all_reduce_whole(rows.flat, average, group)
         row = own if own.numel() == rows.size else own.new_empty(rows.size)
-        reduce = half.reduce_scatter(row, rows, tag, average, group)
+        reduce = reduce_scatter(row, rows, tag, average, group)
 
         def finish() -> None:
             reduce()
-            half.all_gather(rows, row, tag ^ 1, group)()
+            all_gather(rows, row, tag ^ 1, group)()
 
         return finish
 
@@ -189,7 +210,7 @@ def broadcast(
     values, to = flat(tensor), [j for j in range(n) if mine and j != src]
 
     def start(tag: int) -> Finish:
-        if is_native(values):
+        if current_algorithm(values) == "backend":
             ranks = group.ranks[src], communicator(group)
             return dist.broadcast(values, *ranks, async_op=True).wait
         receives = {} if mine else {src: values}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .groups import Group
@@ -22,9 +21,8 @@ class Call:
     the direct exchange and in the ring; a backend may send more. `bytes`: the
     size of what is sent. `group`: the name of the group of ranks.
 
-    Times are in seconds of `perf_counter`; `returned` is when the launch
-    returned. `queued`: whether a device carries it out later, as with NCCL;
-    then the times are the device's, once the ledger is closed.
+    Times are the host's, in seconds of `perf_counter`; `returned` is when the
+    launch returned. On NCCL the host does not wait for the result.
     """
 
     op: str
@@ -35,7 +33,6 @@ class Call:
     phase: str
     unit: str
     group: str = "all"
-    queued: bool = False
     launched: float = 0.0
     waited: float = 0.0
     finished: float = 0.0
@@ -46,14 +43,6 @@ class Call:
         what = f"{self.op} of {self.elements:,} {self.dtype}"
         what += f" {self.group} groups" * (self.group != "all")
         return f"{what} ({where})" if where else what
-
-    def stamp(self, moment: str) -> None:
-        """Note the time: it is launched, returned, waited or finished."""
-        setattr(self, moment, time.perf_counter())
-        if self.queued and _ledgers:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            _events.append((self, moment, event))
 
 
 class Ledger(list[Call]):
@@ -82,20 +71,20 @@ class Ledger(list[Call]):
         """Calls, elements sent and bytes sent, by phase and op."""
         grouped = any(c.group != "all" for c in self)
         w = 24 if grouped else 16
-        lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>14}{'bytes':>14}"]
+        most = max([sum(c.bytes for c in self), self.sent()])
+        n = max(14, len(f"{most:,}") + 2)  # a column
+        lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>{n}}{'bytes':>{n}}"]
         for key in dict.fromkeys((c.op, c.phase, c.group) for c in self):
             op, where, group = key
             calls = self.select(*key)
             sent = sum(c.sent for c in calls)
             size = sum(c.bytes for c in calls)
             what = f"{op} {group}" if grouped else op
-            lines.append(f"{where:10}{what:{w}}{len(calls):6}{sent:14,}{size:14,}")
+            lines.append(f"{where:10}{what:{w}}{len(calls):6}{sent:{n},}{size:{n},}")
         return "\n".join(lines)
 
 
 _ledgers: list[Ledger] = []
-# when a device comes past these moments of calls
-_events: list[tuple[Call, str, torch.cuda.Event]] = []
 _where = "", ""  # phase, unit; for all threads: autograd has its own
 
 
@@ -109,20 +98,6 @@ def ledger() -> Iterator[Ledger]:
     finally:
         # by identity: two ledgers with the same calls are equal lists
         _ledgers[:] = [other for other in _ledgers if other is not book]
-        _read_events()
-
-
-def _read_events() -> None:
-    """Put a device's times in the place of the host's."""
-    if not _events:
-        return
-    now = torch.cuda.Event(enable_timing=True)
-    now.record()
-    torch.cuda.synchronize()
-    host = time.perf_counter()
-    for call, moment, event in _events:
-        setattr(call, moment, host - event.elapsed_time(now) / 1000)
-    _events.clear()
 
 
 class phase:  # a generator would cost more, and a step has many
@@ -148,7 +123,6 @@ def enter(
     sent: int,
     group: Group,
     quantized: Quantized | None = None,
-    queued: bool = False,
 ) -> Call:
     """Write a call that is being launched into every open ledger.
 
@@ -159,8 +133,8 @@ def enter(
     if quantized:
         name = f"int{quantized.bits}"
         nbytes = sent // max(size, 1) * quantized.nbytes(size)
-    call = Call(op, elements, sent, nbytes, name, *_where, group.name, queued)
-    call.stamp("launched")
+    call = Call(op, elements, sent, nbytes, name, *_where, group.name)
+    call.launched = time.perf_counter()
     for book in _ledgers:
         book.append(call)
     return call

@@ -1,11 +1,12 @@
-"""Rows, and how they travel from rank to rank as messages.
+"""Rows, and how they travel from rank to rank: as messages, or by the backend.
 
 What starts something returns what finishes it: it blocks until the result is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from ..ranks.launch import device
 from .groups import Group, everyone
 
-Buffer = Tensor | Sequence[Tensor]
+ALGORITHMS = "direct", "backend"
+_chosen: list[str] = []  # the innermost `algorithm` last
+
 Finish = Callable[[], Any]
 
 
@@ -24,28 +27,22 @@ class Rows(Sequence[Tensor]):
     """The rows of a buffer: row j belongs to rank j, and has ceil(n/N) elements, 1-D.
 
     The last rows of an uneven buffer are shorter, as if it were padded. `given`: a
-    contiguous tensor, some columns of a table of shape [N, k], or a list of the rows.
-    Rows are cut when they are used: there may be thousands.
+    contiguous tensor, or some columns of a table of shape [N, k]. Rows are cut when
+    they are used: there may be thousands.
     """
 
     flat: Tensor | None  # all rows as one tensor, if they are contiguous
 
-    def __init__(self, given: Buffer, count: int) -> None:
-        self.ranks, self.given, self.flat = count, given, None
-        if not isinstance(given, Tensor):
-            if len(given) != count:
-                raise ValueError(f"{len(given)} rows were given for {count} ranks")
-            self.numel = sum(row.numel() for row in given)
-        elif given.is_contiguous():
-            self.flat, self.numel = flat(given), given.numel()
-        elif given.dim() == 2 and len(given) == count and given.stride(1) == 1:
-            self.numel = given.numel()
-        else:
+    def __init__(self, given: Tensor, count: int) -> None:
+        self.ranks, self.given, self.numel = count, given, given.numel()
+        self.flat = flat(given) if given.is_contiguous() else None
+        self.size = -(-self.numel // count)
+        columns = given.dim() == 2 and len(given) == count and given.stride(1) == 1
+        if self.flat is None and not columns:
             raise ValueError(
                 f"a collective needs a contiguous tensor, not one of shape "
                 f"{tuple(given.shape)} and strides {given.stride()}; call .contiguous()"
             )
-        self.size = -(-self.numel // count)
 
     def __len__(self) -> int:
         return self.ranks
@@ -93,6 +90,33 @@ def backend_of(tensor: Tensor) -> str:
 def is_staged(tensor: Tensor) -> bool:
     """Whether it travels through host memory: gloo moves nothing else."""
     return tensor.device.type != "cpu" and backend_of(tensor) == "gloo"
+
+
+@contextmanager
+def algorithm(name: str) -> Iterator[None]:
+    """Choose how the collectives inside are done: "direct" or "backend".
+
+    Without it gloo takes "direct" and NCCL takes "backend". Only "direct" promises that
+    all elements are summed in one order.
+    """
+    if name not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm must be one of {', '.join(ALGORITHMS)}, not {name!r}"
+        )
+    _chosen.append(name)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def current_algorithm(tensor: Tensor | None = None) -> str:
+    """The algorithm of the next collective of `tensor`, or of one on the device."""
+    like = torch.empty(0, device=device()) if tensor is None else tensor
+    usual = "direct" if backend_of(like) in ("", "gloo") else "backend"
+    wanted = _chosen[-1] if _chosen else usual
+    # gloo's own collectives do not reach a device
+    return "direct" if wanted == "backend" and is_staged(like) else wanted
 
 
 def reachable(tensor: Tensor) -> Tensor:

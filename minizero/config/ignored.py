@@ -44,8 +44,7 @@ NO_EFFECT: Rows = [
         "partition_activations": False, "number_checkpoints": None, "profile": False,
         "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False}),
-    ("use torch.utils.flop_counter, or wall_clock_breakdown", "", {
-        "flops_profiler": None}),
+    ("use torch.utils.flop_counter", "", {"flops_profiler": None}),
     ("checkpoints load on any ranks, and element-wise optimizers are sharded", "", {
         "checkpoint": None, "zero_allow_untested_optimizer": ANY,
         "zero_force_ds_cpu_optimizer": ANY}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ class ShardSampler(DistributedSampler[Any]):
     """
 
     def __init__(self, data: Any, shuffle: bool = True) -> None:
-        if not len(data):
-            raise ValueError("the training data is empty")
         super().__init__(data, world_size(), rank(), shuffle)
         self.whole = DistributedSampler[Any](data, 1, 0, shuffle)  # the permutation
         self.start = 0
@@ -40,7 +37,7 @@ class ShardSampler(DistributedSampler[Any]):
         return iter(left[self.rank : total : self.num_replicas])
 
 
-class Loader:
+class Loader(DataLoader[Any]):
     """Batches of one rank, [batch_size, ...], in the order of its `data_sampler`.
 
     An iterator begins the epoch anew; after `load_state_dict` the next batch is the one
@@ -62,63 +59,55 @@ class Loader:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(
                 "training_data takes a dataset with len() and [index], not a "
-                f"{type(dataset).__name__}; for a stream, make a torch DataLoader of this "
-                "rank's samples yourself, and leave training_data out"
+                f"{type(dataset).__name__}; for a stream, make a torch DataLoader of "
+                "this rank's samples yourself, and leave training_data out"
             )
-        self.dataset, self.batch_size = dataset, batch_size
-        self.collate_fn, self.drop_last = collate_fn, drop_last
+        if not len(dataset):
+            raise ValueError("the training data is empty")
         self.data_sampler = ShardSampler(dataset, shuffle)
+        self.seen: int | None = None
+        self._resumes = False  # whether a place has been loaded
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=self.data_sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=torch.cuda.is_available(),
+        )
         if not len(self):
             raise ValueError(
                 f"each rank has {len(self.data_sampler)} samples, fewer than a "
                 f"micro-batch of {batch_size}, and dataloader_drop_last drops them"
             )
-        self.seen: int | None = None
-        self._resumes = False  # whether the next batch comes after a loaded place
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        each = len(self.data_sampler)
-        return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
-
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
         while True:
-            resumes, self._resumes = self._resumes, False
-            part = copy.copy(self.data_sampler)
-            self.seen = part.start = (self.seen or 0) if resumes else 0
-            size = self.batch_size
-            batches = DataLoader(
-                self.dataset,
-                size,
-                sampler=part,
-                collate_fn=self.collate_fn,
-                drop_last=self.drop_last,
-                pin_memory=torch.cuda.is_available(),
-                # an iterator draws a seed from it; the run that is resumed has drawn
-                # that from the global generator before its state was saved
-                generator=torch.Generator() if resumes else None,
-            )
+            start, batches = sampler.start, super().__iter__()
+            self.generator, self._resumes = None, False
             for number, batch in enumerate(batches, 1):
-                self.seen = min(part.start + number * size * world_size(), len(part.whole))
+                sampler.start = 0  # the next iterator begins the epoch anew
+                self.seen = min(start + number * each, len(sampler.whole))
                 yield batch
                 if self._resumes:  # a place was loaded meanwhile
                     break
             else:
-                self.seen = None
+                sampler.start, self.seen = 0, None
                 return
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, the same on every rank."""
         sampler = self.data_sampler
         place = {"seed": sampler.seed, "epoch": sampler.epoch, "seen": self.seen}
-        return place | {"samples": len(self.dataset)}
+        return place | {"samples": len(self.dataset)}  # type: ignore[arg-type]
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError if the saved place is in data of another length."""
-        if state["samples"] != len(self.dataset):
+        if state["samples"] != len(self.dataset):  # type: ignore[arg-type]
             raise ValueError(
                 f"the saved place is in data of {state['samples']:,} samples, and this "
-                f"has {len(self.dataset):,}"
+                f"has {len(self.dataset):,}"  # type: ignore[arg-type]
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,4 +116,7 @@ class Loader:
         self.data_sampler.seed = state["seed"]
         self.data_sampler.set_epoch(state["epoch"])
         self.seen = state["seen"]
-        self._resumes = self.seen is not None
+        self.data_sampler.start, self._resumes = self.seen or 0, True
+        # an iterator draws a seed; the run that is resumed has drawn its own from the
+        # global generator before the state of that was saved
+        self.generator = torch.Generator() if self.seen is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -30,10 +30,6 @@ _OPTIONS = {
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
     "loss_scale": "fp16.loss_scale",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
     "zero_optimization": "plan.optimizer.sharded",
     "zero_optimization_partition_gradients": "plan.gradients.sharded",
     "zero_optimization_partition_weights": "plan.parameters.sharded",
@@ -71,7 +67,6 @@ class Engine(StepLoop, nn.Module):
         self.training_dataloader, self.collate_fn = loader, collate_fn
         self.monitor, self._loss = Monitor(config), 0.0
         self.is_compiled = self._destroyed = False
-        self._reported = False  # whether the meter's sum has been printed
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
         self.dp_world_size, self.get_data_parallel_rank = world_size(), rank
@@ -100,12 +95,7 @@ class Engine(StepLoop, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
         self._check(trains=False)
-        if not torch.is_grad_enabled():
-            return self.net(*args, **kwargs)
-        if self._reported:
-            self.meter.reset()
-            self._reported = False
-        with self.meter.phase("forward"):
+        with self.meter.phase("forward") if torch.is_grad_enabled() else nullcontext():
             return self.net(*args, **kwargs)
 
     def backward(
@@ -163,9 +153,9 @@ class Engine(StepLoop, nn.Module):
     def _report(self) -> None:
         """After a step: time it, and print and write what the config asks for."""
         config, every = self.config, self.config.steps_per_print
-        self.meter.end_step(config.train_batch_size, config.gradient_accumulation_steps)
+        self.meter.end_step(config.train_batch_size)
         averaged = bool(every and self.global_steps % every == 0)
-        self._reported = averaged or config.wall_clock_breakdown
+        self.meter.reported = averaged or config.wall_clock_breakdown
         if rank() != 0:
             return
         assert self.optimizer is not None
@@ -173,16 +163,16 @@ class Engine(StepLoop, nn.Module):
             seen = {"train_loss": self._loss, "lr": self.get_lr()[0]}
             if config.fp16.enabled:
                 seen["loss_scale"] = self.optimizer.loss_scale
-            self._loss, samples = 0.0, self.global_samples
-            self.monitor.write_events(
-                (f"Train/Samples/{name}", value, samples) for name, value in seen.items()
-            )
+            for name, value in seen.items():
+                event = f"Train/Samples/{name}", value, self.global_samples
+                self.monitor.write_events([event])
+            self._loss = 0.0
         parts = [f"step={self.global_steps}"]
         if averaged:
             parts += [f"skipped={self.skipped_steps}", f"lr={self.get_lr()}"]
             parts += [f"mom={self.get_mom()}"]
             parts += [f"loss_scale={self.optimizer.loss_scale:g}"]
-        if self._reported:
+        if self.meter.reported:
             print(", ".join(filter(None, [*parts, str(self.meter)])), flush=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -285,26 +275,27 @@ class Engine(StepLoop, nn.Module):
     ) -> bool:
         """Save the run as `save_dir/tag`; every rank calls it, between steps.
 
-        Weights, optimizer states and options, loss scale, scheduler, counters, the place
-        in the data, random states of every rank, and rank 0's `client_state`: numbers,
-        strings, tensors, lists and dicts of them.
+        Weights, optimizer states and options, loss scale, scheduler, counters, the
+        place in the data, random states of every rank, and rank 0's `client_state`:
+        numbers, strings, tensors, lists and dicts of them.
 
         `tag`: default "global_step" and the number. `save_latest`: whether
-        `load_checkpoint` without a tag finds it. `exclude_frozen_parameters`: no effect,
-        a checkpoint has the whole model. `keep`, `background`: see
+        `load_checkpoint` without a tag finds it. `exclude_frozen_parameters`: no
+        effect, a checkpoint has the whole model. `keep`, `background`: see
         `minizero.checkpoint.save`.
 
-        CheckpointError, on all ranks, if it cannot be written, or if a step is under way;
-        existing checkpoints stay as they are.
+        CheckpointError, on all ranks, if it cannot be written, or if a step is under
+        way; existing checkpoints stay as they are.
         """
         self._check(trains=False)
-        engine: dict[str, Any] = {"steps": self.global_steps, "samples": self.global_samples}
+        steps, samples = self.global_steps, self.global_samples
+        engine: dict[str, Any] = {"steps": steps, "samples": samples}
         for name, part in self._parts().items():
             engine[name] = (type(part).__name__, part.state_dict())
         checkpoint.save(
             self.net,
             save_dir,
-            str(tag or f"global_step{self.global_steps}"),
+            str(tag or f"global_step{steps}"),
             extra={"engine": engine, "client": client_state or {}},
             keep=keep,
             background=background,
@@ -327,19 +318,21 @@ class Engine(StepLoop, nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what `save_checkpoint` saved, on any ranks under any plan.
 
-        Every rank calls it. Returns the checkpoint's folder and the client's state; None
-        and None, and a warning, if `load_dir` has no checkpoint and no tag is given.
+        Every rank calls it. Returns the checkpoint's folder and the client's state;
+        None, None and a warning if `load_dir` has no checkpoint and no tag is given.
 
-        CheckpointError, on all ranks, for what is damaged, missing, or of another model,
-        scheduler or data; the run is then as it was.
+        CheckpointError, on all ranks, for what is damaged, missing, or of another
+        model, scheduler or data; the run is then as it was.
         """
         self._check(trains=False)
         found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
         if tag is None and gather_objects(found)[0] == b"0":
             if rank() == 0:
-                warnings.warn(f"no checkpoint in {load_dir}: nothing loaded", stacklevel=2)
+                said = f"no checkpoint in {load_dir}: nothing loaded"
+                warnings.warn(said, stacklevel=2)
             return None, None
         parts = {} if load_module_only else self._parts()
+        load_optimizer_states &= not load_module_only
         if not load_lr_scheduler_states:
             parts.pop("scheduler", None)
 
@@ -361,7 +354,7 @@ class Engine(StepLoop, nn.Module):
             load_dir,
             tag,
             strict=load_module_strict,
-            optimizer=bool(load_optimizer_states and not load_module_only and self.optimizer),
+            optimizer=bool(load_optimizer_states and self.optimizer),
             check=check,
         )
         self.zero_grad()
@@ -372,8 +365,8 @@ class Engine(StepLoop, nn.Module):
             return str(loaded.path), loaded.extra
         if not load_module_only:
             self.global_steps, self.global_samples = saved["steps"], saved["samples"]
-            self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
-            self._position = 0
+            steps = self.config.gradient_accumulation_steps
+            self.micro_steps, self._position = self.global_steps * steps, 0
         for name, part in parts.items():
             if name in saved:
                 part.load_state_dict(saved[name][1])
@@ -397,9 +390,11 @@ class Engine(StepLoop, nn.Module):
         self.net.synchronize()
         if self.net.plan.parameters.sharded:
             return self.net.state_dict(frozen=not exclude_frozen_parameters)
-        named = self.module.named_parameters(remove_duplicate=False)
-        skipped = {n for n, p in named if exclude_frozen_parameters and not p.requires_grad}
-        return {k: v for k, v in self.module.state_dict().items() if k not in skipped}
+        found = self.module.state_dict()
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if exclude_frozen_parameters and not p.requires_grad:
+                del found[name]
+        return found
 
     # Hugging Face's Trainer and Accelerate call it by this name
     _zero3_consolidated_16bit_state_dict = module_state_dict
@@ -412,19 +407,8 @@ class Engine(StepLoop, nn.Module):
     ) -> bool:
         """Write the whole model's weights, in their dtype, for `torch.load`, on rank 0.
 
-        Every rank calls it. False, and nothing written, if parameters are sharded and the
-        config lacks `stage3_gather_16bit_weights_on_model_save`.
+        Every rank calls it, because parameters that are sharded are gathered for it.
         """
-        sharded = self.net.plan.parameters.sharded
-        gathers = self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-        if sharded and not gathers:
-            if rank() == 0:
-                warnings.warn(
-                    "the model is not saved: its parameters are sharded, and "
-                    "stage3_gather_16bit_weights_on_model_save is false",
-                    stacklevel=2,
-                )
-            return False
         weights = self.module_state_dict(exclude_frozen_parameters)
         with agreeing(checkpoint.CheckpointError):
             if rank() == 0:
@@ -460,9 +444,9 @@ class Engine(StepLoop, nn.Module):
             moved = fn(t)
             if moved.dtype != t.dtype or moved.device.type != t.device.type:
                 raise RuntimeError(
-                    f"the parameters are views of flat buffers on {self.device}; move or "
-                    "cast the model before minizero.initialize, or choose its dtype in "
-                    "the config (fp16, bf16)"
+                    f"the parameters are views of flat buffers on {self.device}; move "
+                    "or cast the model before minizero.initialize, or choose its dtype "
+                    "in the config (fp16, bf16)"
                 )
         return self
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's five learning-rate schedules, as functions of the step.
+"""DeepSpeed's five learning-rate schedules, with its names and options.
 
-The functions are the shapes, the classes have DeepSpeed's names and options. Steps count
-from 0; step -1 gives the rates before the first `step()`. `Rates` are one number, or a
-list with one for each parameter group.
+A schedule says which rate a parameter group has at a step. Steps count from 0; step -1
+gives the rate before the first `step()`. An option of type `Rates` is one number, or a
+list with one for each group.
 """
 
 from __future__ import annotations
@@ -17,34 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Rates = float | Sequence[float]
-
-
-def warm_up(step: int, steps: int, kind: str) -> float:
-    """A rise from 0 to 1 over `steps`: "linear", or "log" as log(step + 1)."""
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
-    if not 0 <= step < steps:
-        return float(step > 0)
-    return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
-
-
-def line(step: int, begin: int, end: int) -> float:
-    """A fall from 1 to 0 between two steps."""
-    return max(0.0, (end - step) / max(1, end - begin))
-
-
-def cosine(step: int, begin: int, end: int) -> float:
-    """The same along half a cosine (Loshchilov and Hutter 2017), one step earlier."""
-    done = min(1.0, (step - begin + 1) / max(1, end - begin))
-    return (1 + math.cos(math.pi * done)) / 2
-
-
-def cycle(step: int, up: int, down: int, stairs_up: int, stairs_down: int) -> float:
-    """A rise from 0 to 1 in `up` steps and a fall in `down`; in stairs, if not 0."""
-    done, length, stairs = step % (up + down), up, stairs_up
-    if done > up:
-        done, length, stairs = up + down - done, down, stairs_down
-    return math.floor(done * stairs / length) / stairs if stairs else done / length
 
 
 @dataclass(eq=False)
@@ -67,34 +39,26 @@ class Schedule(LRScheduler):
         if self.last_batch_iteration == -1:
             self.step(-1)
 
-    def rates(self, step: int) -> list[float]:
-        """The rate of each group at a step."""
+    def rate(self, step: int, group: int) -> float:
+        """The rate of a group at a step."""
         raise NotImplementedError
 
-    def betas(self, step: int) -> list[tuple[float, float]] | None:
-        """The betas of each group at a step; None leaves them."""
+    def beta(self, step: int, group: int) -> float | None:
+        """The first beta of a group at a step; None leaves both as they are."""
         return None
 
-    def each(self, value: Rates) -> list[float]:
-        """One value for each group."""
+    def of(self, group: int, value: Rates) -> float:
+        """What an option is for a group."""
         groups = len(self.own)
-        values = list(value) if isinstance(value, Sequence) else [value] * groups
+        values = value if isinstance(value, Sequence) else [value] * groups
         if len(values) != groups:
             raise ValueError(f"{value} has not one value for each of {groups} groups")
-        return [float(v) for v in values]
+        return float(values[group])
 
-    def between(self, low: Rates, high: Rates, height: float) -> list[float]:
-        """Each group's value at a height, 0 to 1, between two."""
-        pairs = zip(self.each(low), self.each(high), strict=True)
-        return [a + (b - a) * height for a, b in pairs]
-
-    def get_lr(self) -> list[float | Tensor]:
-        """The rate of each group after the last step."""
-        return [*self.rates(self.last_batch_iteration)]
-
-    def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group after the last step; None if they do not move."""
-        return self.betas(self.last_batch_iteration)
+    def between(self, group: int, low: Rates, high: Rates, height: float) -> float:
+        """A group's value at a height, 0 to 1, between two."""
+        bottom, top = self.of(group, low), self.of(group, high)
+        return bottom + (top - bottom) * height
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go on by one step, or to a given one."""
@@ -102,15 +66,17 @@ class Schedule(LRScheduler):
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration: int = last_batch_iteration
         self.last_epoch = last_batch_iteration + 1  # torch's count
+        numbers = range(len(self.own))
+        self._last_lr = [self.rate(last_batch_iteration, i) for i in numbers]
+        betas = [self.beta(last_batch_iteration, i) for i in numbers]
         groups = self.optimizer.param_groups
-        self._last_lr = self.get_lr()
-        for group, rate in zip(groups, self._last_lr, strict=True):
+        for group, rate, beta in zip(groups, self._last_lr, betas, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        for group, betas in zip(groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+            if beta is not None:
+                group["betas"] = (beta, 0.99)
 
     def state_dict(self) -> dict[str, int]:
         """The step; options are not part of it."""
@@ -119,6 +85,15 @@ class Schedule(LRScheduler):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a saved step, and write its rates."""
         self.step(state["last_batch_iteration"])
+
+
+def warm_up(step: int, steps: int, kind: str) -> float:
+    """A rise from 0 to 1 over `steps`: "linear", or "log" as log(step + 1)."""
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
+    if not 0 <= step < steps:
+        return float(step > 0)
+    return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
 
 
 @dataclass(eq=False)
@@ -131,10 +106,10 @@ class WarmupLR(Schedule):
     warmup_type: str = "log"
     last_batch_iteration: int = -1
 
-    def rates(self, step: int) -> list[float]:
+    def rate(self, step: int, group: int) -> float:
         top = self.own if self.warmup_max_lr is None else self.warmup_max_lr
         height = warm_up(step, max(2, self.warmup_num_steps), self.warmup_type)
-        return self.between(self.warmup_min_lr, top, height)
+        return self.between(group, self.warmup_min_lr, top, height)
 
 
 @dataclass(eq=False)
@@ -148,12 +123,12 @@ class WarmupDecayLR(Schedule):
     warmup_type: str = "log"
     last_batch_iteration: int = -1
 
-    def rates(self, step: int) -> list[float]:
-        begin = max(2, self.warmup_num_steps)
+    def rate(self, step: int, group: int) -> float:
+        begin, end = max(2, self.warmup_num_steps), self.total_num_steps
         height = warm_up(step, begin, self.warmup_type)
         if step >= begin:
-            height = line(step, begin, self.total_num_steps)
-        return self.between(self.warmup_min_lr, self.warmup_max_lr, height)
+            height = max(0.0, (end - step) / max(1, end - begin))
+        return self.between(group, self.warmup_min_lr, self.warmup_max_lr, height)
 
 
 @dataclass(eq=False)
@@ -171,24 +146,25 @@ class WarmupCosineLR(Schedule):
     warmup_type: str = "log"
     last_batch_iteration: int = -1
 
-    def rates(self, step: int) -> list[float]:
+    def rate(self, step: int, group: int) -> float:
         if step < 0:
-            return self.each(0.0)
+            return 0.0
         begin, low = max(2, self.warmup_num_steps), self.warmup_min_ratio
         height = warm_up(step, begin, self.warmup_type)
-        if step >= begin:
-            low, height = self.cos_min_ratio, cosine(step, begin, self.total_num_steps)
-        return [rate * max(0.0, low + (1 - low) * height) for rate in self.own]
+        if step >= begin:  # the cosine is one step ahead (Loshchilov and Hutter 2017)
+            low, falls = self.cos_min_ratio, max(1, self.total_num_steps - begin)
+            height = (1 + math.cos(math.pi * min(1.0, (step - begin + 1) / falls))) / 2
+        return self.own[group] * max(0.0, low + (1 - low) * height)
 
 
 @dataclass(eq=False)
 class OneCycle(Schedule):
     """Rise and fall between two rates, then decay (Smith 2018).
 
-    After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number of
-    intervals of `decay_step_size` steps since; a size of 0 is no decay. `cycle_momentum`
-    moves Adam's first beta the other way, from `cycle_max_mom` down and up again, then
-    grows it by `decay_mom_rate`, and sets the second to 0.99.
+    After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number
+    of intervals of `decay_step_size` steps since; a size of 0 is no decay.
+    `cycle_momentum` moves Adam's first beta the other way, from `cycle_max_mom` down and
+    up again, then grows it by `decay_mom_rate`, and sets the second to 0.99.
     """
 
     cycle_min_lr: Rates
@@ -206,42 +182,40 @@ class OneCycle(Schedule):
     last_batch_iteration: int = -1
 
     def __post_init__(self) -> None:
-        if self.cycle_second_step_size is None:
-            self.cycle_second_step_size = self.cycle_first_step_size
-        if self.cycle_second_stair_count is None:
-            self.cycle_second_stair_count = self.cycle_first_stair_count
-        self._length = self.cycle_first_step_size + self.cycle_second_step_size
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
             self.cycle_momentum = False
-            name = type(self.optimizer).__name__
-            warnings.warn(f"cycle_momentum has no effect: {name} has no betas", stacklevel=3)
+            why = f"{type(self.optimizer).__name__} has no betas"
+            warnings.warn(f"cycle_momentum has no effect: {why}", stacklevel=3)
         super().__post_init__()
 
-    def _height(self, step: int) -> float:
+    def height(self, step: int) -> tuple[float, float]:
+        """How high a step is in the cycle, 0 to 1; intervals of decay since its end."""
         up, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
-        stairs_down = self.cycle_second_stair_count or 0
-        return cycle(step + 1, up, self._length - up, stairs, stairs_down)
+        down, stairs_down = self.cycle_second_step_size, self.cycle_second_stair_count
+        cycle = up + (up if down is None else down)
+        if step >= cycle:
+            size = self.decay_step_size
+            return 0.0, (step + 1 - cycle) / size if size else 0.0
+        done, length = (step + 1) % cycle, up
+        if done > up:
+            done, length = cycle - done, cycle - up
+            stairs = stairs if stairs_down is None else stairs_down
+        if stairs:
+            return math.floor(done * stairs / length) / stairs, 0.0
+        return done / length, 0.0
 
-    def _decay(self, step: int, rate: float) -> float:
-        size = self.decay_step_size
-        return 1 + rate * (step + 1 - self._length) / size if size else 1.0
+    def rate(self, step: int, group: int) -> float:
+        height, since = self.height(step)
+        rate = self.between(group, self.cycle_min_lr, self.cycle_max_lr, height)
+        return rate / (1 + self.decay_lr_rate * since)
 
-    def rates(self, step: int) -> list[float]:
-        if step < self._length:
-            return self.between(self.cycle_min_lr, self.cycle_max_lr, self._height(step))
-        decay = self._decay(step, self.decay_lr_rate)
-        return [rate / decay for rate in self.each(self.cycle_min_lr)]
-
-    def betas(self, step: int) -> list[tuple[float, float]] | None:
+    def beta(self, step: int, group: int) -> float | None:
         if not self.cycle_momentum:
             return None
-        # before the first step the lowest beta; the cycle starts at the highest
-        height = 1.0 if step < 0 else self._height(step)
-        first = self.between(self.cycle_max_mom, self.cycle_min_mom, height)
-        if step >= self._length:
-            decay = self._decay(step, self.decay_mom_rate)
-            first = [beta * decay for beta in self.each(self.cycle_max_mom)]
-        return [(beta, 0.99) for beta in first]
+        # before the first step the lowest; the cycle starts at the highest
+        height, since = self.height(step) if step >= 0 else (1.0, 0.0)
+        beta = self.between(group, self.cycle_max_mom, self.cycle_min_mom, height)
+        return beta * (1 + self.decay_mom_rate * since)
 
 
 @dataclass(eq=False)
@@ -258,11 +232,11 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: bool = False
     last_batch_iteration: int = -1
 
-    def rates(self, step: int) -> list[float]:
+    def rate(self, step: int, group: int) -> float:
         done = (step + 1) / self.lr_range_test_step_size
         done = math.floor(done) if self.lr_range_test_staircase else done
         factor = 1 + self.lr_range_test_step_rate * done
-        return [rate * factor for rate in self.each(self.lr_range_test_min_lr)]
+        return self.of(group, self.lr_range_test_min_lr) * factor
 
 
 _KINDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)

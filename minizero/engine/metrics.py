@@ -1,4 +1,4 @@
-"""Times and FLOPs of steps, and values of a run written to files."""
+"""Times of steps, and values of a run written to files."""
 
 from __future__ import annotations
 
@@ -18,56 +18,45 @@ from ..ranks import rank
 
 
 class Meter:
-    """Times steps; with `detailed` also their phases, and counts FLOPs.
+    """Times steps; with `detailed` also their phases.
 
     It sums up `steps`, `seconds` (data loading included), `samples` of all ranks, and
-    with `detailed` nanoseconds of `phases` and model `flops` of this rank, since the last
-    `reset`. `forward_flops`: of one micro-batch; None before it was counted.
+    with `detailed` nanoseconds of `phases`, until `reported` is set; then it begins
+    anew. `seconds` and `samples` leave the first step out, which also warms up.
     """
 
     def __init__(self, detailed: bool = False) -> None:
         self.detailed = detailed
-        self.forward_flops: int | None = None
         self._ended: int | None = None
-        self.reset()
+        self._begin()
 
-    def reset(self) -> None:
-        """Begin a new sum."""
-        self.steps = self.samples = self.flops = 0
+    def _begin(self) -> None:
+        self.steps = self.samples = 0
         self.seconds, self.phases = 0.0, Counter[str]()
+        self.reported = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to a phase."""
-        if not self.detailed:
-            yield
-            return
+        if self.reported:
+            self._begin()
         begun = self._now()
-        if name == "forward" and self.forward_flops is None:
-            with count_flops() as counter:
-                yield
-            self.forward_flops = counter.get_total_flops()
-        else:
-            yield
-        self.phases[name] += self._now() - begun
+        yield
+        if self.detailed:
+            self.phases[name] += self._now() - begun
 
     def _now(self) -> int:
         if self.detailed and torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter_ns()
 
-    def end_step(self, samples: int, micro_batches: int) -> None:
-        """A step of so many samples on all ranks has ended.
-
-        A backward counts as two forwards, and recomputation does not count (Chowdhery et
-        al. 2022, app. B). The rates leave the first step out: it also warms up.
-        """
+    def end_step(self, samples: int) -> None:
+        """A step of so many samples on all ranks has ended."""
         now, before, self.steps = self._now(), self._ended, self.steps + 1
         self._ended = now
         if before is not None:
             self.seconds += (now - before) / 1e9
             self.samples += samples
-            self.flops += 3 * (self.forward_flops or 0) * micro_batches
 
     @property
     def milliseconds(self) -> dict[str, float]:
@@ -83,20 +72,7 @@ class Meter:
         parts = [f"{name}={ms:.1f}ms" for name, ms in self.milliseconds.items()]
         if self.seconds:
             parts.insert(0, f"samples/s={self.samples_per_second:.4g}")
-        if self.flops:
-            parts.append(f"model TFLOPS={self.flops / self.seconds / 1e12:.3g}")
         return ", ".join(parts)
-
-
-def count_flops() -> Any:
-    """torch's FLOP counter, which lacks the attention of CPUs: a context manager."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-        return sdpa_flop_count(q, k, v)
-
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 class Monitor:

@@ -30,8 +30,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, as while it is unpickled
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     @property
@@ -44,8 +42,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaler = getattr(self.net.precision, "scaler", None)
         if scaler is None or not 0 < scale < float("inf"):
             raise ValueError(
-                f"the loss scale cannot be set to {scale!r}: it is a finite number above "
-                "0, and exists with fp16 only"
+                f"the loss scale cannot be set to {scale!r}: it is a finite number "
+                "above 0, and exists with fp16 only"
             )
         scaler.scale = float(scale)
 
@@ -54,7 +52,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and update; `engine.step` calls this, and counts."""
         if closure is not None:
-            raise ValueError("step takes no closure; call engine.backward and engine.step")
+            raise ValueError("no closure: call engine.backward and engine.step")
         self.norm = None
         if self.config.gradient_clipping:
             self.norm = self.net.clip_grad_norm(self.config.gradient_clipping)
@@ -69,15 +67,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: flat buffers hold the groups that there were at the start."""
         raise RuntimeError("give all parameter groups to minizero.initialize")
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shards of the state, in host memory, to look at."""
-        found = super().state_dict()
-        for state in found["state"].values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    state[key] = self.net.storage.read_shard(value)
-        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: the state is sharded."""

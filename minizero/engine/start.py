@@ -67,7 +67,7 @@ def initialize(
     ConfigError has a sentence for each problem of the config.
     """
     if (distributed_port, mpu, mesh_param) != (None, None, None):
-        raise ValueError("distributed_port=, mpu=, mesh_param=: all ranks are data-parallel")
+        raise ValueError("all ranks are data-parallel: no mpu, mesh_param, port")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]
@@ -80,21 +80,29 @@ def initialize(
     scheduler = make_scheduler(settings, lr_scheduler, made)
     loader = None
     if training_data is not None:
-        size, drop = settings.train_micro_batch_size_per_gpu, settings.dataloader_drop_last
-        loader = Loader(training_data, size, collate_fn, drop)
+        size = settings.train_micro_batch_size_per_gpu
+        loader = Loader(training_data, size, collate_fn, settings.dataloader_drop_last)
     if settings.activation_checkpointing.cpu_checkpointing:
         CHECKPOINT.store = Offloaded()
-    said = [*settings.warnings, *(_frozen(model, made) if made is not None else [])]
-    both = ("optimizer", optimizer, made), ("scheduler", lr_scheduler, scheduler)
-    for name, given, used in both:
-        if getattr(settings, name) is not None and (given is not None or used is None):
-            why = "there is no optimizer" if used is None else "initialize got another"
-            said.append(f"the config's {name} has no effect: {why}")
+    said = [*settings.warnings]
+    if made is not None:
+        updated, named = groups_of(model, made), model.named_parameters()
+        if frozen := [n for n, p in named if p.requires_grad and p not in updated]:
+            said.append(
+                f"frozen, for the optimizer has no group with them: {', '.join(frozen)}"
+            )
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+    if settings.optimizer is not None and optimizer is not None:
+        said.append("the config's optimizer has no effect: initialize got another")
+    if settings.scheduler is not None and (lr_scheduler is not None or made is None):
+        why = "there is no optimizer" if made is None else "initialize got another"
+        said.append(f"the config's scheduler has no effect: {why}")
     moved = getattr(scheduler, "optimizer", made)
     if getattr(moved, "optimizer", moved) is not made:  # a wrapper has it
         said.append("the lr_scheduler moves another optimizer, so the rate stays")
-    for sentence in said if rank() == 0 else ():
-        warnings.warn(sentence, stacklevel=2)
+    if said and rank() == 0:
+        warnings.warn("\n".join(said), stacklevel=2)
     net = wrap(model, made, settings, units)
     updates = None if made is None else EngineOptimizer(net, settings)
     engine = Engine(settings, net, updates, scheduler, loader, collate_fn)
@@ -107,20 +115,17 @@ def make_optimizer(
     model: nn.Module,
     parameters: Parameters | None,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer that is given or that a function makes; else the config's, or None."""
+    """What is given or what the given function makes; else the config's, or None."""
     parameters = [*(model.parameters() if parameters is None else parameters)]
-    chosen = config.optimizer
-    if isinstance(given, torch.optim.Optimizer):
-        return given
     if given is not None:
         made = given(parameters) if callable(given) else given
         if not isinstance(made, torch.optim.Optimizer):
             raise TypeError(
-                "optimizer= takes a torch.optim.Optimizer, or a function that makes one "
-                f"of parameters, not {made!r}"
+                "optimizer= takes a torch.optim.Optimizer, or a function that makes "
+                f"one of parameters, not {made!r}"
             )
         return made
-    if chosen is None:
+    if (chosen := config.optimizer) is None:
         return None
     if chosen.type == "Muon":
         muon, adam = muon_options(chosen.params)
@@ -134,33 +139,19 @@ def make_optimizer(
 def make_scheduler(
     config: Config, given: Any, optimizer: torch.optim.Optimizer | None
 ) -> Any:
-    """The scheduler that is given or that a function makes; else the config's, or None."""
-    if optimizer is None:
-        if given is not None:
-            raise ValueError("lr_scheduler= needs an optimizer, and there is none")
-        return None
+    """What is given or what the given function makes; else the config's, or None."""
     if given is None:
-        if (chosen := config.scheduler) is None:
+        if (chosen := config.scheduler) is None or optimizer is None:
             return None
         kind = SCHEDULES[chosen.type]
         check_options(kind, chosen.params, "scheduler.params")
         return kind(optimizer, **chosen.params)
+    if optimizer is None:
+        raise ValueError("lr_scheduler= needs an optimizer, and there is none")
     made = given(optimizer) if callable(given) else given  # torch's are not callable
     if not callable(getattr(made, "step", None)):
         raise TypeError(
-            "lr_scheduler= takes an object with step(), or a function that makes one of "
-            f"an optimizer, not {made!r}"
+            "lr_scheduler= takes an object with step(), or a function that makes one "
+            f"of an optimizer, not {made!r}"
         )
     return made
-
-
-def _frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Freeze what the optimizer does not update; a sentence that says what."""
-    updated = groups_of(model, optimizer)
-    named = model.named_parameters()
-    others = {n: p for n, p in named if p.requires_grad and p not in updated}
-    for p in others.values():
-        p.requires_grad_(False)
-    if not others:
-        return []
-    return [f"frozen, for the optimizer has no group with them: {', '.join(others)}"]

@@ -12,15 +12,18 @@ neither the notebook's names nor known to it; `pull` fetches one.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from IPython.core.error import UsageError
 
+from minizero.lab.cells import execute, lookup
 from minizero.ranks.launch import TIMEOUT, Pool, RankError, default_ranks
 
 __all__ = ["load_ipython_extension", "pull", "ranks"]
 
 _pool: Pool | None = None
+_cells = count(1)
 _size: int | None = None  # of the last pool, which may have ended
 
 
@@ -30,7 +33,7 @@ def ranks(line: str, cell: str) -> None:
     try:
         pool = _live_pool(number)
         pool.timeout = timeout
-        pool.execute(cell)
+        pool.run(execute, cell, f"<cell {next(_cells)}>")
     except (RankError, KeyboardInterrupt) as error:
         _forget_if_ended()
         raise _brief(error) from None
@@ -47,7 +50,7 @@ def pull(name: str) -> list[Any]:
     """
     if _pool is None or not _pool.alive:
         raise RuntimeError("no ranks are alive; run a cell under %%ranks first.")
-    return _pool.pull(name)
+    return _pool.run(lookup, name)
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,11 +31,14 @@ import torch
 
 from . import worker
 from .rendezvous import START, check_timeout, choose_backend, join
-from .reports import ECHO, Report, unlike, verdict
+from .reports import Report, unlike, verdict
 from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
+INTERRUPT = 3.0  # seconds in which a rank must react
 GONE = "\n\nAll ranks were ended, and their names are gone."
+Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
+"""What starts a rank; that of "fork" is quicker, where one thread has imported torch."""
 
 
 class RankError(RuntimeError):
@@ -79,12 +83,16 @@ class Child:
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
-        self.process = multiprocessing.get_context("forkserver").Process(
-            target=worker.serve, args=(rank, folders, environment, tasks, output)
+        self._given = tasks, output
+        self.process = Process(
+            target=worker.serve, args=(rank, folders, environment, *self._given)
         )
+
+    def start(self) -> None:
+        """Start the process, and close its ends of the pipes here."""
         self.process.start()
-        tasks.close()
-        output.close()
+        for end in self._given:
+            end.close()
 
     def read(self, to_the_end: bool) -> bool:
         """Take the lines that the rank has printed, each behind its number.
@@ -105,9 +113,13 @@ class Child:
 
     def receive(self) -> Reply | None:
         """The reply that has arrived; None if the rank has ended instead."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             return pickle.loads(self.tasks.recv_bytes())
-        self.process.join(PATIENCE)
+        except (EOFError, OSError):
+            self.process.join(PATIENCE)
+        except KeyboardInterrupt:  # a part of a reply is of no use
+            self.tasks.close()
+            raise
         self.kill()  # a rank that lives on, but has closed its pipe, is lost too
         return None
 
@@ -121,10 +133,12 @@ class Child:
 
     def kill(self) -> None:
         """Kill the rank and all that it has started."""
-        if self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()  # it may not have made its process group yet
+        if self.process.pid is None:  # whether it has started nobody knows
+            self.tasks.send_bytes(b"")
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have made its process group yet
 
 
 def _end(children: list[Child], folder: Path, owner: int) -> None:
@@ -133,7 +147,8 @@ def _end(children: list[Child], folder: Path, owner: int) -> None:
     for each in children:
         each.kill()
     for each in children:
-        each.process.join()
+        if each.process.pid is not None:
+            each.process.join()
         each.tasks.close()
         each.output.close()
     children.clear()
@@ -167,18 +182,21 @@ class Pool:
             )
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
-        self._cells = 0
         self._folder = folder = Path(tempfile.mkdtemp(prefix="minizero-"))
         self._children: list[Child] = []
         self._end = weakref.finalize(self, _end, self._children, folder, os.getpid())
         atexit.register(self._end)  # before multiprocessing's, which waits for them
         try:
             with _starting():
-                folders, n = [folder, Path(util.get_temp_dir())], str(nprocs)
+                folders, n = [folder], str(nprocs)
+                if multiprocessing.parent_process() is None:  # else it is its parent's
+                    folders.append(Path(util.get_temp_dir()))
                 for rank in range(nprocs):
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     own |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+                    # in the list first: if it is interrupted as it starts, it must end
                     self._children.append(Child(rank, folders, os.environ | own))
+                    self._children[-1].start()
             # the parent, which can explain a hang, should speak before torch gives up
             store = str(folder / "store")
             task = worker.pack(join, backend, self.timeout + 3600, store)
@@ -209,31 +227,23 @@ class Pool:
         """
         return self.call(worker.pack(function, *args, **kwargs))
 
-    def execute(self, source: str) -> list[str | None]:
-        """Run code in the lasting namespace of each rank, as a notebook runs a cell.
-
-        Returns:
-            The repr of the last expression on each rank, which the rank prints too;
-            None where there is none.
-        """
-        self._cells += 1
-        return self.run(worker.execute, source, f"<cell {self._cells}>")
-
-    def pull(self, name: str) -> list[Any]:
-        """The value of a variable of the lasting namespace, from each rank."""
-        return self.run(worker.lookup, name)
-
     def close(self) -> None:
         """End the ranks. To close them again does nothing."""
-        if self.alive:
-            limit = time.monotonic() + LEAVE
-            for each in self._children:
-                each.tasks.send_bytes(b"")
-            for each in self._children:
-                each.process.join(max(0.0, limit - time.monotonic()))
-            self._show(set())
-        self._end()
-        atexit.unregister(self._end)
+        try:
+            if self.alive:
+                limit = time.monotonic() + LEAVE
+                self._send(b"")
+                for each in self._children:
+                    each.process.join(max(0.0, limit - time.monotonic()))
+                self._show(set())
+        finally:
+            self._end()
+            atexit.unregister(self._end)
+
+    def _send(self, task: bytes) -> None:
+        for each in self._children:
+            with contextlib.suppress(OSError):  # it is dead, as will be noticed
+                each.tasks.send_bytes(task)
 
     def call(
         self, task: bytes, keep: bool = True, timeout: float | None = None
@@ -252,8 +262,10 @@ class Pool:
             if not self._recall(replies):
                 who = sorted(self._waiting(replies))
                 what = f"Ranks {who} did not react to the interrupt.{GONE}"
-                self._end()
             raise KeyboardInterrupt(what) from None
+        finally:
+            if self._waiting(replies):  # a later reply would answer another task
+                self._end()
         if any(reply.result is None for reply in replies.values()):
             raise RankError(*_cause(replies))
         return [cloudpickle.loads(replies[rank].result) for rank in range(self.size)]
@@ -266,9 +278,7 @@ class Pool:
     ) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come."""
         since = active = looked = time.monotonic()  # before any rank can report
-        for each in self._children:
-            with contextlib.suppress(OSError):  # it is dead, as will be noticed
-                each.tasks.send_bytes(task)
+        self._send(task)
         while self._waiting(replies):
             if self._listen(replies):
                 active = time.monotonic()
@@ -277,14 +287,16 @@ class Pool:
             for each in dead:
                 replies[each.rank] = Reply(now, summary=each.how_it_ended())
             waiting = self._waiting(replies)
-            failed = [each.time for each in replies.values() if each.result is None]
-            late = failed and waiting and now - min(failed) > PATIENCE
+            failed = [each for each in replies.values() if each.result is None]
+            # of an echo the cause will follow
+            patience = LEAVE if all(each.is_echo for each in failed) else PATIENCE
+            late = waiting and any(now - each.time > patience for each in failed)
             why, rank = "", None
             if dead or (late and not (keep and self._recall(replies))):
                 why, rank = _cause(replies)
             elif not failed and now - looked > LOOK:
                 looked = now
-                why = self._examine(waiting, since, active, timeout)
+                why = self._examine(replies, since, active, timeout)
             if why:
                 self._show(set())
                 self._end()
@@ -292,11 +304,10 @@ class Pool:
 
     def _listen(self, replies: dict[int, Reply]) -> bool:
         """Wait a moment for replies and output; whether there was any."""
-        waiting = self._waiting(replies)
-        pipes = {c.tasks: c for c in self._children if c.rank in waiting}
+        waiting = [self._children[rank] for rank in self._waiting(replies)]
+        pipes = {c.tasks: c for c in waiting if not c.tasks.closed}
         alive = [c for c in self._children if c.process.is_alive()]
-        ends = [c.process.sentinel for c in alive]
-        ready = wait([*pipes, *ends, *(c.output for c in alive)], LOOK)
+        ready = wait([*pipes, *(c.output for c in alive)], LOOK)
         for pipe, each in pipes.items():
             if pipe in ready and (reply := each.receive()):
                 replies[each.rank] = reply
@@ -319,7 +330,7 @@ class Pool:
 
         Again and again, since a rank ignores what comes before its task has begun.
         """
-        limit = time.monotonic() + 2 * PATIENCE
+        limit = time.monotonic() + INTERRUPT
         while (waiting := self._waiting(replies)) and time.monotonic() < limit:
             for rank in waiting:
                 process = self._children[rank].process
@@ -329,23 +340,24 @@ class Pool:
         return not self._waiting(replies)
 
     def _examine(
-        self, waiting: set[int], since: float, active: float, timeout: float
+        self, replies: dict[int, Reply], since: float, active: float, timeout: float
     ) -> str:
         """Why the ranks at work will never return, with what each does; "" if they may."""
-        reports, lines = dict[int, list[Report]](), dict.fromkeys(range(self.size), "")
-        for rank in lines:
+        # what a rank has posted may be older than its reply
+        reports = {rank: each.reports for rank, each in replies.items()}
+        lines = dict.fromkeys(range(self.size), "")
+        for rank in (waiting := self._waiting(replies)):
             with contextlib.suppress(OSError):  # it has posted nothing yet
                 posted = (self._folder / f"reports{rank}").read_bytes()
-                made, lines[rank] = pickle.loads(posted)
-                reports[rank] = [each for each in made if each.time >= since]
+                reports[rank], lines[rank] = pickle.loads(posted)
+        for rank, made in reports.items():
+            reports[rank] = [each for each in made if each.time >= since]
         if not (why := verdict(reports, waiting, active, timeout)):
             return ""
         differ = unlike(reports)
         for rank, line in lines.items():
-            last = [Report(), *reports.get(rank, ())][-1]
-            what = (
-                f"{differ.get(rank, last)}{line}" if rank in waiting else "has returned"
-            )
+            last = differ.get(rank, [Report(), *reports.get(rank, ())][-1])
+            what = f"{last}{line}" if rank in waiting else "has returned"
             why += f"\n  rank {rank} {what}"
         return why
 
@@ -353,11 +365,7 @@ class Pool:
 def _cause(replies: dict[int, Reply]) -> tuple[str, int]:
     """The likely cause of all failures, the first that is no echo, and its rank."""
     failed = {rank: each for rank, each in replies.items() if each.result is None}
-
-    def order(reply: Reply) -> tuple[bool, float]:
-        return bool(re.search(ECHO, reply.summary, re.IGNORECASE)), reply.time
-
-    first = min(failed.values(), key=order)
+    first = min(failed.values(), key=lambda reply: (reply.is_echo, reply.time))
     alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
     who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
     return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]

@@ -18,12 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 SOON, LATE = 1.0, 2.0  # seconds of waiting that prove a mismatch
 KEPT, PERIOD = 48, 0.5  # reports; seconds
@@ -98,7 +103,7 @@ def verdict(reports: Reports, waiting: set[int], active: float, timeout: float) 
     return ""
 
 
-_reports: deque[Report] = deque(maxlen=KEPT)
+recent: deque[Report] = deque(maxlen=KEPT)
 _watched: Any = None  # whose reports are posted: a process group, or a pool
 
 
@@ -106,7 +111,7 @@ def report(
     state: str, number: int, what: str, history: int, ranks: tuple[int, ...]
 ) -> None:
     """Note what this rank is doing, as `Report` describes it."""
-    _reports.append(Report(time.monotonic(), state, number, what, history, ranks))
+    recent.append(Report(time.monotonic(), state, number, what, history, ranks))
     world = dist.group.WORLD
     if _watched not in (world, "pool") and world is not None and world.size() > 1:
         if dist.get_backend() != "fake":
@@ -122,8 +127,8 @@ def watch(whose: Any, post: Callable[[], None]) -> None:
     over = threading.Event()
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # the store or folder is gone
-            while not over.wait(PERIOD) and _watched is whose:
+        while not over.wait(PERIOD) and _watched is whose:
+            with contextlib.suppress(RuntimeError, OSError):  # a full disk may empty
                 post()
 
     thread = threading.Thread(target=run, name="minizero watch", daemon=True)
@@ -143,9 +148,9 @@ def post_to(path: Path) -> Callable[[], None]:
 
     def post() -> None:
         nonlocal last
-        before, last = last, _reports[-1] if _reports else last
+        before, last = last, recent[-1] if recent else last
         here = position() if last is before else ""
-        new.write_bytes(pickle.dumps((list(_reports), here)))
+        new.write_bytes(pickle.dumps((list(recent), here)))
         new.replace(path)  # at once for its readers
 
     return post
@@ -172,16 +177,16 @@ def peers() -> Callable[[], None]:
     prints them, and all stuck ranks end, rank 0 last: that they lose it is no news.
     """
     me, everyone = dist.get_rank(), range(dist.get_world_size())
-    store = PrefixStore("minizero/watch", dist.distributed_c10d._get_default_store())
+    store = _part("watch", dist.distributed_c10d._get_default_store())
     posted, seen = Report(), 0
 
     def post() -> None:
         nonlocal posted, seen
-        last = _reports[-1]
+        last = recent[-1]
         stuck = last.state != "done" and time.monotonic() - last.time > LATE
         if stuck and last is not posted:
             posted, line = last, f"  rank {me} {last}{position()}"
-            store.set(str(me), pickle.dumps((list(_reports), line)).hex())
+            store.set(str(me), pickle.dumps((list(recent), line)).hex())
             store.add("stuck", 1)
         if stuck and store.check(["verdict"]):
             os._exit(1)
@@ -201,12 +206,10 @@ def peers() -> Callable[[], None]:
     return post
 
 
-def _errors() -> PrefixStore:
-    """Where the ranks that torchrun has started note which errors have been printed."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def _part(name: str, store: Store) -> Store:
+    """What only ranks of this life use, if torchrun starts them anew."""
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = TCPStore(host, port, is_master=False)
-    return PrefixStore(f"minizero/errors/{life}", store)
+    return PrefixStore(f"minizero/{name}/{life}", store)
 
 
 def one_rank_speaks() -> None:
@@ -219,7 +222,10 @@ def one_rank_speaks() -> None:
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            store, text = _errors(), f"{kind.__name__}: {error}"
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            soon = timedelta(seconds=10)  # rank 0 may not have made it yet
+            kept = TCPStore(host, port, is_master=False, timeout=soon)
+            store, text = _part("errors", kept), f"{kind.__name__}: {error}"
             if re.search(ECHO, text, re.IGNORECASE):
                 time.sleep(1.0)  # the cause may follow
                 if store.add("causes", 0):

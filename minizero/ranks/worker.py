@@ -6,7 +6,6 @@ that the rank prints, and a file to which a thread of it posts what it is doing.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import faulthandler
@@ -15,12 +14,14 @@ import linecache
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .rendezvous import leave
-from .reports import post_to, watch
+from .reports import ECHO, Report, post_to, recent, watch
 
 
 class Reply(NamedTuple):
@@ -41,6 +42,13 @@ class Reply(NamedTuple):
     result: bytes | None = None
     summary: str = ""  # "raised ValueError: too short", to follow the rank's name
     details: str = ""  # the traceback
+    reports: Sequence[Report] = ()  # what the rank has done last
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only follows from the end of another rank."""
+        echo = ECHO + "|raised KeyboardInterrupt"
+        return bool(re.search(echo, self.summary, re.IGNORECASE))
 
 
 def serve(
@@ -58,7 +66,7 @@ def serve(
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # all ranks have the server's state
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _interrupt)
     end = threading.Thread(target=_end_with_parent, args=(folders,), daemon=True)
     end.start()
     for fd, name in (1, "stdout"), (2, "stderr"):  # so also what C++ libraries print
@@ -73,13 +81,13 @@ def serve(
     torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
     watch("pool", post_to(folders[0] / f"reports{rank}"))
     faulthandler.enable(all_threads=False)
-    sys.modules["__main__"] = ModuleType("__main__")  # the namespace of `execute`
+    sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
     try:
         while task := tasks.recv_bytes():
             tasks.send_bytes(pickle.dumps(attempt(task)))
     except (EOFError, OSError):
         end.join()  # the parent is gone, and its folders must be too
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):  # a task may have left
         dist.barrier()  # nobody leaves while another still talks
         leave()
     vars(sys.modules["__main__"]).clear()  # so that open files are written
@@ -91,14 +99,18 @@ def serve(
 def _end_with_parent(folders: list[Path]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
-    ends: list[Any] = [parent.sentinel]
+    end = parent.sentinel
     with contextlib.suppress(OSError, AttributeError):
-        # what the parent has forked may hold its end of the pipe, and live on
-        ends.append(os.pidfd_open(parent.pid))
-    wait(ends)
-    while any(folder.exists() for folder in folders):  # others still write there
-        for folder in folders:
+        # the sentinel is a pipe: what the parent has forked may keep it open, and a
+        # parent that is interrupted as it starts this rank may close it
+        end = os.pidfd_open(parent.pid)
+    wait([end])
+    for _ in range(1000):  # others still write there
+        for folder in filter(Path.exists, folders):
             shutil.rmtree(folder, ignore_errors=True)
+        if not any(folder.exists() for folder in folders):
+            break
+        time.sleep(0.01)
     os.killpg(0, signal.SIGKILL)  # and what this rank has started
 
 
@@ -108,21 +120,32 @@ def _flush() -> None:
             stream.flush()
 
 
+def _interrupt(*_: object) -> None:
+    """Interrupt a task, once: its parent repeats the signal until it has come back."""
+    global _interruptible
+    if _interruptible:
+        _interruptible = False
+        raise KeyboardInterrupt
+
+
+_interruptible = False
+
+
 def attempt(task: bytes) -> Reply:
     """Run a task; whatever it raises becomes a reply too."""
+    global _interruptible
+    signal.signal(signal.SIGINT, _interrupt)  # the task before may have set another
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
+            _interruptible = True
             reply = Reply(time.monotonic(), _perform(task))
         except BaseException as error:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent repeats it
             reply = _failure(error)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _interruptible = False
     except KeyboardInterrupt as error:  # it came at the task's end
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         reply = _failure(error)
     _flush()
-    return reply
+    return reply._replace(reports=list(recent))
 
 
 def _perform(task: bytes) -> bytes:
@@ -137,9 +160,12 @@ def _perform(task: bytes) -> bytes:
 
 
 def _failure(error: BaseException) -> Reply:
-    """The error as text, without the frames of this module that lead to the task."""
+    """The error as text, without the frames that lead to the task."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and (
+        frames.tb_frame.f_code.co_filename == __file__
+        or "__tracebackhide__" in frames.tb_frame.f_locals
+    ):
         frames = frames.tb_next
     details = "".join(traceback.format_exception(type(error), error, frames))
     summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -162,33 +188,3 @@ def pack(function: Any, *args: Any, **kwargs: Any) -> bytes:
     except Exception as error:
         what = f"{getattr(function, '__name__', function)} and its arguments"
         raise TypeError(f"{what} cannot be sent to the ranks: {error}") from None
-
-
-def execute(source: str, name: str) -> str | None:
-    """Run `source` in this rank's namespace, as a notebook runs a cell.
-
-    Prints the value of a last expression, unless it is None, and returns its repr.
-    """
-    linecache.cache[name] = len(source), None, source.splitlines(True), name
-    names = vars(sys.modules["__main__"])
-    body = ast.parse(source, name).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    # dont_inherit: the cell would get this module's __future__ imports
-    exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), names)
-    if not isinstance(last, ast.Expr):
-        return None
-    code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
-    value = eval(code, names)
-    if value is None or source.rstrip().endswith(";"):
-        return None
-    names["_"] = value
-    print(text := repr(value))
-    return text
-
-
-def lookup(name: str) -> Any:
-    """The value of a variable of this rank's namespace."""
-    names = vars(sys.modules["__main__"])
-    if name not in names:
-        raise NameError(f"no variable {name!r} in this rank's namespace")
-    return names[name]

@@ -186,10 +186,10 @@ class DryRun:
                 row = f"{now / 1e9:12.2f}{most / 1e9:12.2f}{rests / 1e9:15.2f}"
                 lines.append(f"{name:14}{row}")
         total = sum(self.between.values()) / 1e9
+        moment = f"at {self.when!r}" if self.when else "before the first collective"
         lines += [
             f"{'together':14}{self.peak / 1e9:12.2f}{'':12}{total:15.2f}",
-            f"The peak is at {self.when!r}. The categories have their own peaks at "
-            "other moments,",
+            f"The peak is {moment}. The categories have their own peaks at other moments,",
             "so those do not add up to it. Host memory: "
             f"{self.host / 1e9:.2f} GB; while building: {self.building / 1e9:.2f} GB.",
             "",

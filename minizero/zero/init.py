@@ -5,6 +5,7 @@ These are the two names that DeepSpeed keeps under `deepspeed.zero`.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -140,6 +141,7 @@ class Init(TorchFunctionMode):
             self._ends.close()
             if exc[0] is None:
                 self._hold([])
+                gc.collect()  # parameters that others have replaced, as by tying
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
         """Shard what a module brings along that was not registered, as a copy's."""

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ class Exercise:
     def cases(self, seed: str, student: str) -> list[Case]:
         """The cases that this course draws for this student, always the same."""
         return self.draw(random.Random(f"{seed}/{student}/{self.label}"))
+
+    def telling(self, draw: Callable[[], Case], number: int) -> list[Case]:
+        """Cases of those that `draw` gives that tell all answers apart.
+
+        For answers that are called and compared, `run` as it is here.
+        """
+        texts = [self.reference, *map(self.planted, self.wrong)]
+        answers = [define(text, self.answer) for text in texts]
+        found: list[Case] = []
+        for _ in range(1000):
+            case = draw()
+            seen = [observe(self.run, each, case) for each in answers]
+            if not any(equal(a, b) for a, b in combinations(seen, 2)):
+                found.append(case)
+            if len(found) == number:
+                return found
+        raise ValueError(f"{self.label}: too few cases tell wrong answers apart")
 
     def planted(self, wrong: Wrong) -> str:
         """The text of a typical wrong answer."""

@@ -59,7 +59,7 @@ class Grader:
     def __init__(self, seed: str, jobs: int = 1) -> None:
         self.seed, self.jobs = seed, jobs
         self._boxes: Queue[Sandbox] = Queue()
-        self._known: dict[str, list[Any]] = {}
+        self._known: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Grader:
@@ -80,10 +80,12 @@ class Grader:
 
     def trusted(self, asked: Exercise, text: str, cases: list[Case]) -> list[Any]:
         """As `run`, once for all students who have the same cases."""
-        key = json.dumps([asked.label, text, cases])
-        if key not in self._known:
-            self._known[key] = self.run(asked, text, cases)
-        return self._known[key]
+        keys = [json.dumps([asked.label, text, case]) for case in cases]
+        new = {k: c for k, c in zip(keys, cases, strict=True) if k not in self._known}
+        if new:
+            seen = self.run(asked, text, list(new.values()))
+            self._known |= dict(zip(new, seen, strict=True))
+        return [self._known[key] for key in keys]
 
     def grade(self, asked: Exercise, student: str, text: str | None) -> Record:
         """Grade one answer; None where there is none."""

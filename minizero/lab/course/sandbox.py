@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
+import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -45,20 +49,23 @@ class Limits:
 
 
 class Sandbox:
-    """A process that runs answers one after another; ends with its `with` block."""
+    """A process that runs answers one after another.
+
+    It starts with the first answer, and ends with its `with` block.
+    """
 
     def __enter__(self) -> Sandbox:
         self._folder = Path(tempfile.mkdtemp(prefix="course-"))
-        self._start()
+        self._process: subprocess.Popen[str] | None = None
         return self
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "minizero.lab.course.sandbox"]
-        paths = {"PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
+        told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
             [*command, str(self._folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=self._folder, env={**os.environ, **paths}, start_new_session=True,
+            cwd=self._folder, env={**os.environ, **told}, start_new_session=True,
         )  # fmt: skip
 
     def __exit__(
@@ -67,11 +74,12 @@ class Sandbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()  # it ends with its input
-        self._process.wait()
-        self._process.stdout.close()
+        if self._process:
+            assert self._process.stdin and self._process.stdout
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # it ends with its input
+            self._process.wait()
+            self._process.stdout.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(
@@ -86,24 +94,34 @@ class Sandbox:
         job = Path(tempfile.mkdtemp(dir=self._folder))
         (job / ANSWER).write_text(text, errors="replace")
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
-        order = json.dumps({"job": str(job), "limits": asdict(limits)})
-        how = self._obey(order)
+        known = {"job": str(job), "modules": modules(asked)}
+        order = json.dumps(known | {"limits": asdict(limits)})
+        self._process = self._process or self._start()
+        how = self._obey(self._process, order)
         if not how:  # something has ended the process, perhaps the answer
             self._process.wait()
-            self._start()
+            self._process = None
             how = "the process that ran it was ended"
         seen = list(results(job / RESULT))[: len(cases)]
         shutil.rmtree(job, ignore_errors=True)
         return seen + [{ENDED: how}] * (len(cases) - len(seen))
 
-    def _obey(self, order: str) -> str:
+    def _obey(self, process: subprocess.Popen[str], order: str) -> str:
         """Let the process carry out an order; what came of it, "" if it is gone."""
-        assert self._process.stdin and self._process.stdout
+        assert process.stdin and process.stdout
         with contextlib.suppress(OSError):
-            self._process.stdin.write(order + "\n")
-            self._process.stdin.flush()
-            return self._process.stdout.readline().strip()
+            process.stdin.write(order + "\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
         return ""
+
+
+def modules(asked: Exercise) -> list[str]:
+    """What the source of an exercise imports: forks need not import it again."""
+    source = Path(type(asked).draw.__code__.co_filename).read_text()
+    return sorted(
+        set(re.findall(r"^from ((?:minizero|torch)[\w.]*) import", source, re.M))
+    )
 
 
 def results(path: Path) -> Any:
@@ -117,16 +135,23 @@ def results(path: Path) -> Any:
 
 def main() -> None:
     """Run jobs until the input ends; answer each with what ended it."""
-    import torch  # noqa: F401  each fork has it
+    import torch._dynamo  # noqa: F401  each fork has it
 
     import minizero  # noqa: F401
     from minizero.lab.course import drivers  # noqa: F401
+    from minizero.ranks import pool
 
+    fork = multiprocessing.get_context("fork")
+    pool.Process = fork.Process  # ranks need not import torch again
+
+    gc.freeze()  # a collection would copy the pages that forks share
     prctl(36, 1)  # what an answer leaves behind becomes a child of this process
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while line := sys.stdin.readline():
         order = json.loads(line)
+        for name in order["modules"]:
+            importlib.import_module(name)
         how = supervise(Path(order["job"]), Limits(**order["limits"]))
         with contextlib.suppress(BrokenPipeError):  # the grader has gone
             print(how, file=replies, flush=True)
@@ -142,6 +167,7 @@ def supervise(job: Path, limits: Limits) -> str:
         finally:
             os._exit(0)
     until, how = time.monotonic() + limits.seconds, ""
+    pause = 0.005
     while not how and os.getppid() == parent:
         try:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -154,7 +180,8 @@ def supervise(job: Path, limits: Limits) -> str:
             how = f"it did not end in {limits.seconds:g} seconds"
         else:
             how = excess(limits, job)
-            time.sleep(LOOK)
+            time.sleep(pause)
+            pause = min(LOOK, 2 * pause)  # most answers end at once
     end_all()
     return how or "the grader has ended"
 

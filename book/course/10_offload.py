@@ -1,0 +1,282 @@
+"""Chapter 10: offload."""
+
+import torch
+
+from minizero import Plan
+from minizero.lab import hardware
+from minizero.lab.course import Exercise, Wrong
+from minizero.lab.course.drivers import kills
+from minizero.memory.labels import host_memory, label
+from minizero.offload import DoubleBuffer, Offload
+
+
+class WhichBytes(Exercise):
+    label = "ex-offload-1"
+    answer = "kept"
+    book = {"params": 7e9, "ranks": 4}
+    starter = """
+def kept(params: float, ranks: int) -> list[float]:
+    # GB of each rank, in mixed precision with Adam: on the device and on the host under
+    # ZeRO-2 with the optimizer offloaded, and under ZeRO-3 with everything offloaded.
+    return [0.0, 0.0, 0.0, 0.0]
+"""
+    public = """
+assert sum(kept(1e9, 1)) == 32  # 16 bytes a parameter, wherever they are
+"""
+    reference = """
+def kept(params, ranks):
+    share = params / ranks
+    device = 2 * params
+    return [each / 1e9 for each in (device, (2 + 12) * share, 0, (2 + 2 + 12) * share)]
+"""
+    wrong = (
+        Wrong(
+            "gradients on the device",
+            "(device, (2 + 12) * share,",
+            "(device + 2 * share, 12 * share,",
+            "You left the gradients on the device: they follow the optimizer, who alone"
+            " reads them.",
+        ),
+        Wrong(
+            "parameters sharded",
+            "device = 2 * params",
+            "device = 2 * share",
+            "You sharded the parameters: ZeRO-2 has all of them on each rank.",
+        ),
+        Wrong(
+            "whole states",
+            "share = params / ranks",
+            "share = params",
+            "You counted the states of all ranks: each rank's host memory has its share"
+            " of them.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {"params": rng.randint(20, 900) * 1e8, "ranks": n}
+            for n in rng.sample([3, 5, 6, 12, 24], 2)
+        ]
+
+
+class DelayHurts(Exercise):
+    label = "ex-offload-3"
+    answer = "order"
+    points = 6
+    starter = """
+def order(learn, seeds: list[int]) -> list[str]:
+    # The names "at once", "delayed" and "from 20", the lowest mean of the last ten
+    # losses first, over all seeds. `learn(delayed, start, seed)` trains for 60 steps
+    # and returns the losses; the update is delayed from step `start` on.
+    return ["at once", "delayed", "from 20"]
+"""
+    public = """
+found = order(lambda delayed, start, seed: [1.0 + delayed] * 60, [0])
+assert found[0] == "at once"
+"""
+    reference = """
+def order(learn, seeds):
+    ways = {"at once": (False, 0), "delayed": (True, 0), "from 20": (True, 20)}
+
+    def mean(name):
+        return sum(sum(learn(*ways[name], seed)[-10:]) for seed in seeds)
+
+    return sorted(ways, key=mean)
+"""
+    wrong = (
+        Wrong(
+            "one seed",
+            "for seed in seeds",
+            "for seed in seeds[:1]",
+            "You compared runs of one seed: between seeds losses differ by more than"
+            " the delay changes.",
+        ),
+        Wrong(
+            "start not passed",
+            "(True, 20)",
+            "(True, 0)",
+            "Your late start begins at step 0: `start` does not reach the run.",
+        ),
+        Wrong(
+            "all losses",
+            "[-10:]",
+            "",
+            "You took the mean of all steps: the question is about the last ten.",
+        ),
+    )
+    explain = "Why a high rate makes a delay worse, with the order that was measured."
+
+    def draw(self, rng):
+        return [{"noise": rng.sample([-0.3, 0.0, 0.3], 3), "late": x} for x in (0, 0.4)]
+
+    @staticmethod
+    def run(answer, noise, late):
+        asked = []
+
+        def learn(delayed, start, seed):
+            asked.append((bool(delayed), start if delayed else 0, seed))
+            lucky = noise[seed] * (1 if delayed else -1) * (1 + (start > 0))
+            worse = (0.1 - late if start else 0.2) * delayed
+            early = 3.0 + 0.5 * (not delayed) + 0.1 * (start > 0)
+            return [early] * 50 + [2.0 + worse + lucky] * 10
+
+        found = list(answer(learn, [0, 1, 2]))
+        return {"order": found, "runs": len(set(asked))}
+
+
+class OneBlockIsEnough(Exercise):
+    label = "ex-offload-4"
+    answer = "check_sum"
+    points = 6
+    starter = """
+import torch
+
+
+def check_sum(accumulate) -> None:
+    # A test: an AssertionError if gradients that arrive in one backward are not added
+    # up. `accumulate(means)` has these tensors, of one shape, arrive one after another,
+    # each to be added to one shard, and returns it.
+    mean = torch.ones(4)
+    assert torch.equal(accumulate([mean]), mean)
+"""
+    public = """
+check_sum(sum)  # nothing is wrong with it
+"""
+    reference = """
+import torch
+
+
+def check_sum(accumulate):
+    means = [torch.full((4,), value) for value in (1.0, 2.0, 4.0, 8.0)]
+    assert torch.equal(accumulate(means), sum(means))
+"""
+    wrong = (
+        Wrong(
+            "two gradients",
+            "(1.0, 2.0, 4.0, 8.0)",
+            "(1.0, 2.0)",
+            "Two gradients arrive, one for each block: what the third one does to a"
+            " block is not seen.",
+        ),
+        Wrong(
+            "equal gradients",
+            "(1.0, 2.0, 4.0, 8.0)",
+            "(1.0, 1.0, 1.0, 1.0)",
+            "All your gradients are equal: one that is added in another's place is not"
+            " seen.",
+        ),
+        Wrong(
+            "one gradient",
+            "(1.0, 2.0, 4.0, 8.0)",
+            "(1.0,)",
+            "One gradient arrives: nothing else is in its block when it is added.",
+        ),
+        Wrong(
+            "always fails",
+            "assert torch.equal",
+            "assert not torch.equal",
+            "Your test fails where nothing is wrong.",
+        ),
+    )
+    explain = "What a copy that is still under way can do beside that, on a GPU."
+
+    def draw(self, rng):
+        mutants = ["overwrites", "one block", "one block from the third on"]
+        return [{"mutant": name, "seed": rng.randint(1, 99)} for name in mutants]
+
+    @staticmethod
+    def run(answer, mutant, seed):
+        class OneBlock(DoubleBuffer):
+            turns = 0
+
+            def turn(self):
+                self.turns += 1
+                if mutant == "one block" or self.turns > 2:
+                    self._used = 0
+                else:
+                    super().turn()
+
+        torch.manual_seed(seed)
+
+        def accumulated(kind):
+            def accumulate(means):
+                storage = Offload(Plan.stage(3, "cpu", "cpu"))
+                storage._landing = kind("cpu")
+                with host_memory():
+                    shard = label(torch.zeros_like(means[0]), "gradients", on="cpu")
+                for mean in means:
+                    if mutant == "overwrites" and kind is OneBlock:
+                        storage.wait_for_copies()
+                        shard.zero_()
+                    storage.accumulate(shard, mean)
+                storage.wait_for_copies()
+                return shard
+
+            return accumulate
+
+        return kills(0, answer, accumulated(DoubleBuffer), accumulated(OneBlock))
+
+
+class ANode(Exercise):
+    label = "ex-offload-5"
+    answer = "node"
+    points = 8
+    book = {"params": 70e9, "gpus": 8, "memory": 614.4e9, "flops": 395.6e12}
+    starter = """
+def node(
+    params: float, gpus: int, memory: float, flops: float
+) -> tuple[float, float, float]:
+    # ZeRO-3 with the optimizer offloaded on one node, mixed precision, full
+    # recomputation; the host's memory moves `memory` bytes/s, a GPU does `flops`
+    # FLOP/s. GB that a device keeps, GB that the host keeps for all ranks, and tokens a
+    # step and GPU with which the host's Adam is a quarter of the step.
+    return 0.0, 0.0, 0.0
+"""
+    public = """
+assert node(1e9, 1, 1e11, 1e14)[:2] == (2, 14)
+"""
+    reference = """
+def node(params, gpus, memory, flops):
+    moved = 28 + 12  # by Adam in fp32, and to and from 16 bits
+    even = moved * flops / (8 * memory)
+    return 2 * params / gpus / 1e9, 14 * params / 1e9, 3 * even
+"""
+    wrong = (
+        Wrong(
+            "half the step",
+            "3 * even",
+            "even",
+            "With these tokens Adam takes as long as the computing: half of the step.",
+        ),
+        Wrong(
+            "fp32 alone",
+            "28 + 12",
+            "28",
+            "Adam in fp32 moves 28 bytes a parameter; 16-bit gradients and parameters"
+            " have to be read, widened and written too.",
+        ),
+        Wrong(
+            "one rank's host memory",
+            "14 * params / 1e9",
+            "14 * params / gpus / 1e9",
+            "That is one rank's share: all ranks of the node share one host.",
+        ),
+        Wrong(
+            "no recomputation",
+            "(8 * memory)",
+            "(6 * memory)",
+            "You counted 6 operations a token and parameter; recomputation makes it 8.",
+        ),
+    )
+    explain = "Why this plan: what would not fit, and what would move more."
+
+    def draw(self, rng):
+        node = hardware.H100
+        return [
+            {
+                "params": rng.randint(10, 120) * 1e9, "gpus": gpus,
+                "memory": round(node.dram * rng.choice([0.5, 1.5, 2])),
+                "flops": round(node.flops * rng.choice([0.25, 0.5, 2])),
+            }
+            for gpus in rng.sample([4, 6, 16], 2)
+        ]  # fmt: skip

@@ -1,0 +1,213 @@
+"""Chapter 11: state on disk."""
+
+from minizero.lab.course import Exercise, Wrong
+from minizero.lab.course.drivers import kills
+from minizero.offload.staging import StagingBuffers
+
+
+class EightSeconds(Exercise):
+    label = "ex-nvme-1"
+    answer = "seconds"
+    book = {"params": 1e9, "state": 12, "speed": 3e9, "ranks": 8}
+    starter = """
+def seconds(params: float, state: int, speed: float, ranks: int) -> float:
+    # Of an update with `state` bytes a parameter, on ranks that have a disk each, of
+    # `speed` bytes/s each way, one direction at a time.
+    return 0.0
+"""
+    public = """
+assert seconds(1e9, 1, 1e9, 2) == 1
+"""
+    reference = """
+def seconds(params, state, speed, ranks):
+    return 2 * params * state / ranks / speed
+"""
+    wrong = (
+        Wrong(
+            "read only",
+            "2 * params",
+            "params",
+            "You counted the reads: what was updated is written back, too.",
+        ),
+        Wrong(
+            "one disk",
+            " / ranks",
+            "",
+            "You let one disk move everything: each rank moves its share, on its own.",
+        ),
+        Wrong(
+            "elements",
+            " * state",
+            "",
+            "You moved a byte of each parameter: its state has more.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "params": rng.randint(10, 700) * 1e8, "state": rng.choice([6, 8, 16]),
+                "speed": rng.randint(2, 14) * 5e8, "ranks": n,
+            }
+            for n in rng.sample([3, 5, 6, 16], 2)
+        ]  # fmt: skip
+
+
+class GivenBack(Exercise):
+    label = "ex-nvme-3"
+    answer = "check_buffers"
+    points = 8
+    starter = """
+def check_buffers(buffers) -> None:
+    # A test of `buffers`, a new StagingBuffers with a single buffer: an AssertionError
+    # unless a buffer that was given back with uses (anything that has `wait()` and
+    # `is_over()`) is handed out again when all of them are over, and nothing waits
+    # before that.
+    buffer = buffers.take()
+    buffers.give(buffer)
+    assert buffers.take() is buffer
+"""
+    public = """
+from minizero.offload.staging import StagingBuffers
+
+buffers = StagingBuffers(1)
+buffers.reserve(64)
+check_buffers(buffers)  # nothing is wrong with it
+"""
+    reference = """
+class Use:
+    def __init__(self):
+        self.over = False
+
+    def is_over(self):
+        return self.over
+
+    def wait(self):
+        self.over = True
+
+
+def check_buffers(buffers):
+    uses = [Use(), Use()]
+    buffers.give(buffers.take(), uses)
+    assert not any(use.over for use in uses)
+    buffers.take()
+    assert all(use.over for use in uses)
+"""
+    wrong = (
+        Wrong(
+            "one use",
+            "uses = [Use(), Use()]",
+            "uses = [Use()]",
+            "Your buffer has one use: a pool that waits for the first of several passes"
+            " your test.",
+        ),
+        Wrong(
+            "at once",
+            "    assert not any(use.over for use in uses)\n",
+            "",
+            "A pool that waits in `give` passes your test: it is right, and no write"
+            " overlaps with anything.",
+        ),
+        Wrong(
+            "never asked",
+            "    assert all(use.over for use in uses)\n",
+            "",
+            "Your test does not ask whether the uses are over when the buffer is handed"
+            " out again.",
+        ),
+        Wrong(
+            "always fails",
+            "assert all(",
+            "assert not all(",
+            "Your test fails where nothing is wrong.",
+        ),
+    )
+    explain = "What the file holds afterwards, and why no error is raised."
+
+    def draw(self, rng):
+        mutants = ["waits for none", "waits for one", "waits at once"]
+        return [{"mutant": name, "size": rng.randint(1, 999)} for name in mutants]
+
+    @staticmethod
+    def run(answer, mutant, size):
+        class Hasty(StagingBuffers):
+            def give(self, buffer, uses=()):
+                kept = uses[:1] if mutant == "waits for one" else ()
+                if mutant == "waits at once":
+                    for use in uses:
+                        use.wait()
+                super().give(buffer, kept)
+
+        def test(kind):
+            buffers = kind(1)
+            buffers.reserve(size)
+            answer(buffers)
+
+        return kills(0, test, StagingBuffers, Hasty)
+
+
+class TokensForADisk(Exercise):
+    label = "ex-nvme-4"
+    answer = "sequences"
+    points = 8
+    book = {"read": 52e9, "flops": 395.6e12, "gpus": 8, "length": 4096, "goal": 0.9}
+    starter = """
+from minizero.lab.hardware import efficiency, intensity
+
+
+def sequences(read: float, flops: float, gpus: int, length: int, goal: float) -> int:
+    # The fewest sequences a GPU and step that reach the efficiency `goal`: optimizer
+    # state on the disks of one node, which read `read` bytes/s and write half as fast;
+    # a GPU does `flops` FLOP/s.
+    return 0
+"""
+    public = """
+assert sequences(1e18, 1e12, 8, 1024, 0.5) == 1  # a disk that takes no time
+"""
+    reference = """
+from minizero.lab.hardware import efficiency, intensity
+
+
+def sequences(read, flops, gpus, length, goal):
+    write = read / 2
+    mean = 2 / (1 / read + 1 / write)  # as much written as read
+    found = 1
+    while True:
+        each = gpus * intensity("optimizer", length, found)
+        if efficiency(each, mean / gpus, flops) >= goal:
+            return found
+        found += 1
+"""
+    wrong = (
+        Wrong(
+            "writes free",
+            "mean = 2 / (1 / read + 1 / write)",
+            "mean = read",
+            "You moved everything at the speed of reading: half of the bytes are"
+            " written, and take twice as long.",
+        ),
+        Wrong(
+            "arithmetic mean",
+            "mean = 2 / (1 / read + 1 / write)",
+            "mean = (read + write) / 2",
+            "You took the mean of the two speeds: what adds up are the times.",
+        ),
+        Wrong(
+            "share of the states forgotten",
+            "gpus * intensity",
+            "intensity",
+            "A GPU computes on its tokens for all parameters and moves only its share"
+            " of the states: that is `gpus` times the operations a byte.",
+        ),
+    )
+    explain = "What changes if the update overlaps with the next forward."
+
+    def draw(self, rng):
+        def case():
+            return {
+                "read": rng.randint(20, 60) * 1e9, "flops": rng.randint(9, 40) * 1e13,
+                "gpus": rng.choice([4, 6, 16]), "length": rng.choice([2048, 3072]),
+                "goal": rng.choice([0.6, 0.75, 0.8]),
+            }  # fmt: skip
+
+        return self.telling(case, 2)
