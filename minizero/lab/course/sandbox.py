@@ -155,6 +155,7 @@ def main() -> None:
         how = supervise(Path(order["job"]), Limits(**order["limits"]))
         with contextlib.suppress(BrokenPipeError):  # the grader has gone
             print(how, file=replies, flush=True)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)  # it may have been killed
 
 
 def supervise(job: Path, limits: Limits) -> str:
