@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +120,6 @@ class Event:
     def synchronize(self) -> None:
         GPU.now.host_waits(self.clock, "synchronize event")
 
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
-
 
 class Done:
     """Stands for a collective, a transfer or a future: its results are there after."""
@@ -132,15 +129,11 @@ class Done:
     ) -> None:
         self.clock, self.on_host, self.value = clock, on_host, value
         self.kept = kept  # torch keeps a collective's tensors until then
-        self.started = self.finished = 0.0
 
     def wait(self) -> None:
         clock = GPU.now.clock if self.on_host else GPU.now.stream.clock
         join(clock, self.clock)
         self.kept = None
-
-    def over(self) -> bool:
-        return False
 
     def result(self) -> Any:
         self.wait()
@@ -184,10 +177,23 @@ class GPU(TorchDispatchMode):
         """Of the thread that runs: the host's program, or a worker."""
         return self.host if self.worker is None else self.worker[1]
 
-    def act(self, who: str, clock: Clock) -> int:
+    def record(
+        self,
+        what: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        stream: Stream | None = None,
+    ) -> None:
+        """An act of a stream, or of the thread that runs."""
+        thread = "host" if self.worker is None else self.worker[0]
+        who, clock = (stream.name, stream.clock) if stream else (thread, self.clock)
         join(clock, self.clock)  # launched after what the host knows
         clock[who] = clock.get(who, 0) + 1
-        return clock[who]
+        for tensors, write in ((reads, False), (writes, True)):
+            for x in tensors:
+                # numbers of the host are a stream's arguments
+                if write or not stream or x.dim() or x.device.type == NAME:
+                    self.touch(x, write, who, clock, what)
 
     def host_waits(self, clock: Clock, what: str) -> None:
         self.syncs.append(what)
@@ -236,7 +242,7 @@ class GPU(TorchDispatchMode):
             join(clock, self.clock)
             for access in (*memory.reads, *memory.writes):
                 if not access.before(clock):
-                    self.fault(f"memory is freed while {access} may run")
+                    self.faults.append(f"memory is freed while {access} may run")
         elif memory.registered:
             self.syncs.append("free of page-locked memory")
         memory.reads, memory.writes = [], []
@@ -249,13 +255,15 @@ class GPU(TorchDispatchMode):
         size = t.element_size()
         a = t.storage_offset() * size
         extent = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        this = Access(a, a + (extent + 1) * size, who, clock[who], what)
+        this = Access(a, a + (extent + 1) * size, who, clock[who], f"{what} ({who})")
         if this.b > memory.nbytes:
-            self.fault(f"{this} of a storage that is empty")
+            self.faults.append(f"{this} of a storage that is empty")
         others = (*memory.writes, *memory.reads) if write else memory.writes
         for other in others:
             if other.a < this.b and this.a < other.b and not other.before(clock):
-                self.fault(f"{'write' if write else 'read'}: {this} not after {other}")
+                self.faults.append(
+                    f"{'write' if write else 'read'}: {this} not after {other}"
+                )
         kept = memory.writes if write else memory.reads
         if write:
             inside = [o for o in memory.reads if this.a <= o.a and o.b <= this.b]
@@ -266,9 +274,6 @@ class GPU(TorchDispatchMode):
             if not (this.a <= o.a and o.b <= this.b and (write or o.who == this.who))
         ]
         kept.append(this)
-
-    def fault(self, text: str) -> None:
-        self.faults.append(text)
 
     # Operations.
 
@@ -305,30 +310,7 @@ class GPU(TorchDispatchMode):
 
     def launch(self, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         on_gpu = any(x.device.type == NAME for x in (*reads, *writes))
-        if not on_gpu:
-            return self.by_host(what, reads, writes)
-        self.act(self.stream.name, self.stream.clock)
-        self.on_stream(self.stream, what, reads, writes)
-
-    def on_stream(
-        self, stream: Stream, what: str, reads: list[Tensor], writes: list[Tensor]
-    ) -> None:
-        for x in reads:
-            if x.dim() or x.device.type == NAME:  # numbers of the host are arguments
-                self.touch(
-                    x, False, stream.name, stream.clock, f"{what} ({stream.name})"
-                )
-        for x in writes:
-            self.touch(x, True, stream.name, stream.clock, f"{what} ({stream.name})")
-
-    def by_host(self, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        who = "host" if self.worker is None else self.worker[0]
-        clock = self.clock
-        self.act(who, clock)
-        for x in reads:
-            self.touch(x, False, who, clock, f"{what} ({who})")
-        for x in writes:
-            self.touch(x, True, who, clock, f"{what} ({who})")
+        self.record(what, reads, writes, self.stream if on_gpu else None)
 
     def copy(
         self, name: str, args: Any, kwargs: Any, outs: list[Tensor], ins: list[Tensor]
@@ -340,15 +322,10 @@ class GPU(TorchDispatchMode):
             asynchronous = args[2]
         if len(places) == 1:
             return self.launch(name, [source], [out])
-        host = out if out.device.type == "cpu" else source
-        down = host is out
-        self.act(self.stream.name, self.stream.clock)
-        self.on_stream(
-            self.stream,
-            "copy to the " + ("host" if down else "device"),
-            [source],
-            [out],
-        )
+        down = out.device.type == "cpu"
+        host = out if down else source
+        way = "copy to the host" if down else "copy to the device"
+        self.record(way, [source], [out], self.stream)
         pinned = self.memory(host).pinned
         # from pageable memory a few bytes are taken over at once
         staged = not down and asynchronous and not pinned
@@ -361,12 +338,11 @@ class GPU(TorchDispatchMode):
 
     def collective(self, what: str, out: Tensor, inp: Tensor, group: Any) -> Done:
         if out.device.type == "cpu":
-            self.by_host(what, [inp], [out])
+            self.record(what, [inp], [out])
             return Done(dict(self.clock), True)
         queue = self.queues.setdefault(group, Stream(name=f"nccl {len(self.queues)}"))
         queue.wait_stream(self.stream)
-        self.act(queue.name, queue.clock)
-        self.on_stream(queue, what, [inp], [out])
+        self.record(what, [inp], [out], queue)
         return Done(dict(queue.clock), False, kept=(inp, out))
 
     def pin(self, t: Tensor, registered: bool) -> Tensor:
@@ -385,34 +361,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 # Stand-ins for what the package calls.
 
 
-def _all_gather(out: Tensor, inp: Tensor, group: Any, async_op: bool) -> Done:
-    return GPU.now.collective("all_gather", out, inp, group)
+def _collective(name: str) -> Callable[..., Done]:
+    """A function of `dist`: into the first tensor, from the second."""
 
+    def called(out: Tensor, inp: Any, *rest: Any, **options: Any) -> Done:
+        group = options.get("group", rest[-1] if rest else None)
+        inp = inp if isinstance(inp, Tensor) else out
+        return GPU.now.collective(name, out, inp, group)
 
-def _reduce_scatter(
-    out: Tensor, inp: Tensor, op: Any = None, group: Any = None, async_op: bool = True
-) -> Done:
-    return GPU.now.collective("reduce_scatter", out, inp, group)
-
-
-def _all_reduce(
-    t: Tensor, op: Any = None, group: Any = None, async_op: bool = True
-) -> Done:
-    return GPU.now.collective("all_reduce", t, t, group)
-
-
-def _broadcast(t: Tensor, src: int, group: Any = None, async_op: bool = True) -> Done:
-    return GPU.now.collective("broadcast", t, t, group)
+    return called
 
 
 def _post(
     sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int
 ) -> list[Done]:
     """Messages of host memory."""
-    for t in sends.values():
-        GPU.now.by_host("exchange", [t], [])
-    for t in receives.values():
-        GPU.now.by_host("exchange", [], [t])
+    GPU.now.record("exchange", [*sends.values()], [*receives.values()])
     return [Done(dict(GPU.now.clock), True)]
 
 
@@ -509,8 +473,9 @@ def install(rank: int, ranks: int) -> None:
     transport, backend = minizero.comm.transport, minizero.comm.backend
     transport._backends = lambda config: {"cpu": "gloo", NAME: "nccl"}
     transport._post = _post
-    backend._all_gather, backend._reduce_scatter = _all_gather, _reduce_scatter
-    dist.all_reduce, dist.broadcast = _all_reduce, _broadcast
+    backend._all_gather = _collective("all_gather")
+    backend._reduce_scatter = _collective("reduce_scatter")
+    dist.all_reduce, dist.broadcast = map(_collective, ("all_reduce", "broadcast"))
     dist.new_group = lambda *args, **options: object()
     minizero.memory.labels.page_locked = _page_locked
     minizero.offload.delayed.ThreadPoolExecutor = Inline
@@ -523,7 +488,9 @@ def install(rank: int, ranks: int) -> None:
         return out
 
     torch.UntypedStorage.resize_ = resized
-    torch.Tensor.record_stream = lambda t, stream: GPU.now.fault("record_stream")
+    torch.Tensor.record_stream = lambda t, stream: GPU.now.faults.append(
+        "record_stream"
+    )
     # the guard of such a device asks Python for its type: not in autograd's threads
     torch.autograd.set_multithreading_enabled(False).__enter__()
     # it tries optimizers on elements, and there are none

@@ -1,11 +1,9 @@
-"""Shards in groups, copies across them, and what is sent in 8 or 4 bits.
-
-That groups change no bit is among the cases of test_equal.py.
-"""
+"""Shards in groups, copies across them, and what is sent in 8 or 4 bits."""
 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import nasty
 import pytest
 import torch
 from nasty import Nasty
+from test_equal import ALL, Case, at, both, check, muon, reference
 from torch import Tensor
 
 from minizero import (
@@ -33,14 +32,34 @@ from minizero.config import read
 from minizero.precision import MixedPrecision
 from minizero.ranks import Pool
 
+__all__ = ["reference"]  # a fixture
+
 GROUP = 2
 SECONDARY = Plan(Placement(True, group=GROUP), Placement(True), Placement(True))
+EQUAL: dict[str, Case] = {
+    **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
+    "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
+    "groups, Muon": Case(at(3, group=2), "bf16", muon),
+    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16", storage="Offload"),
+    "parameters in groups": Case(SECONDARY, "bf16", micro=2),
+    "parameters in groups, Muon": Case(SECONDARY, "bf16", muon),
+    "parameters in groups, overlap": Case(SECONDARY, **both, overlap=(2000, 3000, 900)),
+    "quantized in groups": Case(
+        SECONDARY, "bf16", bits=(8, 4), overlap=(ALL, ALL, 900)
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool(4) as pool:
         yield pool
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(pool: Pool, tmp_path: Path, reference: Any, name: str) -> None:
+    """As data parallelism, bit for bit: 4 gradients have the same sum in pairs."""
+    check(pool, EQUAL[name], reference, tmp_path)
 
 
 def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:
@@ -57,46 +76,60 @@ def test_a_sum_may_be_made_in_groups_of_a_power_of_two() -> None:
     assert differs == {3, 5, 6, 7, 9, 10, 11, 12}
 
 
-def sent(plan: Plan) -> tuple[dict[Any, int], dict[str, int], int, int]:
-    """Elements sent by group and op in one step, state bytes, parameters, padded."""
+def sent(
+    plan: Plan, precision: MixedPrecision | None = None, **bits: int
+) -> tuple[dict[Any, int], dict[Any, int], dict[str, int], int]:
+    """Elements and bytes sent in one step by op and group; state bytes; parameters."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    layers = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
     gc.collect()
     with Tracker() as tracker:
-        net = parallelize(model, torch.optim.AdamW(model.parameters()), plan)
+        optimizer = torch.optim.AdamW(model.parameters())
+        net = parallelize(model, optimizer, plan, precision=precision, **bits)
         for _ in range(2):
             with comm.ledger() as calls:
-                net.backward(net(torch.randn(2, 32)).square().mean())
+                net.backward(net(torch.randn(2, 128)).square().mean())
                 net.step()
         live = dict(tracker.live)
-    found: dict[Any, int] = {}
+    elements, sizes = Counter[Any](), Counter[Any]()
     for call in calls:
-        key = call.group, call.op
-        found[key] = found.get(key, 0) + call.sent
-    padded = sum(flat.padded for flat in net.flats)
-    return found, live, sum(p.numel() for p in model.parameters()), padded
+        elements[call.op, call.group] += call.sent
+        sizes[call.op, call.group] += call.bytes
+    return elements, sizes, live, sum(flat.padded for flat in net.flats)
 
 
 @pytest.mark.parametrize("secondary", [False, True])
 def test_bytes_within_and_across(pool: Pool, secondary: bool) -> None:
     plan = SECONDARY if secondary else Plan.stage(3, group=GROUP)
     n, copies = 4, 4 // GROUP
-    for found, live, parameters, padded in pool.run(sent, plan):
+    for found, _, live, padded in pool.run(sent, plan):
         inside = padded * (GROUP - 1) // GROUP
         outside = padded // GROUP * (copies - 1) // copies
-        assert found["within", "all_gather"] == 2 * inside
-        assert found["within", "reduce_scatter"] == inside
+        assert found["all_gather", "within"] == 2 * inside
+        assert found["reduce_scatter", "within"] == inside
         if secondary:
-            assert found["across", "reduce_scatter"] == outside
-            assert found["across", "all_gather"] == outside
+            assert found["reduce_scatter", "across"] == outside
+            assert found["all_gather", "across"] == outside
         else:
-            assert found["across", "all_reduce"] == 2 * outside
-        assert not [key for key in found if key[0] == "all"]
-        expected = estimate(parameters, n, plan, "fp32")
+            assert found["all_reduce", "across"] == 2 * outside
+        assert not [key for key in found if key[1] == "all"]
+        expected = estimate(padded, n, plan, "fp32")
         assert live["parameters"] == expected.parameters
         assert live["gradients"] == expected.gradients
         # and a counter of steps for each buffer
         assert 0 <= live["optimizer"] - expected.optimizer <= 16 * copies * 4
+
+
+def test_bytes_as_in_the_paper(pool: Pool) -> None:
+    """A half for weights in 8 bits, a quarter for gradients in 4, scales counted."""
+    for plan, where in ((Plan.stage(3), "all"), (SECONDARY, "across")):
+        plain = pool.run(sent, plan, MixedPrecision())[0][1]
+        bits = {"weight_bits": 8, "gradient_bits": 4}
+        few = pool.run(sent, plan, MixedPrecision(), **bits)[0][1]
+        for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
+            found = few[op, where] / plain[op, where]
+            assert found == pytest.approx(share, rel=0.02), op
 
 
 def made(plan: Plan, **options: Any) -> Any:
@@ -117,73 +150,70 @@ def steps(net: Any, first: int, last: int) -> Tensor:
     return torch.stack(losses).detach()
 
 
-def saved(folder: Path, plan: Plan, tag: str) -> dict[str, Tensor]:
+def resumed(
+    folder: Path, plan: Plan, tag: str, as_tag: str | None = None
+) -> dict[str, Tensor]:
+    """Weights after a second step; the first is made here, and saved, or loaded."""
     net = made(plan)
-    steps(net, 0, 1)
-    save(net, folder, tag)
-    steps(net, 1, 2)
-    return net.state_dict()
-
-
-def resumed(folder: Path, plan: Plan, tag: str) -> dict[str, Tensor]:
-    net = made(plan)
-    load(net, folder, tag)
+    if as_tag is None:
+        steps(net, 0, 1)
+        save(net, folder, tag)
+    else:
+        load(net, folder, as_tag)
     steps(net, 1, 2)
     return net.state_dict()
 
 
 def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     """From groups to none and back; each shard is in one file, once."""
-    every = {
+    plans = {
         "flat": Plan.stage(2),
         "grouped": Plan.stage(3, group=GROUP),
         "secondary": SECONDARY,
     }
-    runs = {
-        tag: pool.run(saved, tmp_path, plan, tag)[0] for tag, plan in every.items()
-    }
-    for tag, run in runs.items():
-        assert all(torch.equal(v, runs["flat"][k]) for k, v in run.items()), tag
+    pairs: list[tuple[str, str | None]] = [(tag, None) for tag in plans]
+    pairs += [("secondary", "flat"), ("flat", "grouped"), ("grouped", "secondary")]
+    runs = [pool.run(resumed, tmp_path, plans[a], a, b)[0] for a, b in pairs]
+    for run in runs:
+        assert all(torch.equal(v, runs[0][k]) for k, v in run.items())
     sizes = [
         sum(f.stat().st_size for f in (tmp_path / tag).glob("*.safetensors"))
-        for tag in every
+        for tag in plans
     ]
     assert max(sizes) - min(sizes) < 200 * 4
-    pairs = ("flat", "secondary"), ("grouped", "flat"), ("secondary", "grouped")
-    for tag, other in pairs:
-        found = pool.run(resumed, tmp_path, every[other], tag)[0]
-        assert all(torch.equal(v, runs["flat"][k]) for k, v in found.items()), tag
 
 
-def refused() -> list[str]:
-    told = []
-    plans: list[tuple[Plan, dict[str, Any]]] = [
-        (Plan.stage(3, group=3), {}),
-        (Plan(Placement(True), Placement(True, group=2), Placement(True, group=2)), {}),
-        (Plan.stage(2), {"weight_bits": 8}),
-        (Plan.stage(0), {"gradient_bits": 4}),
-        (Plan.stage(3), {"weight_bits": 5}),
-        (Plan(Placement(True, "cpu", 2), Placement(True), Placement(True)), {}),
-    ]
-    for plan, options in plans:
+REFUSED: list[tuple[Plan, dict[str, Any], str]] = [
+    (Plan.stage(3, group=3), {}, "groups of 3 ranks cannot be made of 4; .*2, 4"),
+    (
+        Plan(Placement(True), Placement(True, group=2), Placement(True, group=2)),
+        {},
+        "everything sharded has one group",
+    ),
+    (Plan.stage(2), {"weight_bits": 8}, "stage 3.*weight_bits"),
+    (Plan.stage(0), {"gradient_bits": 4}, "sharded at stage 0"),
+    (Plan.stage(3), {"weight_bits": 5}, "8 or 4 bits, not 5"),
+    (
+        Plan(Placement(True, "cpu", 2), Placement(True), Placement(True)),
+        {},
+        "offload_param",
+    ),
+]
+
+
+def refused() -> None:
+    for plan, options, sentence in REFUSED:
         if plan.parameters.on == "cpu":
-            options["storage"] = Offload(plan)
-        with pytest.raises(ValueError) as error:
+            options = {"storage": Offload(plan)}
+        with pytest.raises(ValueError, match=sentence):
             made(plan, **options)
-        told.append(str(error.value))
-    return told
 
 
 def test_what_does_not_fit_is_refused(pool: Pool) -> None:
-    size, mixed, weights, nothing, bits, host = pool.run(refused)[0]
-    assert "groups of 3 ranks cannot be made of 4" in size and "2, 4" in size
-    assert "one group" in mixed
-    assert "stage 3" in weights and "weight_bits" in weights
-    assert "stage 0" in nothing
-    assert "8 or 4 bits, not 5" in bits
-    assert "offload_param" in host
-    with pytest.raises(ValueError, match="divides"):
-        estimate(1e9, 8, Plan.stage(3, group=3))
+    pool.run(refused)
+    keys = {"stage": 3, "mics_shard_size": 3}
+    with pytest.raises(ValueError, match="divides them"):
+        read({"train_batch_size": 4, "zero_optimization": keys}, 4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -244,82 +274,34 @@ def test_ranks_agree_on_quantized_weights(pool: Pool, plan: Plan) -> None:
         assert all(map(torch.equal, whole, every[0][1]))
 
 
-def ratio(plan: Plan, **bits: int) -> dict[Any, int]:
-    """Bytes of one step of 16-bit training, by op and group."""
-    torch.manual_seed(0)
-    layers = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
-    model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters())
-    precision = MixedPrecision(torch.bfloat16)
-    net = parallelize(model, optimizer, plan, precision=precision, **bits)
-    for _ in range(2):
-        with comm.ledger() as calls:
-            net.backward(net(torch.randn(2, 128)).square().mean())
-            net.step()
-    found: dict[Any, int] = {}
-    for call in calls:
-        key = call.op, call.group
-        found[key] = found.get(key, 0) + call.bytes
-    return found
-
-
-def test_bytes_as_in_the_paper(pool: Pool) -> None:
-    """A half for weights in 8 bits, a quarter for gradients in 4, scales counted."""
-    for plan, where in ((Plan.stage(3), "all"), (SECONDARY, "across")):
-        plain = pool.run(ratio, plan)[0]
-        few = pool.run(ratio, plan, weight_bits=8, gradient_bits=4)[0]
-        for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
-            found = few[op, where] / plain[op, where]
-            assert found == pytest.approx(share, rel=0.02), op
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "mics_shard_size": {"mics_shard_size": GROUP},
-    "zero_hpz_partition_size": {"zero_hpz_partition_size": GROUP},
-    "quantized": {
-        "zero_hpz_partition_size": GROUP,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
-    },
+CONFIGS: dict[str, tuple[dict[str, Any], Plan, tuple[int | None, int | None]]] = {
+    "MiCS": ({"mics_shard_size": GROUP}, Plan.stage(3, group=GROUP), (None, None)),
+    "ZeRO++": (
+        {
+            "zero_hpz_partition_size": GROUP,
+            "zero_quantized_weights": True,
+            "zero_quantized_gradients": True,
+        },
+        SECONDARY,
+        (8, 4),
+    ),
 }
 
 
-def by_config(keys: dict[str, Any]) -> tuple[list[float], set[tuple[str, str]]]:
-    """Losses of a model made inside `Init`, and which kinds went where."""
+def by_config(keys: dict[str, Any]) -> tuple[Plan, int | None, int | None]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, **keys},
     }
-    torch.manual_seed(1)
     with zero.Init(config=config):
         model = Nasty()
-    engine, *_ = initialize(model=model, config=config)
-    losses = []
-    with comm.ledger() as calls:
-        for x, y in nasty.batches(2, 1, rows=2):
-            loss = engine(nasty.own(x, 2), nasty.own(y, 2))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses, {(c.group, c.dtype) for c in calls}
+    net = initialize(model=model, config=config)[0].net
+    return net.plan, net.weight_bits, net.quantized and net.quantized.bits
 
 
-def test_by_config(pool: Pool) -> None:
-    """The keys of DeepSpeed, and what they send; groups alone change no loss."""
-    runs = {name: pool.run(by_config, keys)[0] for name, keys in CONFIGS.items()}
-    for name in ("mics_shard_size", "zero_hpz_partition_size"):
-        losses, kinds = runs[name]
-        assert losses == runs["flat"][0], name
-        assert {("within", "float32"), ("across", "float32")} <= kinds
-    losses, kinds = runs["quantized"]
-    assert losses != runs["flat"][0]
-    assert losses == pytest.approx(runs["flat"][0], rel=0.05)
-    assert kinds >= {(g, t) for g in ("within", "across") for t in ("int8", "int4")}
-
-
-def test_config_refuses_groups_of_no_size() -> None:
-    keys = {"stage": 3, "mics_shard_size": 3}
-    with pytest.raises(ValueError, match="divides them"):
-        read({"train_batch_size": 4, "zero_optimization": keys}, 4)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_by_config(pool: Pool, name: str) -> None:
+    """The keys of DeepSpeed."""
+    keys, plan, bits = CONFIGS[name]
+    assert pool.run(by_config, keys)[0] == (plan, *bits)

@@ -55,17 +55,13 @@ def in_place(p: nn.Parameter) -> None:
         p.mul_(0.5)
 
 
-def through_data(p: nn.Parameter) -> None:
-    p.data.clamp_(-0.125, 0.125)
-
-
 def exchanged(p: nn.Parameter) -> None:
     p.data = p.data * 0.25
 
 
-WRITES: dict[str, Callable[[nn.Parameter], None]] = {
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": in_place,
-    "through .data": through_data,
+    "through .data": lambda p: p.data.clamp_(-0.125, 0.125),
     "as .data": exchanged,
 }
 
@@ -75,25 +71,18 @@ def after_write(stage: int, write: str, half: bool, early: bool) -> dict[str, Te
 
     `early`: the write is made before the net exists, so that it cannot be missed.
     """
-    precision = MixedPrecision() if half else None
-    net = wrap(stage, precision=precision)
+    net = wrap(stage, precision=MixedPrecision() if half else None)
+    net.backward(loss(net))
+    net.step()
+    made, sharded = net.model, GatheredParameters(net.model.parameters(), 0)
     if early:
-        net.backward(loss(net))
-        net.step()
-        weights = net.state_dict()
-        made = model()
-        made.load_state_dict(weights)
+        made, sharded = model(), nullcontext()
+        made.load_state_dict(net.state_dict())
+    with sharded if stage == 3 else nullcontext():
         for p in made.parameters():
             WRITES[write](p)
+    if early:
         net = wrap(stage, made, precision=MixedPrecision() if half else None)
-    else:
-        net.backward(loss(net))
-        net.step()
-        params = list(net.model.parameters())
-        sharded = GatheredParameters(params, modifier_rank=0)
-        with sharded if stage == 3 else nullcontext():
-            for p in params:
-                WRITES[write](p)
     net.backward(loss(net))
     net.step()
     return net.state_dict()
@@ -147,21 +136,9 @@ def set_grad(net: Any) -> None:
     net.step()
 
 
-def own_backward(net: Any) -> None:
-    loss(net).backward()
-
-
 def own_step(net: Any) -> None:
     net.backward(loss(net))
     net.optimizer.step()
-
-
-def wrapped_twice(net: Any) -> None:
-    wrap(0, net.model)
-
-
-def bad_clip(net: Any) -> None:
-    net.clip_grad_norm(0.0)
 
 
 def late_gradient(net: Any) -> None:
@@ -172,14 +149,22 @@ def late_gradient(net: Any) -> None:
     net.backward(h.sum() + 0 * loss(net))
 
 
-REFUSED: dict[str, tuple[Callable[[Any], None], tuple[int, ...], str]] = {
+REFUSED: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], str]] = {
     "a forward that an update overtook": (overtaken, STAGES, "inplace operation"),
     "frozen after wrapping": (frozen_late, STAGES, "requires_grad of .*'0.weight'"),
     "a gradient that was set": (set_grad, STAGES, "set the gradient of .*'0.bias'"),
-    "loss.backward()": (own_backward, STAGES, r"outside of\s+backward\(loss\)"),
+    "loss.backward()": (
+        lambda net: loss(net).backward(),
+        STAGES,
+        r"outside of\s+backward\(loss\)",
+    ),
     "optimizer.step()": (own_step, STAGES, r"SGD.step\(\) would change nothing"),
-    "wrapped twice": (wrapped_twice, STAGES, "wrapped already"),
-    "clipped to nothing": (bad_clip, STAGES, "max_norm must be above 0"),
+    "wrapped twice": (lambda net: wrap(0, net.model), STAGES, "wrapped already"),
+    "clipped to nothing": (
+        lambda net: net.clip_grad_norm(0.0),
+        STAGES,
+        "max_norm must be above 0",
+    ),
     "a late gradient": (late_gradient, (0, 1, 2), "use_reentrant=False"),
 }
 
@@ -202,26 +187,6 @@ def freed_exchange(net: Any) -> None:
     net(rows())
 
 
-def copied(net: Any) -> None:
-    copy.deepcopy(net.model)
-
-
-def pickled(net: Any) -> None:
-    torch.save(net.model, io.BytesIO())
-
-
-def asked_for_state(net: Any) -> None:
-    net.model.state_dict()
-
-
-def asked_below(net: Any) -> None:
-    net.model[2].state_dict()
-
-
-def loaded(net: Any) -> None:
-    net.model.load_state_dict(model().state_dict())
-
-
 class ReturnsView(nn.Linear):
     """Returns a row of its weight, which is freed after the forward."""
 
@@ -234,14 +199,23 @@ def view_returned(net: Any) -> None:
     wrap(3, made)(rows())
 
 
-SHARDED: dict[str, tuple[Callable[[Any], None], str]] = {
+SHARDED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a write in place": (freed_write, "'0.bias' was written to while it was sharded"),
     "a write as .data": (freed_exchange, "'0.weight' was written to"),
-    "copy.deepcopy": (copied, "parameters are sharded"),
-    "torch.save": (pickled, "parameters are sharded"),
-    "state_dict": (asked_for_state, "parameters are sharded"),
-    "a module's state_dict": (asked_below, "parameters are sharded"),
-    "load_state_dict": (loaded, "parameters are sharded"),
+    "copy.deepcopy": (lambda net: copy.deepcopy(net.model), "parameters are sharded"),
+    "torch.save": (
+        lambda net: torch.save(net.model, io.BytesIO()),
+        "parameters are sharded",
+    ),
+    "state_dict": (lambda net: net.model.state_dict(), "parameters are sharded"),
+    "a module's state_dict": (
+        lambda net: net.model[2].state_dict(),
+        "parameters are sharded",
+    ),
+    "load_state_dict": (
+        lambda net: net.model.load_state_dict({}),
+        "parameters are sharded",
+    ),
     "a view that outlives a unit": (view_returned, "returns a view of its"),
 }
 

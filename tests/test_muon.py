@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from nasty import Nasty
 from torch import Tensor, nn
 
-from minizero import Plan, comm, initialize, parallelize
+from minizero import Plan, initialize, parallelize
 from minizero import zero as zero_
 from minizero.comm import ordered_sum
 from minizero.kernels import muon_options
@@ -49,23 +50,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def batch(step: int, part: int, rows: int = 2) -> tuple[Tensor, Tensor]:
+def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + part)
-    return tuple(torch.randint(17, (2, rows, 6), generator=draw))  # type: ignore[return-value]
-
-
-def steps(net: Any, first: int, last: int, clip: float | None = 0.5) -> None:
-    for step in range(first, last):
-        net.model.step = step
-        net.backward(net(*batch(step, rank())))
-        if clip:
-            net.clip_grad_norm(clip)
-        net.step()
-
-
-def made(plan: Plan) -> Any:
-    model = build()
-    return parallelize(model, Muon(groups(model)), plan)
+    return tuple(torch.randint(17, (2, 2, 6), generator=draw))  # type: ignore[return-value]
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -95,53 +82,19 @@ def alone(n: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def unclipped() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    net = made(Plan.stage(3))
-    steps(net, 0, 3, clip=None)
+def sharded() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = build()
+    net = parallelize(model, Muon(groups(model)), Plan.stage(3))
+    for step in range(3):
+        model.step = step
+        net.backward(net(*batch(step, rank())))
+        net.step()
     return net.state_dict(), alone(world_size())
 
 
 def test_as_torchs_own_in_one_process(pool: Pool) -> None:
     """Bit for bit, if it sums what the ranks have in their order."""
-    found, expected = pool.run(unclipped)[0]
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def owned(stage: int) -> list[Any]:
-    """By unit: the matrices that lie here, and elements sent and padded."""
-    net = made(Plan.stage(stage))
-    with comm.ledger() as calls:
-        steps(net, 0, 1)
-    found = []
-    for unit in net.units:
-        flats = [f for f in unit.trainable if f.group in (0, 1)]
-        for flat in flats:
-            for slot in flat.slots:
-                last = slot.offset + slot.numel - 1
-                assert slot.offset // flat.size == last // flat.size
-        mine = [
-            tuple(slot.shape)
-            for flat in flats
-            for slot in flat.slots
-            if slot.offset // flat.size == rank()
-        ]
-        sent = [
-            c.sent for c in calls if (c.op, c.unit) == ("reduce_scatter", unit.name)
-        ]
-        found.append((mine, sum(sent), sum(f.padded for f in unit.trainable)))
-    return found
-
-
-def test_a_matrix_has_one_owner_and_goes_there_only(pool: Pool) -> None:
-    """No border runs through one; reduce-scatter is all that gradients cost."""
-    n, ranks = pool.size, pool.run(owned, 1)
-    here = sorted(shape for units in ranks for mine, *_ in units for shape in mine)
-    every = [p.shape for group in groups(build())[:2] for p in group["params"]]
-    assert here == sorted(tuple(shape) for shape in every)
-    for units in ranks:
-        for _, sent, padded in units:
-            assert n == 1 or sent * n == padded * (n - 1)
+    assert equal(*pool.run(sharded)[0])
 
 
 def test_owners_have_about_the_same_work() -> None:
@@ -159,30 +112,32 @@ def test_owners_have_about_the_same_work() -> None:
     assert max(owners.work) <= 1.1 * sum(owners.work) / 4
 
 
-def refused() -> list[str]:
-    told = []
-    model = build()
-    for make in (
-        lambda: Muon([{"params": list(model.parameters()), "use_muon": True}]),
-        lambda: Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "decay": 1}]),
-        lambda: parallelize(model, torch.optim.Muon([model.blocks[1].mixer])),
-        lambda: muon_groups(nn.Linear(1, 1, bias=False), [], {}, {}),
-    ):
-        with pytest.raises(ValueError) as error:
-            make()
-        told.append(str(error.value))
-    return told
+REFUSED: dict[str, tuple[Callable[[Nasty], Any], str]] = {
+    "a vector": (
+        lambda m: Muon([{"params": list(m.parameters()), "use_muon": True}]),
+        "Muon updates matrices",
+    ),
+    "an option that does not exist": (
+        lambda m: Muon([{"params": [m.blocks[1].mixer], "decay": 1}]),
+        "'decay'",
+    ),
+    "torch's own": (
+        lambda m: parallelize(m, torch.optim.Muon([m.blocks[1].mixer])),
+        "minizero.zero.Muon",
+    ),
+    "no matrix": (
+        lambda m: muon_groups(nn.Linear(1, 1, bias=False), [], {}, {}),
+        "use AdamW, or set use_muon",
+    ),
+}
 
 
-def test_what_does_not_fit_is_told() -> None:
-    vector, option, flat, nothing = refused()
-    assert "matrices" in vector
-    assert "'decay'" in option
-    assert "minizero.zero.Muon" in flat
-    assert "use AdamW" in nothing and "use_muon" in nothing
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str) -> None:
+    make, sentence = REFUSED[what]
+    with pytest.raises(ValueError, match=sentence):
+        make(build())
 
-
-# --- by config ------------------------------------------------------------------
 
 MUON = {"type": "Muon", "params": {"muon_lr": 0.03, "lr": 0.004, "weight_decay": 0.1}}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import comm
-from ..zero import Action, nets_of
+from ..zero import nets_of
 
 
 class View:
@@ -139,7 +139,7 @@ def safe_set_full_fp32_param(
     In DeepSpeed the next forward still uses the old parameter.
     """
     view = _trained(p)
-    net, flat, unit = view.net, view.flat, view.unit
+    net, flat = view.net, view.flat
     if getattr(flat, "holders", 0):
         raise RuntimeError(
             f"parameter {view.slot.name!r} is gathered: write to it, or call this "
@@ -148,9 +148,7 @@ def safe_set_full_fp32_param(
     part = view.part(value, local)
     view.write(flat.master, part)
     view.write(flat.shard, part)
-    flat.changed()
-    unit.changed = [flat]
-    net.run([Action("release", unit), *net.schedule.updated(unit)])
+    net._updated([view.unit])
     net.wait()
     net.note_writes()
 

@@ -72,7 +72,7 @@ class Delayed(Offload):
         self._take_gradients([f for unit in units for f in unit.trainable])
         # bring the gradients' factor to the host: the thread would wait for
         # all that the device computes meanwhile
-        precision.cast_grad(torch.zeros(()))
+        precision.cast_grad(torch.zeros((), device="cpu"))
         # learning rate schedulers look for this before they warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
         # the same states, but options that no scheduler or loss scale changes

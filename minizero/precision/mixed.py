@@ -176,11 +176,10 @@ class MixedPrecision(Precision):
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
 def has_overflow(grads: list[Tensor]) -> bool:
     """Whether any rank has an inf or a NaN: one all-reduce of one element."""
-    found = torch.zeros(1, device=device())
-    for grad in grads:
-        if grad.numel():
-            ends = torch.stack(torch.aminmax(grad))  # NaN if there is one
-            found += (~ends.isfinite().all()).to(found)
+    # a NaN makes both ends NaN
+    ends = [end for grad in grads if grad.numel() for end in grad.aminmax()]
+    finite = torch.stack(ends).isfinite().all() if ends else torch.ones(())
+    found = 1 - finite.to(device(), torch.float32).view(1)
     with comm.phase(unit="overflow"):
         comm.all_reduce(found)
     return found.item() > 0

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from .flat import Flat, Unit
-from .guards import check_unchanged
 from .net import Net
 
 # %% auto #0
@@ -86,7 +85,7 @@ class DataParallel(Net):
 
     def _begin_backward(self) -> None:
         self.wait()  # for what a backward that failed has left
-        check_unchanged(self)
+        self.check_unchanged()
         self.in_backward = self.has_gradients = True
         self.schedule.backward_begins()
         self._left = list(self.units)  # the last unit's gradients come first

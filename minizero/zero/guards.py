@@ -2,16 +2,16 @@
 
 Writes to parameters, in place or by `p.data = values`, are taken over by the next step
 if every rank makes them; sharded parameters are written to inside
-`zero.GatheredParameters(..., modifier_rank=0)`. What is refused raises here.
+`zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
+copied or saved raises here; what is refused in a step, in `net`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -76,46 +76,6 @@ def _check_apart(model: nn.Module) -> None:
                 "modules (head.weight = embedding.weight)"
             )
         shared, end, before = memory, stop, name
-
-
-def check_unchanged(net: Any) -> None:
-    """Raise RuntimeError for parameters that were frozen, unfrozen or got a `.grad`."""
-    for p, (_, flat, slot) in net.where.items():
-        if p.requires_grad != flat.trainable:
-            raise RuntimeError(
-                f"requires_grad of parameter {slot.name!r} has changed since the model "
-                "was wrapped; set it before"
-            )
-        if p.grad is not None:
-            raise RuntimeError(
-                f"the script has set the gradient of parameter {slot.name!r}; the net "
-                "keeps gradients itself: scale the loss instead, or use "
-                "minizero.utils.safe_set_full_grad after backward"
-            )
-
-
-def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook on the optimizer: RuntimeError if no net has called its `step`."""
-    groups = optimizer.param_groups
-    if not any(p.grad is not None for group in groups for p in group["params"]):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
-            "shards, which get their gradients from the net; call net.step() "
-            "(engine.step())"
-        )
-
-
-class Hook:
-    """Calls a function; the same hook of a copied module calls nothing."""
-
-    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
 
 
 def refuse_sharded_state(module: nn.Module) -> None:

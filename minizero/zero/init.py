@@ -57,17 +57,14 @@ def GatheredParameters(
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     if modifier_rank is not None and not 0 <= modifier_rank < comm.everyone().size:
         raise ValueError(
-            f"modifier_rank must be below {comm.everyone().size}, "
-            f"not {modifier_rank!r}"
+            f"modifier_rank must be below {comm.everyone().size}, not {modifier_rank!r}"
         )
     flats, nets = owners(params), nets_of(params)
     for net in nets:
         net.synchronize()  # an update that arrived later would undo a write
-    for flat in flats:
-        flat.unshard()
-        flat.make_exact()
-        flat.holders += 1
-    try:
+    with ExitStack() as stack:
+        for flat in flats:
+            stack.enter_context(flat.gathered())
         yield
         if modifier_rank is not None:
             for p in (p for p in params if not is_sharded(p)):
@@ -76,10 +73,6 @@ def GatheredParameters(
                 flat.take_over(modifier_rank)
             for net in nets:
                 net.refresh()
-    finally:
-        for flat in flats:
-            flat.holders -= 1
-            flat.free(seen=True)
 
 
 _DATA: Any = (

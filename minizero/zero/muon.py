@@ -161,7 +161,9 @@ def muon_groups(
         for use_muon, options, other in ((True, muon, adamw), (False, adamw, muon)):
             own = {k: v for k, v in group.items() if k in options or k not in other}
             part = [
-                p for p in trained if getattr(p, "use_muon", p not in outside) is use_muon
+                p
+                for p in trained
+                if getattr(p, "use_muon", p not in outside) is use_muon
             ]
             if part:
                 found.append({**options, **own, "params": part, "use_muon": use_muon})

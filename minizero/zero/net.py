@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,39 @@ from ..memory import labels
 from ..memory.plan import Plan
 from .elementwise import check_elementwise, groups_of, layout_of, take_state
 from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model, check_unchanged, refuse_step
+from .guards import OWNERS, check_model
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
 from .units import Policy, assign, find_units, materialise, split
+
+
+class Hook:
+    """Calls a method of a net, for which it does not keep the net alive.
+
+    The same hook of a copied module calls nothing.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
+        self.method = weakref.WeakMethod(method) if method else lambda: None
+        self.first = first
+
+    def __call__(self, *args: Any) -> Any:
+        method = self.method()
+        return method(*self.first, *args) if method else None
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook on the optimizer: RuntimeError if no net has called its `step`."""
+    groups = optimizer.param_groups
+    if not any(p.grad is not None for group in groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
+            "shards, which get their gradients from the net; call net.step() "
+            "(engine.step())"
+        )
 
 
 class Net:
@@ -48,6 +77,10 @@ class Net:
     plan = Plan.stage(0)
     flat_type: Callable[..., Any] = Flat
     copied_type: Callable[..., Any]  # of stage 3, where groups have copies
+    # `DataParallel` has these
+    _on_grad: Callable[[nn.Parameter], None]
+    zero_grad: Callable[[], None]
+    reduced: Callable[[Flat], None]
 
     def __init__(
         self,
@@ -148,8 +181,6 @@ class Net:
     def _register_hooks(self) -> None:
         """Let autograd report each parameter's gradient to `_on_grad`."""
         self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
-        # weak: a parameter must not keep its net alive
-        hook = partial(_call, weakref.WeakMethod(self._on_grad))
         self.handles: list[Any] = []
         for unit in self.units:
             for flat in unit.flats:
@@ -158,6 +189,7 @@ class Net:
                     self.where[p] = unit, flat, slot
                     OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
+                        hook = Hook(self._on_grad)
                         handle = p.register_post_accumulate_grad_hook(hook)
                         self.handles.append(handle)
         self.note_writes()
@@ -201,18 +233,6 @@ class Net:
         for unit in self.units:
             unit.wait()
 
-    def _on_grad(self, p: nn.Parameter) -> None:
-        """The hook: autograd has left a gradient in `p.grad`."""
-        raise NotImplementedError
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        raise NotImplementedError
-
-    def reduced(self, flat: Flat) -> None:
-        """Called when the mean of a buffer's gradients has arrived."""
-        raise NotImplementedError
-
     def averaged(self, unit: Unit, flat: Flat) -> None:
         """Called when the mean of the group has arrived: average it over the groups."""
         if self.grid.copies > 1:
@@ -233,10 +253,10 @@ class Net:
                 work.wait()
         self.reduced(flat)
 
-    def _updated(self, units: list[Unit]) -> None:
-        """Publish units whose shards have been updated."""
+    def _updated(self, units: list[Unit], frozen: bool = False) -> None:
+        """Publish units whose shards, maybe the frozen ones too, have new values."""
         for unit in units:
-            unit.changed = unit.trainable
+            unit.changed = unit.flats if frozen else unit.trainable
             for flat in unit.changed:
                 flat.changed()
             self.run(self.schedule.updated(unit))
@@ -257,6 +277,21 @@ class Net:
 
     # ---- the parameters, read and written from outside
 
+    def check_unchanged(self) -> None:
+        """RuntimeError if the script froze or unfroze parameters, or set a `.grad`."""
+        for p, (_, flat, slot) in self.where.items():
+            if p.requires_grad != flat.trainable:
+                raise RuntimeError(
+                    f"requires_grad of parameter {slot.name!r} has changed since the "
+                    "model was wrapped; set it before"
+                )
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"the script has set the gradient of parameter {slot.name!r}; the "
+                    "net keeps gradients itself: scale the loss instead, or use "
+                    "minizero.utils.safe_set_full_grad after backward"
+                )
+
     def note_writes(self) -> None:
         """Remember the values as they are now, to notice what is written later."""
         self._sums = self._checksums()
@@ -266,7 +301,7 @@ class Net:
 
         Writes to sharded parameters are noticed when these are gathered.
         """
-        check_unchanged(self)
+        self.check_unchanged()
         for flat in () if self.plan.parameters.sharded else self.flats:
             for slot, view in zip(flat.slots, flat.views(), strict=True):
                 p = slot.parameter
@@ -304,40 +339,28 @@ class Net:
 
         Masters were written as well. All ranks must call it.
         """
-        for unit in self.units:
-            unit.changed = unit.flats
-            for flat in unit.flats:
-                flat.changed()
-            release = Action("release", unit)
-            self.run([release, *self.schedule.updated(unit)])
+        self._updated(self.units, frozen=True)
         self.zero_grad()
         self.note_writes()
 
-    @contextmanager
-    def gathered(self, units: list[Unit]) -> Iterator[None]:
-        """The parameters of these units are unsharded inside the block."""
-        for unit in units:
-            self.run(self.schedule.needed(unit))
-        try:
-            yield
-        finally:
-            for unit in units:
-                self.run(self.schedule.done(unit))
+    def gathered(self, flat: Flat) -> AbstractContextManager[None]:
+        """The parameters of a buffer are unsharded inside the block."""
+        return nullcontext()
 
     def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
         """All weights and buffers in host memory, on rank 0; {} on others.
 
-        Units are gathered one by one, so no rank holds more than one unit
+        Flat buffers are gathered one by one, so that no rank holds more than one
         beside its shards. Tied parameters appear under each of their names.
         `frozen`: whether to include parameters that require no gradient.
         """
         self.synchronize()
         first = self.group.rank == 0
         values: dict[nn.Parameter, Tensor] = {}
-        for unit in self.units:
-            with self.gathered([unit]):
-                for flat in unit.flats if first else ():
-                    for slot in flat.slots if frozen or flat.trainable else ():
+        for flat in self.flats:
+            if frozen or flat.trainable:
+                with self.gathered(flat):
+                    for slot in flat.slots if first else ():
                         p = slot.parameter
                         values[p] = p.detach().cpu().clone()
         if not first:
@@ -356,10 +379,3 @@ class Net:
         named = self.model.named_parameters(remove_duplicate=False)
         parameters = {name for name, _ in named}
         return {k: v for k, v in state.items() if k not in parameters}
-
-
-def _call(method: weakref.WeakMethod[Callable[..., None]], p: Any) -> None:
-    alive = method()
-    # a parameter that was frozen since the forward is reported without one
-    if alive is not None and p.grad is not None:
-        alive(p)

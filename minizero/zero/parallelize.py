@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .stage1 import ZeRO1
@@ -26,33 +25,22 @@ def parallelize(
     The options are those of `DataParallel`.
     """
     plan = Plan.stage(3) if plan is None else plan
-    kinds: dict[tuple[bool, ...], type[DataParallel]] = {
-        (False, False, False): DataParallel,
-        (False, False, True): ZeRO1,
-        (False, True, True): ZeRO2,
-        (True, True, True): ZeRO3,
-    }
-    every = plan.parameters, plan.gradients, plan.optimizer
-    kind = kinds.get(tuple(placement.sharded for placement in every))
-    if kind is None:
+    sharded = plan.optimizer.sharded, plan.gradients.sharded, plan.parameters.sharded
+    if sharded != tuple(sorted(sharded, reverse=True)):
         raise ValueError(
             f"{plan} is no stage of ZeRO; shard the optimizer state, then "
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
     check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
-    return kind(model, optimizer, plan=plan, **options)
+    kinds = DataParallel, ZeRO1, ZeRO2, ZeRO3
+    return kinds[sum(sharded)](model, optimizer, plan=plan, **options)
 
 
 def check_groups(
     plan: Plan, weight_bits: int | None, gradient_bits: int | None
 ) -> None:
     """Raise ValueError for what is not done in groups, or quantized."""
-    if not (plan.group or weight_bits or gradient_bits):
-        return
-    for bits in (weight_bits, gradient_bits):
-        if bits is not None:
-            comm.Quantized(bits)
-    if not plan.optimizer.sharded:
+    if (weight_bits or gradient_bits) and not plan.optimizer.sharded:
         raise ValueError(
             "nothing is sharded at stage 0, so there is nothing to quantize; "
             "choose a stage, 3 for weights"
@@ -64,15 +52,14 @@ def check_groups(
         )
     parameters, gradients = plan.parameters, plan.gradients
     group = plan.optimizer.group
-    same = not gradients.sharded or gradients.group == group
-    if parameters.sharded and group:
-        same &= parameters.group == group
-    if not same:
+    alone = parameters.group and not group  # hpZ
+    together = [gradients] if alone else [gradients, parameters]
+    if any(part.sharded and part.group != group for part in together):
         raise ValueError(
             f"{plan}: in groups, everything sharded has one group, or the "
             "parameters alone have it; use Plan.stage(stage, group=...)"
         )
-    if parameters.group and not group and parameters.on != "device":
+    if alone and parameters.on != "device":
         raise ValueError(
             "where only parameters have a group they are stored on the "
             "device, as a copy for the group; leave offload_param out, or "

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..memory.labels import host_empty
-from ..memory.labels import label
+from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
 from .flat import Flat, Unit
 
@@ -246,9 +245,7 @@ class Storage:
         """Let the master take over what was written to the shard."""
         precision.shard_to_master(flat.master, flat.shard)
 
-    def read_shard(
-        self, shard: Tensor, a: int = 0, b: int | None = None
-    ) -> Tensor:
+    def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
         """Elements a to b of a shard, in host memory; only to be read."""
         return shard.detach()[a:b].cpu()
 

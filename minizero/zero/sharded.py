@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -146,9 +148,11 @@ class ShardedFlat(Flat):
         """Send the updated shard to who keeps a copy: here, nobody."""
         return []
 
-    def make_exact(self) -> None:
-        """Gather once more as it is, if that was quantized."""
-        if self.quantized is not None:
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Unsharded inside the block, with the values as they are stored."""
+        self.unshard()
+        if self.quantized is not None:  # gather once more, as it is
             with self.storage.on_copy_stream() as arrive:
                 into = self.kept(self.full)
                 own = self.exact(self.storage.load(self.stored, into))
@@ -156,6 +160,12 @@ class ShardedFlat(Flat):
                     self.full, own, async_op=True, group=self.ranks
                 )
             work.then(arrive).wait()
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+            self.free(seen=True)
 
     def exact(self, kept: Tensor) -> Tensor:
         """What is stored, without what a quantized copy has rounded."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..memory.plan import Plan
 from .flat import Flat, Unit
 from .groups import CopiedFlat
-from .guards import Hook, refuse_sharded_state
+from .guards import refuse_sharded_state
+from .net import Hook
 from .sharded import ShardedFlat
 from .stage2 import ZeRO2
 
@@ -119,8 +120,8 @@ class ZeRO3(ZeRO2):
         self._expected: Counter[Unit] = Counter()
         self._loss_is_nan: Tensor | None = None
         for unit in self.units:
-            before = Hook(partial(self._before_forward, unit))
-            after = Hook(partial(self._after_forward, unit))
+            before = Hook(self._before_forward, unit)
+            after = Hook(self._after_forward, unit)
             for module in self._users(unit):
                 self.handles += [
                     module.register_forward_pre_hook(
@@ -263,12 +264,6 @@ class ZeRO3(ZeRO2):
             )
         super()._on_grad(p)
 
-    @contextmanager
-    def gathered(self, units: list[Unit]) -> Iterator[None]:
-        """As `DataParallel.gathered`; what is in use is unsharded already."""
-        idle = [unit for unit in units if not self._in_use(unit)]
-        with super().gathered(idle):
-            flats: list[Any] = [flat for unit in idle for flat in unit.flats]
-            for flat in flats:
-                flat.make_exact()
-            yield
+    def gathered(self, flat: Flat) -> AbstractContextManager[None]:
+        assert isinstance(flat, ShardedFlat)
+        return flat.gathered()

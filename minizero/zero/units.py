@@ -13,9 +13,7 @@ from .flat import Named
 Policy = Callable[[nn.Module], bool]
 
 
-def find_units(
-    model: nn.Module, policy: Policy | None = None
-) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
     """The outermost modules that `policy` accepts; the root is "".
 
     By default these are the children of `nn.ModuleList` and `nn.Sequential`,
@@ -38,9 +36,7 @@ def find_units(
     return found
 
 
-def assign(
-    model: nn.Module, units: dict[str, nn.Module]
-) -> dict[str, Named]:
+def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     """The parameters of each unit; one that units share is the root's."""
     owner: dict[nn.Parameter, str] = {}
     inside = {
