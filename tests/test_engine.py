@@ -281,7 +281,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"config": ONE, "config_params": ONE}, "not 2"),
     ({"config": {}}, "train_batch_size"),
     ({"config": ONE, "lr_scheduler": lambda o: 3}, "needs an optimizer"),
-    ({"config": ONE, "mpu": object()}, "leave them out"),
+    ({"config": ONE, "mpu": object()}, "all ranks are data-parallel"),
     ({"config": ONE, "model": None}, "takes a torch.nn.Module, not None"),
     ({"config": ONE, "optimizer": lambda p: p}, "makes one of parameters"),
     (
