@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,18 @@ def measure(stage: int, steps: int = 2) -> dict[str, object]:
         }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_between_steps(pool: Pool, stage: int) -> None:
-    results = pool.run(measure, stage)
-    ranks = len(results)
-    for seen in results:
+Measured = list[list[dict[str, Any]]]  # by stage and rank
+
+
+@pytest.fixture(scope="module")
+def measured(pool: Pool) -> Measured:
+    return [pool.run(measure, stage) for stage in range(4)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_between_steps(measured: Measured, stage: int) -> None:
+    ranks = len(measured[stage])
+    for seen in measured[stage]:
         formula = estimate(seen["padded"], ranks, stage, precision="fp32")
         counters = 4 * seen["masters"]
         assert seen["live"]["parameters"] == formula.parameters
@@ -63,35 +71,31 @@ def test_bytes_between_steps(pool: Pool, stage: int) -> None:
         assert 0 <= seen["padded"] - count_parameters(CONFIG) < units * ranks
 
 
-def test_peak_of_stage_3(pool: Pool) -> None:
+def test_peak_of_stage_3(measured: Measured) -> None:
     """Parameters and gradients: their shards and two units each, no more."""
-    for seen in pool.run(measure, 3):
+    for seen in measured[3]:
         two_largest = sum(seen["units"][-2:])
         for category in ("parameters", "gradients"):
             shard = seen["live"][category]
             assert seen["peaks"][category] <= shard + two_largest
 
 
-FACTOR = {0: 2, 1: 2, 2: 2, 3: 3}
+SCATTERED = ("backward", "reduce_scatter")
+SENT = {  # in sizes of the model, and when
+    0: (2, {("backward", "all_reduce")}),
+    1: (2, {SCATTERED, ("step", "all_gather")}),
+    2: (2, {SCATTERED, ("step", "all_gather")}),
+    3: (3, {SCATTERED, ("forward", "all_gather"), ("backward", "all_gather")}),
+}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_elements_sent(pool: Pool, stage: int) -> None:
-    results = pool.run(measure, stage)
-    ranks = len(results)
-    for seen in results:
-        assert seen["total"] == FACTOR[stage] * seen["padded"] * (ranks - 1) / ranks
-
-
-def test_what_is_sent_when(pool: Pool) -> None:
-    def ops(stage: int) -> set[tuple[str, str]]:
-        return set(pool.run(measure, stage)[0]["sent"])
-
-    assert ops(0) == {("backward", "all_reduce")}
-    scattered = ("backward", "reduce_scatter")
-    assert ops(1) == ops(2) == {scattered, ("step", "all_gather")}
-    gathers = {("forward", "all_gather"), ("backward", "all_gather")}
-    assert ops(3) == {scattered, *gathers}
+@pytest.mark.parametrize("stage", SENT)
+def test_elements_sent(measured: Measured, stage: int) -> None:
+    times, ops = SENT[stage]
+    ranks = len(measured[stage])
+    for seen in measured[stage]:
+        assert seen["total"] == times * seen["padded"] * (ranks - 1) / ranks
+        assert set(seen["sent"]) == ops
 
 
 def count_gathers(checkpoint: bool) -> int:

@@ -18,11 +18,7 @@ from minizero import estimate
 from minizero.config import ConfigError
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.config import ConfigExplorer, plans
-from minizero.lab.explorables.figures import (
-    Exchanges,
-    LinkTime,
-    Shards,
-)
+from minizero.lab.explorables.figures import Exchanges, LinkTime, Shards
 from minizero.lab.explorables.formats import FormatExplorer
 from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import (
@@ -169,10 +165,20 @@ def test_memory_explorer_gives_the_7b_example() -> None:
     widget.recomputation = "none"
     assert widget.activations() / 1e9 > 10 * own
     cells = Cells(explorer(n_params=7e9, world_size=8).static_html()).cells
-    assert cells == ["0", "112.8 GB", "1", "39.33 GB", "2", "27.08 GB", "3", "14.83 GB"]
+    assert cells == ["0", "112.8 GB", "1", "39.33 GB", "2", "27.93 GB", "3", "16.53 GB"]
     both = explorer(offload_optimizer=True, offload_param=True)
     hosts = [both.breakdown(stage).host.total / 1e9 for stage in range(4)]
     assert hosts == [0, 84 / 8, (84 + 14) / 8, 112 / 8]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_memory_explorer_gives_the_config_of_a_plan(stage: int) -> None:
+    """Which is read, and whose plan takes what the bars say."""
+    offload = {"offload_optimizer": True, "offload_param": True}
+    for how in ({}, offload, {"precision": "fp32", "optimizer": "momentum"}):
+        widget = explorer(stage=stage, micro_batch=4, **how)
+        config = ConfigExplorer(widget.config())
+        assert config.breakdown() == widget.breakdown()
 
 
 def test_python_sees_the_controls() -> None:
@@ -187,17 +193,19 @@ def test_python_sees_the_controls() -> None:
 def test_landing_figure_agrees_with_the_table_below_it() -> None:
     """Stored bytes are the formula's; equal volume takes equal time, ZeRO-3 more."""
     rows = Plans().numbers()
-    for stage, (_, _, stored, most, _) in enumerate(rows):
+    for stage, (_, _, stored, most, _, _) in enumerate(rows):
         assert stored == pytest.approx(estimate(7e9, 8, stage).total, rel=1e-4)
         assert most > stored
-    zero, one, two, three = (row[-1] for row in rows)
+    zero, one, two, three = (row[4] for row in rows)
     assert one == two < three
-    sent = {
+    spent = {
         verb: sum(s.end - s.begin for s in simulated(Setting(stage), SIZE).slices
                   if s.verb == verb)
         for stage, verb in enumerate(("all_reduce", "reduce_scatter"))
     }  # fmt: skip
-    assert sent["all_reduce"] == pytest.approx(2 * sent["reduce_scatter"], rel=1e-3)
+    assert spent["all_reduce"] == pytest.approx(2 * spent["reduce_scatter"], rel=1e-3)
+    sent = [row[5] / rows[0][5] for row in rows]
+    assert sent == pytest.approx([1, 1, 1, 1.5], rel=1e-5)
     assert zero > one  # every rank updates everything
     peaks = [row[3] for row in rows]
     assert peaks == sorted(peaks, reverse=True) and peaks[3] < peaks[2] / 1.5

@@ -21,8 +21,9 @@ from test_explorables import ALL, QUESTIONS
 from minizero.lab.explorables.base import FIGURES, Explorable, _read, script
 from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.formats import FormatExplorer
+from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import MemoryExplorer, explorer
-from minizero.lab.explorables.predict import Predict
+from minizero.lab.explorables.predict import Predict, number
 from minizero.lab.explorables.timeline import Timeline
 from minizero.lab.plots.style import amount
 
@@ -107,29 +108,6 @@ def test_nothing_moves_and_all_fit(gallery: Gallery) -> None:
         assert gallery.run(OUTSIDE) == []
 
 
-LOOKS = """return [...arguments].map((root) => {
-  const looks = (query, name) => [...root.querySelectorAll(query)].map((e) =>
-    getComputedStyle(e)[name]);
-  const boxes = looks(".swatch, .bar div, .paint:not(svg *)", "backgroundColor");
-  return [...boxes, ...looks(".paint", "fill")];
-})"""
-
-
-def test_forced_colours_keep_what_colours_tell(gallery: Gallery) -> None:
-    """What a colour stands for keeps it; text takes the reader's."""
-    before = gallery.run(LOOKS, *gallery.roots)
-    assert sum(map(len, before)) > 100
-    box = find(gallery.roots[0], ".box")
-    ink = box.value_of_css_property("color")
-    media = {"features": [{"name": "forced-colors", "value": "active"}]}
-    gallery.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    try:
-        assert gallery.run(LOOKS, *gallery.roots) == before
-        assert box.value_of_css_property("color") != ink
-    finally:
-        gallery.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 def test_paper_shows_the_picture_and_its_setting(gallery: Gallery) -> None:
     media = "Emulation.setEmulatedMedia"
     gallery.browser.execute_cdp_cmd(media, {"media": "print"})
@@ -149,10 +127,8 @@ def test_paper_shows_the_picture_and_its_setting(gallery: Gallery) -> None:
 
 def test_numbers_are_a_table_on_request(gallery: Gallery) -> None:
     for root, kind in zip(gallery.roots, ALL, strict=False):
-        if kind is FormatExplorer:  # a table itself
-            continue
         assert not root.find_elements("css selector", ".numbers table")
-        gallery.run("arguments[0].click()", find(root, "summary"))
+        gallery.run("arguments[0].click()", find(root, ".tools summary"))
         gallery.browser.execute_async_script("requestAnimationFrame(arguments[0])")
         heads = root.find_elements("css selector", ".numbers tr th:first-child")[1:]
         names = [head.get_property("textContent") for head in heads]
@@ -398,11 +374,53 @@ def test_memory_explorer_says_it_in_words(show: Show) -> None:
     assert heads == [
         "Data parallel nothing is sharded 112.8 GB ✗ fits on no number of GPUs",
         "ZeRO-1 shards the optimizer state 39.33 GB ✓ fits, from 2 GPUs up",
-        "ZeRO-2 shards gradients too 27.08 GB ✓ fits, from 2 GPUs up",
-        "ZeRO-3 shards everything 14.83 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-2 shards gradients too 27.93 GB ✓ fits, from 2 GPUs up",
+        "ZeRO-3 shards everything 16.53 GB ✓ fits, from 2 GPUs up",
     ]
+    find(root, "details").click()
+    widget = explorer(n_params=7e9, world_size=8)
+    assert json.loads(find(root, "pre").text) == widget.config()
     said = find(root, ".words").text
-    assert "activations 830.5 MB), which fits in 80 GB" in said
+    assert "activations 830.5 MB, buffers 1.7 GB), which fits in 80 GB" in said
+
+
+def test_a_model_is_typed_once(browser: Any, show: Show) -> None:
+    """Every figure that can takes it, on this visit and the next, until Reset."""
+    figures = [MemoryExplorer(), ConfigExplorer(), SaveInterval(n_params=70e9)]
+    page = f"<script>{script()}</script>"  # as in the book, one for all
+    roots = show(page, *(figure.element() for figure in figures))
+
+    def sizes(roots: list[Any]) -> list[str]:
+        return [find(root, "[type=range]").get_dom_attribute("aria-valuetext")
+                for root in roots]  # fmt: skip
+
+    find(roots[0], "[aria-pressed]:nth-child(3)").click()
+    assert sizes(roots) == ["13B", "13B parameters", "13B"]
+    browser.execute_script("history.replaceState(null, '', location.pathname)")
+    browser.refresh()
+    roots = [e.shadow_root for e in browser.find_elements("css selector", FRAME)]
+    assert sizes(roots) == ["13B", "13B parameters", "13B"]
+    assert "Your model" in find(roots[1], ".tools").text
+    find(roots[2], ".tools button").click()
+    assert sizes(roots) == ["13B", "13B parameters", "70B"]
+    browser.refresh()
+    roots = [e.shadow_root for e in browser.find_elements("css selector", FRAME)]
+    browser.execute_script("localStorage.clear()")
+    assert sizes(roots)[2] == "70B"
+
+
+def test_a_prediction_returns_where_its_answer_is(browser: Any, show: Show) -> None:
+    asked = number("how much?", 16.0, "MB", at="here")
+    text = "<section id='here'><h2>Measured</h2><p>It is 16.</p></section>"
+    (root,) = show(Predict(asked).static_html(), text)
+    find(root, "input").send_keys("8\n")
+    there = "#here h2 + [data-mark]"
+    said = "You predicted 8 MB. You are a factor of 2 too low. The answer: 16 MB."
+    assert find(browser, there).text == said
+    browser.refresh()
+    assert find(browser, there).text == said
+    find(find(browser, FRAME).shadow_root, ".tools button").click()
+    assert not find(browser, there).is_displayed()
 
 
 def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:

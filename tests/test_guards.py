@@ -7,6 +7,7 @@ with a net that was told in time; what is refused says what to do instead.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import weakref
 from collections.abc import Callable
@@ -242,6 +243,14 @@ def test_a_gathered_model_is_copied_and_saved() -> None:
         assert all(torch.equal(v, expected[k]) for k, v in made.state_dict().items())
         assert made(rows()).isfinite().all()
     assert net.model[0].weight.isnan().all()
+
+
+def test_a_model_outlives_its_net() -> None:
+    net = wrap(3)
+    made, expected = net.model, net(rows()).detach()
+    del net
+    gc.collect()
+    assert torch.equal(made(rows()), expected)
 
 
 def test_views_outlive_the_block_that_gathered() -> None:

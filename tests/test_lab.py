@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +18,7 @@ from minizero.lab.plots import bars, style
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import CATEGORIES
-from minizero.memory.tracker import Sample, Tracker
-from minizero.ranks.launch import launch
+from minizero.memory.tracker import Sample
 
 TINY = GPTConfig(layers=2, hidden=16, heads=2, sequence=32)
 UNITS = {"m": 1e6, "b": 1e9}
@@ -55,11 +50,6 @@ def test_size_has_the_parameters_of_its_formula_and_of_its_name(name: str) -> No
     assert count == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.06)
 
 
-def test_unknown_size_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no model size '2m'.*0\.1m, 0\.5m.*1b\.$"):
-        GPTConfig.named("2m")
-
-
 def test_forward_gives_logits_or_their_cross_entropy() -> None:
     torch.manual_seed(0)
     model, x, y = GPT(TINY), tokens(), tokens()
@@ -70,77 +60,6 @@ def test_forward_gives_logits_or_their_cross_entropy() -> None:
     assert loss.dtype == torch.float32
     # At the start the model knows nothing: log 256 nats a byte.
     assert loss.item() == pytest.approx(5.545, abs=0.3)
-
-
-def test_no_token_sees_a_later_one() -> None:
-    torch.manual_seed(0)
-    model, x = GPT(TINY), tokens()
-    changed = x.clone()
-    changed[:, 10] += 1
-    changed %= 256
-    before, after = model(x), model(changed)
-    assert torch.equal(before[:, :10], after[:, :10])
-    assert not torch.equal(before[:, 10:], after[:, 10:])
-
-
-def test_longer_sequence_than_positions_is_refused() -> None:
-    with pytest.raises(ValueError, match="33 tokens.*positions for 32"):
-        GPT(TINY)(tokens(sequence=33))
-
-
-def test_head_is_tied_to_the_embedding() -> None:
-    model = GPT(TINY)
-    assert model.head.weight is model.tokens.weight
-    assert len(list(model.parameters())) == 2 + 12 * TINY.layers + 2
-
-
-def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
-    """Each block runs a second time through its own call, so its hooks see it."""
-    x, y = tokens(), tokens()
-    gradients, kept, calls = [], [], []
-    for checkpoint in (False, True):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(2, 16, 2, sequence=32, checkpoint=checkpoint))
-        count = [0]
-        model.blocks[0].register_forward_pre_hook(
-            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
-        )
-        with Tracker(model) as tracker:
-            loss = model(x, y)
-            kept.append(tracker.live["activations"])
-            loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        calls.append(count[0])
-    assert all(map(torch.equal, *gradients))
-    assert calls == [1, 2]
-    assert kept[1] < kept[0] / 2
-
-
-def test_generate_continues_the_prompt() -> None:
-    torch.manual_seed(0)
-    model = GPT(TINY)
-
-    def draw(seed: int, temperature: float = 1.0) -> bytes:
-        generator = torch.Generator().manual_seed(seed)
-        return model.generate(b"def ", 40, temperature, generator)
-
-    assert len(draw(0)) == 40  # past the model's 32 positions
-    assert draw(0) == draw(0) != draw(1)
-    assert draw(0, temperature=0) == draw(1, temperature=0)
-    likeliest = model(torch.tensor([list(b"def ")]))[0, -1].argmax()
-    assert draw(0, temperature=0)[0] == likeliest
-
-
-def test_decay_groups_hold_each_trained_parameter_once() -> None:
-    model = GPT(TINY)
-    model.positions.weight.requires_grad_(False)
-    decay, plain = gpt.decay_groups(model, weight_decay=0.1)
-    assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert all(p.ndim == 2 for p in decay["params"])
-    assert all(p.ndim == 1 for p in plain["params"])
-    grouped = [id(p) for p in decay["params"] + plain["params"]]
-    trained = [id(p) for p in model.parameters() if p.requires_grad]
-    assert sorted(grouped) == sorted(trained)
 
 
 # --- The corpus ---
@@ -177,15 +96,6 @@ def test_any_world_size_sees_the_same_global_batch(
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_batches_depend_on_seed_and_step(stdlib: Corpus) -> None:
-    keys = [(0, 0), (1, 0), (0, 1), (2, 5)]
-    batches = [stdlib.batch(step, 0, 1, 4, 32, seed=seed)[0] for seed, step in keys]
-    for a, b in itertools.combinations(batches, 2):
-        assert not torch.equal(a, b)
-    valid, _ = stdlib.batch(0, 0, 1, 4, 32, part="valid")
-    assert bytes(valid[0].tolist()) in bytes(stdlib.valid.numpy())
-
-
 @pytest.mark.parametrize(
     ("batch", "world_size", "message"),
     [
@@ -198,43 +108,6 @@ def test_uneven_batch_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         stdlib.batch(0, 0, world_size, batch, 8)
-
-
-def test_folder_is_read_in_order_and_without_binaries(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_bytes(b"second")
-    (tmp_path / "a.txt").write_bytes(b"first\xff")  # no UTF-8, but text
-    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
-    (tmp_path / ".hidden").write_bytes(b"hidden")
-    for name in "zpxqyr":
-        (tmp_path / name / "deep").mkdir(parents=True)
-        (tmp_path / name / "deep" / "file").write_text(name)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    read = Corpus(tmp_path)
-    text = bytes(torch.cat([read.train, read.valid]).numpy())
-    assert text == b"first\xffsecondpqrxyz"
-    assert "8 files" in str(read)
-
-
-def test_paths_without_text_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    (tmp_path / "folder").mkdir()
-    for name in ("empty", "folder"):
-        with pytest.raises(ValueError, match="has no text in it; give another"):
-            Corpus(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        Corpus(tmp_path / "nowhere")
-
-
-def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(b"x" * 20)
-    read = Corpus(tmp_path / "short")
-    x, _ = read.batch(0, 0, 1, 2, 17)
-    assert x.shape == (2, 17)
-    with pytest.raises(ValueError, match="train part .* 18 bytes, .* of 18 needs 19"):
-        read.batch(0, 0, 1, 2, 18)
-    with pytest.raises(ValueError, match="valid part .* 2 bytes"):
-        read.batch(0, 0, 1, 2, 4, part="valid")
 
 
 # --- The palette and the figures ---
@@ -353,32 +226,6 @@ def test_equal_losses_share_a_line() -> None:
         plots.loss_curves({"none": []})
 
 
-def test_figures_are_clear_small_and_the_same_each_time() -> None:
-    def render() -> bytes:
-        figure = plots.memory_bars({f"{s}": estimate(7e9, 8, s) for s in range(4)})
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=192, metadata={"Software": None})
-        return out.getvalue()
-
-    first = render()
-    assert first == render()
-    assert len(first) < 100_000
-    pixels = plots.mpl.image.imread(io.BytesIO(first))
-    assert (pixels[..., 3] == 0).mean() > 0.4  # between the bars too
-    assert pixels.shape[1] == int(plots.WIDTH * 192)
-
-
-def test_training_needs_no_figures() -> None:
-    """The model, the data and the toy GPU import neither matplotlib nor widgets."""
-    code = (
-        "import sys, minizero, minizero.lab.models.gpt, minizero.lab.models.corpus\n"
-        "import minizero.lab.toygpu\n"
-        "heavy = {'matplotlib', 'anywidget', 'ipywidgets', 'IPython'}\n"
-        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # --- The toy GPU ---
 
 
@@ -414,22 +261,6 @@ def test_toy_gpu_counts_freed_and_resized_storages() -> None:
         assert gpu.total == flat.untyped_storage().nbytes() == 8000
 
 
-def test_toy_gpu_names_the_largest_category() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.named("0.1m"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    weights = sum(p.numel() for p in model.parameters()) * 4
-    with ToyGPU(weights * 5, model, optimizer) as gpu:
-        model(tokens(1, 1)).sum().backward()
-        optimizer.step()
-        assert gpu.live["optimizer"] > 2 * weights
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"largest part is optimizer\."
-        ):
-            model(tokens(8, 128))
-    assert weights * 4 < gpu.peak <= gpu.capacity
-
-
 def test_state_that_is_there_before_may_not_fit() -> None:
     """And then nothing of the toy GPU is left behind."""
     model, resize = GPT(TINY), torch.UntypedStorage.resize_
@@ -438,16 +269,3 @@ def test_state_that_is_there_before_may_not_fit() -> None:
     assert torch.UntypedStorage.resize_ is resize
     with ToyGPU(1e6):
         assert model(tokens()).shape == (2, 16, 256)
-
-
-def test_toy_gpu_holds_in_a_rank() -> None:
-    def run() -> str:
-        with ToyGPU(1000):
-            try:
-                torch.zeros(1000)
-            except torch.OutOfMemoryError as error:
-                return str(error)
-        return "it fitted"
-
-    for said in launch(run, 2):
-        assert said.startswith("Out of memory: tried to allocate 4 kB on a toy GPU of")

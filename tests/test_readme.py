@@ -182,7 +182,7 @@ def test_commands_of_the_package(root: Path, tmp_path: Path) -> None:
 HUGGING_FACE = """
 args = TrainingArguments(
     deepspeed="ds_config.json", max_steps=2, output_dir="out", report_to="none",
-    per_device_train_batch_size=8, save_strategy="no", learning_rate=0.1,
+    per_device_train_batch_size=4, save_strategy="no", learning_rate=0.1,
 )
 rows = [{"x": a, "labels": b} for a, b in data]
 class Model(torch.nn.Linear):
@@ -193,7 +193,7 @@ trainer.train()
 assert trainer.model_wrapped.global_steps == 2
 """
 LOADER = """
-loader = torch.utils.data.DataLoader(data, 8)
+loader = torch.utils.data.DataLoader(data, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
@@ -211,4 +211,4 @@ def test_the_blocks_of_hugging_face(
     exec(BEFORE + imports + HUGGING_FACE, {})
     names: dict[str, Any] = {}
     exec(BEFORE + LOADER + loop, names)
-    assert names["model"].global_steps == 8
+    assert names["model"].global_steps == 16

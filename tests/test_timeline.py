@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from conftest import Show, find
 from minizero.lab.explorables.base import module
 from minizero.lab.explorables.packing import Pack
 from minizero.lab.explorables.steps import TICK, Setting, line, settings, simulated
-from minizero.lab.explorables.timeline import RECORDED, Timeline, packed, steps
+from minizero.lab.explorables.timeline import Timeline, steps
+from minizero.lab.plots.style import short
 from minizero.memory.plan import PRECISIONS, estimate
 from minizero.memory.trace import Change, Moment, Slice, Trace
 
@@ -64,27 +64,6 @@ def test_steps_begin_with_what_the_formula_says(stage: int) -> None:
         assert there == rest  # what came has gone
 
 
-def test_settings_do_what_they_are_there_for() -> None:
-    def step(**how: Any) -> tuple[float, int]:
-        at = Setting(**how)
-        return line(at).duration, simulated(at).peak(0)
-
-    plain, late, ahead = (
-        step(stage=3, overlap=overlap, prefetch=prefetch)
-        for overlap, prefetch in ((False, False), (True, False), (True, True))
-    )
-    assert ahead[0] < late[0] <= plain[0] and plain[1] < ahead[1]
-    again = step(stage=3, checkpointing=True)
-    assert again[0] > plain[0] and again[1] < plain[1]
-    host, disk = (step(stage=3, offload=place) for place in ("host", "disk"))
-    assert plain[0] < host[0] < disk[0] and host[1] < plain[1]
-    peaks = [step(stage=stage)[1] for stage in range(4)]
-    assert peaks == sorted(peaks, reverse=True)
-    twice = step(stage=2, micro_batches=2)
-    (once, most) = step(stage=2)
-    assert once < twice[0] < 2 * once and twice[1] == most
-
-
 def test_every_plan_sends_what_the_formula_says() -> None:
     """2, 2, m + 1 and 3m times the model's elements, and N - 1 of N parts of them."""
     for at in settings():
@@ -96,76 +75,39 @@ def test_every_plan_sends_what_the_formula_says() -> None:
         assert sent == times * bytes_ * (trace.ranks - 1) // trace.ranks, at
 
 
-def spent(trace: Trace, *verbs: str) -> float:
-    """Seconds of the slices that do so."""
-    return sum(s.end - s.begin for s in trace.slices if s.verb in verbs)
-
-
-def rests(**how: Any) -> dict[tuple[str, str], int]:
-    """Live bytes where a step ends."""
-    *_, (_, last) = simulated(Setting(**how)).live(0)
-    return {where: nbytes for where, nbytes in last.items() if nbytes}
-
-
-def test_chapters_say_of_state_what_is_drawn() -> None:
-    """What is stored between steps, and what an update finds."""
-    states = ("parameters", "gradients", "optimizer")
-    whole = rests(stage=0)
-    assert [whole["device", c] // 2 for c in states] == [
-        n * whole["device", "parameters"] // 2 for n in (1, 1, 6)
-    ]
-    owned = whole["device", "optimizer"] // 4
-    for stage in (1, 2, 3):
-        assert rests(stage=stage)["device", "optimizer"] == owned
-        for place in ("host", "disk"):
-            assert rests(stage=stage, offload=place)[place, "optimizer"] == owned
-    widget = Timeline(stage=2, overlap=False, moment=0.817)
-    found = {name: now for name, now, _ in widget.numbers()}
-    assert found["gradients"] == whole["device", "gradients"] // 4
-    widget.stage = 1
-    found = {name: now for name, now, _ in widget.numbers()}
-    assert found["gradients"] == whole["device", "gradients"]
-
-
-def test_chapters_say_of_time_what_is_drawn() -> None:
-    """What is waited for, and how long."""
+def test_chapters_say_what_is_drawn() -> None:
+    """What is waited for, what an update finds, what is sent when."""
 
     def at(**how: Any) -> Trace:
         return simulated(Setting(**how))
 
-    eager, late = at(stage=1), at(stage=1, overlap=True)
-    reduced = [s for s in eager.slices if s.verb == "reduce_scatter"]
-    waits = [(s.begin, s.end) for s in eager.slices if s.verb == "wait"]
-    assert all((s.begin, s.end) in waits for s in reduced)
-    assert spent(late, "wait") < spent(eager, "wait")
+    def spent(trace: Trace, *verbs: str) -> float:
+        return sum(s.end - s.begin for s in trace.slices if s.verb in verbs)
 
-    one, two = at(stage=1, micro_batches=2), at(stage=3, micro_batches=2)
+    eager, late = at(stage=0), at(stage=0, overlap=True)
+    waits = [(s.begin, s.end) for s in eager.slices if s.verb == "wait"]
+    assert all((s.begin, s.end) in waits for s in eager.slices if s.call >= 0)
+    assert spent(late, "wait") < spent(eager, "wait")
+    updates = [spent(at(stage=stage), "update") for stage in (0, 1)]
+    assert updates[1] == pytest.approx(updates[0] / 4)
+
+    gradients = [
+        {row[0]: row[1] for row in Timeline(
+            stage=stage, overlap=False, moment=0.817).numbers()}["gradients"]
+        for stage in (1, 2)
+    ]  # fmt: skip
+    assert gradients[0] == 4 * gradients[1]
+
+    one, three = (at(stage=stage, micro_batches=2) for stage in (1, 3))
     second = [s.begin for s in one.slices if s.verb == "forward"][5]
     assert not [s for s in one.slices if s.call >= 0 and s.begin < second]
-    gathered = [s for s in two.slices if s.verb == "all_gather"]
-    assert len(gathered) == 2 * len(
-        [s for s in at(stage=3).slices if s.verb == "all_gather"]
-    )
-
-    updates = [spent(at(stage=0), "update"), spent(at(stage=1), "update")]
-    assert updates[1] == pytest.approx(updates[0] / 4)
-    assert spent(at(stage=1, offload="host"), "update") > updates[0]
-
-    three = at(stage=3, overlap=True, prefetch=True)
-    calls = spent(three, "all_gather", "reduce_scatter")
-    assert spent(three, "wait") < calls / 3
-    ends = [
-        line(Setting(stage, True, ahead)).duration
-        for stage, ahead in ((3, True), (2, False), (1, False), (0, False), (3, False))
-    ]
-    assert ends == sorted(ends)
-    alone = at(stage=3)
-    assert spent(alone, "all_gather") == pytest.approx(
-        2 * spent(alone, "reduce_scatter")
-    )
-    assert spent(alone, "wait") == pytest.approx(
-        spent(alone, "all_gather", "reduce_scatter")
-    )
+    gathers = [s for s in three.slices if s.verb == "all_gather"]
+    once = [s for s in at(stage=3).slices if s.verb == "all_gather"]
+    assert len(gathers) == 2 * len(once)
+    ahead = at(stage=3, overlap=True, prefetch=True)
+    assert spent(ahead, "wait") < spent(ahead, "all_gather", "reduce_scatter") / 3
+    peaks = [at(stage=stage).peak(0) for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 # --- From Python to the page ---
@@ -267,33 +209,35 @@ def test_recorded_and_exported_traces_arrive(browser: Any, show: Show) -> None:
     assert found(told) == wanted(trace, 1e-6)
 
 
-def test_numbers_of_a_dropped_trace(browser: Any, show: Show) -> None:
-    """At 1,000 moments, on either rank, as of one that Python was given."""
-    trace, rng = own_trace(), random.Random(0)
-    widget = Timeline(source="recorded", recorded=packed(trace))
-    asked = [[rng.random(), rng.randrange(4)] for _ in range(1000)]
-    source = f"{SOURCE}\nconst file = fromChrome({json.dumps(trace.chrome())});"
-    names = json.dumps(widget.categories)
-    get = f"(name) => ({{ moment, rank, categories: {names} }})[name]"
-    script = f"([moment, rank]) => numbersOf(file, {get})"
-    told = in_page(browser, show, source, script, *asked)
-    for numbers, (moment, rank) in zip(told, asked, strict=True):
-        widget.moment, widget.rank = moment, rank
-        assert numbers == widget.numbers()
-
-
-def test_shipped_recording_is_whole() -> None:
-    tables = json.loads(RECORDED.read_text())["tables"]
-    assert {s[0] for s in tables["slices"]} >= {"compute", "gather", "reduce"}
-    widget = Timeline(source="recorded")
-    most = {name: number for name, _, number in widget.numbers()}
-    assert most["parameters"] > 0 and most["activations"] > 0
-    with pytest.raises(KeyError):
-        Timeline(source="recorded", recorded={}).numbers()
-    assert packed(own_trace())["traces"]["recorded"]["ranks"] == 2
-
-
 # --- In a browser ---
+
+
+def test_chapter_shows_what_it_is_about(browser: Any, show: Show) -> None:
+    """A part of the figure, the point marked where it is meant; the rest on request."""
+    shown = ["lanes", "curve", "gradients", "stage", "zoom"]
+    how = {"stage": 2, "overlap": False, "moment": 0.6, "shown": shown}
+    widget = Timeline(**how, point="here it is")
+    (root,) = show(widget.static_html())
+
+    def seen(query: str) -> int:
+        return sum(e.is_displayed() for e in root.find_elements("css selector", query))
+
+    assert (seen("select"), seen(".blocks"), seen(".phases")) == (2, 0, 1)
+    trace = simulated(widget.setting())
+    slices = root.find_elements("css selector", ".lanes rect.s")
+    assert len(slices) == sum(s.end > s.begin for s in trace.slices)
+    assert seen(".point") == 1 and "here it is" in find(root, ".lanes").text
+    selects = root.find_elements("css selector", "select")
+    plan, zoom = (one for one in selects if one.is_displayed())
+    zoom.send_keys("4")  # the third quarter of the axis
+    assert 0 < len(root.find_elements("css selector", ".lanes rect.s")) < len(slices)
+    assert seen(".point") == 1
+    plan.send_keys("ZeRO-1")
+    assert seen(".point") == 0  # it is said of ZeRO-2
+    find(root, ".chart > button").click()
+    assert (seen("select"), seen(".blocks"), seen(".phases")) == (6, 1, 2)
+    assert not root.find_elements("css selector", ".chart > button")
+
 
 PROSE = """<p>First <span class="timeline-word">gather</span>, then
 <span class="timeline-word">releases</span>.</p>"""
@@ -366,7 +310,11 @@ def test_pointer(browser: Any, show: Show) -> None:
     middle = wide.rect["x"] + wide.rect["width"] / 2
     lanes = find(root, ".lanes").rect
     share = (middle - lanes["x"] - 66) / (lanes["width"] - 72)
-    assert moment(root) == pytest.approx(share, abs=0.003)
+    # the axis is that of the longest of the four plans, whose ends are marked
+    ends = [line(Setting(stage, True, stage == 3)).duration for stage in range(4)]
+    assert moment(root) == pytest.approx(share * max(ends) / ends[3], abs=0.003)
+    text = find(root, ".lanes").text
+    assert f"data parallel ends, {short(round(1e3 * ends[0], 2))} ms" in text
 
 
 def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> None:
@@ -493,7 +441,7 @@ SETTINGS = """const [plan, offload, step] = root.querySelectorAll("select");
       const scrub = root.querySelector(".scrub");
       scrub.value = i / 40;
       scrub.dispatchEvent(new Event("input"));
-      const { top } = root.querySelector(".words + .name").getBoundingClientRect();
+      const { top } = root.querySelector(".words + div").getBoundingClientRect();
       heights.add(top - root.querySelector(".words").getBoundingClientRect().top);
     }
   }

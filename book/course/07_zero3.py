@@ -1,5 +1,8 @@
 """Chapter 7: ZeRO-3."""
 
+import os
+import tempfile
+
 import torch
 
 from minizero import comm, launch
@@ -240,10 +243,11 @@ def save(net, path):
             net = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=0.01))
             net.backward(net(rows(width, 0, 0)))
             net.step()
-            answer(net, "weights.pt")
+            answer(net, path)
 
+        path = os.path.join(tempfile.mkdtemp(), "weights.pt")
         launch(saved, ranks, timeout=PATIENCE)
-        weights = torch.load("weights.pt", weights_only=True)
+        weights = torch.load(path, weights_only=True)
         bad = [k for k, w in weights.items() if w.isnan().any()]
         return {
             "NaN in": len(bad),

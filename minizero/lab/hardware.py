@@ -77,10 +77,9 @@ def intensity(
         "activations": 24.0 * hidden * interval,
     }
     if what not in known:
-        raise ValueError(
-            f"what must be one of {', '.join(known)}, not {what!r}"
-        )
+        raise ValueError(f"what must be one of {', '.join(known)}, not {what!r}")
     return known[what]
+
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """The share of time spent computing, if nothing overlaps: 0 to 1.

@@ -177,7 +177,8 @@ def peers() -> Callable[[], None]:
     prints them, and all stuck ranks end, rank 0 last: that they lose it is no news.
     """
     me, everyone = dist.get_rank(), range(dist.get_world_size())
-    store = _part("watch", dist.distributed_c10d._get_default_store())
+    # on a connection of its own: the main thread may wait for the store in new_group
+    store = _part("watch", dist.distributed_c10d._get_default_store().clone())
     posted, seen = Report(), 0
 
     def post() -> None:

@@ -23,13 +23,18 @@ from .units import Policy, assign, find_units, materialise, split
 
 
 class Hook:
-    """Calls a method of a net, for which it does not keep the net alive.
+    """Calls a method of a net; the same hook of a copied module calls nothing.
 
-    The same hook of a copied module calls nothing.
+    `weak`: the hook does not keep the net alive.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
-        self.method = weakref.WeakMethod(method) if method else lambda: None
+    def __init__(
+        self,
+        method: Callable[..., Any] | None = None,
+        *first: Any,
+        weak: bool = False,
+    ) -> None:
+        self.method = weakref.WeakMethod(method) if weak and method else lambda: method
         self.first = first
 
     def __call__(self, *args: Any) -> Any:
@@ -189,7 +194,7 @@ class Net:
                     self.where[p] = unit, flat, slot
                     OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
-                        hook = Hook(self._on_grad)
+                        hook = Hook(self._on_grad, weak=True)
                         handle = p.register_post_accumulate_grad_hook(hook)
                         self.handles.append(handle)
         self.note_writes()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bench.fit import FITTED, PREDICTED, fit, measure, predict
 from bench.runner import Comparison
-from minizero.lab.measure import FITTED, PREDICTED, fit, measure, predict
 
 
 def compare(repeats: int) -> list[Comparison]:

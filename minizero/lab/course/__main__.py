@@ -58,15 +58,15 @@ def main() -> None:
 
 
 def listing() -> str:
-    """Which exercises of each chapter are graded, and which are not."""
+    """Which exercises of each chapter a program grades, and which a person."""
     lines, graded, every = [], 0, 0
     for chapter in chapters():
         known = [asked.label for asked in load(chapter)]
         missing = [label for label in labels(chapter) if label not in known]
         graded, every = graded + len(known), every + len(known) + len(missing)
-        rest = f"; not: {', '.join(missing)}" if missing else ""
+        rest = f"; by a person, with a rubric: {', '.join(missing)}" if missing else ""
         lines.append(f"{chapter:18} {len(known)} graded{rest}")
-    return "\n".join([*lines, f"{graded} of {every} exercises are graded"])
+    return "\n".join([*lines, f"{graded} of {every} exercises and projects are graded"])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ from .exercise import (
 from .grade import EXPLANATION
 from .syllabus import SYLLABI, syllabus
 
-NEEDED = "torch cloudpickle pydantic annotated-types safetensors zlib-ng numpy psutil"
+NEEDED = """
+torch cloudpickle pydantic annotated-types safetensors zlib-ng numpy psutil triton
+transformers accelerate
+"""
 
 
 def build(out: Path, seed: str, pages: bool = True) -> None:
@@ -90,7 +93,7 @@ def explanation(label: str) -> Any:
 def opening(chapter: str) -> Any:
     title = re.search(r"^# (.*)", chapters()[chapter], re.M)
     return new_markdown_cell(
-        f"# Exercises of chapter {title[1] if title else chapter}\n\n"
+        f"# Exercises: {title[1] if title else chapter}\n\n"
         f"Hand in this notebook under its name, `{chapter}.ipynb`. An answer is the "
         "cell whose first line names its exercise: keep that line. All that an answer "
         "needs, imports too, stands in its cell, since each is graded in a process of "

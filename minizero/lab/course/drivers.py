@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minizero import Tracker, comm, launch
+import minizero
+from minizero import Tracker, comm, launch, zero
+from minizero.activations import recompute_units
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import labelled_bytes
 from minizero.overlap.simulator import Buffer, Layer
-from minizero.ranks import RankError, rank
+from minizero.ranks import RankError, device, rank, world_size
 
 from .exercise import BITS
 
 PATIENCE = 60  # seconds without progress after which ranks count as hanging
+SEQUENCE = 48
+"""Tokens of a row of `batch`."""
 
 
 class Odd(nn.Module):
@@ -155,3 +161,64 @@ def layers(sizes: list[int], tokens: int, flops: float) -> list[Layer]:
         )
         for i, size in enumerate(sizes)
     ]
+
+
+def gpt_of(layers: int, hidden: int) -> GPTConfig:
+    """A GPT that is small enough for toy machines."""
+    return GPTConfig(
+        layers=layers, hidden=hidden, heads=hidden // 16, sequence=SEQUENCE
+    )
+
+
+def built(gpt: GPTConfig, config: dict[str, Any], checkpointing: str) -> Any:
+    """An engine on this rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(gpt.hidden)
+    with zero.Init(config=config), device():
+        model = GPT(gpt)
+    engine, *_ = minizero.initialize(model=model, config=config)
+    recompute_units(model, checkpointing)
+    return engine
+
+
+def batch(step: int, count: int, part: int = 0, parts: int = 1) -> Tensor:
+    """This part of a step's rows; all of them are the same for any number of parts."""
+    numbers = torch.Generator().manual_seed(step)
+    every = torch.randint(256, (count, SEQUENCE), generator=numbers)
+    return every.chunk(parts)[part]
+
+
+def trained(
+    gpt: GPTConfig,
+    config: dict[str, Any],
+    checkpointing: str,
+    count: int,
+    last: int,
+    save: tuple[int, str] = (-1, ""),
+) -> dict[str, Any]:
+    """Losses of this job's steps, and the peak of a device in the first two.
+
+    `count`: rows of a step, on all ranks. `save`: before which step, and where.
+    """
+    losses: list[float] = []
+    with ToyGPU(1e12) as gpu:
+        engine = built(gpt, config, checkpointing)
+        _step(engine, count, losses, save)
+        _step(engine, count, losses, save)
+    while engine.global_steps < last:
+        _step(engine, count, losses, save)
+    return {"losses": losses, "peak": gpu.peak}
+
+
+def _step(engine: Any, count: int, losses: list[float], save: tuple[int, str]) -> None:
+    if engine.global_steps == save[0]:
+        engine.save_checkpoint(save[1])
+    mine = batch(engine.global_steps, count, rank(), world_size())
+    mean = torch.zeros(1)
+    for x in mine.split(engine.train_micro_batch_size_per_gpu()):
+        loss = engine(x, x)
+        engine.backward(loss)
+        engine.step()
+        mean += loss.detach() * len(x) / count
+    comm.all_reduce(mean)
+    losses.append(mean.item())

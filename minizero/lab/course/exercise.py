@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import linecache
 import math
 import random
 import re
@@ -69,6 +70,8 @@ class Exercise:
     """What a person looks for in the explanation, if one is asked for."""
     on_ranks = False
     """Whether ranks are started to grade it."""
+    needs: tuple[str, ...] = ()
+    """Modules that answers import and that take seconds: once, for all of them."""
     seconds: float = 60
     """Time for all cases, on a slow machine; four times as much with ranks."""
 
@@ -118,7 +121,9 @@ def define(text: str, name: str) -> Any:
     """What a text defines under a name."""
     # as in a notebook, so that it travels to ranks by value
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "<answer>", "exec"), names)
+    file = f"<answer {hash(text)}>"
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    exec(compile(text, file, "exec"), names)  # Triton reads a kernel's source
     if name not in names:
         raise NameError(f"the answer defines no {name!r}")
     return names[name]
@@ -202,13 +207,13 @@ class Statement:
 
 @cache
 def chapters() -> dict[str, str]:
-    """The text of each notebook's Markdown; code cells are empty lines."""
+    """Each notebook's Markdown, code cells being empty lines; and the projects."""
     found = {}
     for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         texts = ["".join(c["source"]) * (c["cell_type"] == "markdown") for c in cells]
         found[path.stem] = "\n\n".join(texts)
-    return found
+    return found | {"projects": (SOURCES / "projects.md").read_text()}
 
 
 def labels(chapter: str) -> list[str]:

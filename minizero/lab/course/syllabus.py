@@ -27,8 +27,6 @@ SYLLABI = {
     ),
 }
 """By name: title, most minutes of exercises in a unit, the chapters of each unit."""
-PROJECTS = 240
-"""Minutes of the two projects together; their rubrics are in `rubrics.md`."""
 
 
 def reading(chapter: str) -> int:
@@ -72,5 +70,6 @@ def syllabus(name: str) -> str:
         parts.append("| " + " | ".join(map(str, row)) + " |")
     parts.append(f"\nIn all {every} minutes, about {round(every / 60)} hours.")
     if name == "thirteen-weeks":
-        parts.append(f"The two projects take {PROJECTS} minutes more.")
+        more = sum(statement(label).minutes for label in labels("projects"))
+        parts.append(f"The two projects take {more} minutes more.")
     return "\n".join(parts) + "\n"

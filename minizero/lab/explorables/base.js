@@ -227,15 +227,17 @@ function numbersTable(title, { head, rows, say }) {
 /** Draw `content` into a frame, and call `update` now and whenever a value changes.
  *
  *  title: of the figure; names: the values that a reader sets; style: its own CSS;
- *  table: what `numbersTable` shows, if the drawing is no table itself; kept: for
- *  answers instead of settings, the name of the button that takes them back.
+ *  table: what `numbersTable` shows; kept: for answers instead of settings, the name of the
+ *  button that takes them back; resize: draws again for another width.
  *  Under the content come a button that sets the values back to what they are now, a
  *  link to the setting where there is a page, and the table; on paper, the setting in
  *  words. Gives what ends it. */
-function mount({ model, el }, { title, names, style = "", content, update, table, kept }) {
+function mount({ model, el }, { title, names, style = "", content, update, table, kept,
+  resize }) {
   const initial = Object.fromEntries(names.map((name) => [name, model.get(name)]));
   const reset = make("button", { type: "button", onclick: () => {
-    Object.entries(initial).forEach(([name, value]) => model.set(name, value));
+    if (model.restore) model.restore(initial);
+    else Object.entries(initial).forEach(([name, value]) => model.set(name, value));
     model.save_changes();
   } }, kept ?? "Reset");
   const numbers = table && numbersTable(title, table);
@@ -268,11 +270,14 @@ function mount({ model, el }, { title, names, style = "", content, update, table
   const changed = names.map((name) => `change:${name}`).join(" ");
   model.on(changed, all);
   all();
+  const sized = resize && new ResizeObserver(() => requestAnimationFrame(resize));
+  sized?.observe(box);
   if (kept) model.keep?.(names);
-  else reset.after(model.share?.(initial) ?? "");
+  else reset.after(...model.share?.(initial) ?? []);
   return () => {
     model.off(changed, all);
     themed.disconnect();
+    sized?.disconnect();
   };
 }
 

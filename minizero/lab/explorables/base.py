@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def script(kinds: Iterable[str] = FIGURES) -> str:
         )
         for kind in kinds
     )
-    return f"(() => {{\n{_read('base.js', 'page.js')}\n{own}\n}})();\n"
+    whole = f"(() => {{\n{_read('base.js', 'page.js')}\n{own}\n}})();\n"
+    # without comments and the space before lines
+    return re.sub(r"(?m)^ +|^ *(//.*|/\*\*(?s:.*?)\*/)\n", "", whole)
 
 
 def look(colour: str, stripes: str | None = None) -> dict[str, str | None]:

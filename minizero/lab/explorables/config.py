@@ -12,9 +12,9 @@ import traitlets
 from minizero.config import MICRO, STEPS, TOTAL, ConfigError, read
 from minizero.config.read import known_keys
 from minizero.config.schema import Place
-from minizero.lab.explorables.base import Amount, Explorable, module, table
-from minizero.lab.explorables.memory import PALETTE, STATES
-from minizero.lab.plots.style import amount
+from minizero.lab.explorables.base import Amount, Explorable, look, module, table
+from minizero.lab.explorables.memory import STATES
+from minizero.lab.plots.style import CATEGORY_COLOURS, amount
 from minizero.memory.plan import OPTIMIZERS, PRECISIONS, Breakdown, Plan, estimate
 
 EXAMPLE = """{
@@ -47,7 +47,9 @@ class ConfigExplorer(Explorable):
     costs = traitlets.Dict().tag(sync=True)
     known = traitlets.Dict().tag(sync=True)
     sizes = traitlets.List([TOTAL, MICRO, STEPS]).tag(sync=True)
-    palette = traitlets.Dict(PALETTE).tag(sync=True)
+    palette = traitlets.Dict(
+        {name: look(CATEGORY_COLOURS[name]) for name in STATES}
+    ).tag(sync=True)
 
     def __init__(self, config: dict[str, Any] | None = None, **controls: Any) -> None:
         if config is not None:

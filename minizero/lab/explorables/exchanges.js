@@ -1,25 +1,32 @@
-// Three all-reduces, step by step: which rows each rank holds, and whose sums.
+// Three all-reduces, step by step: ranks on a circle, the rows of the buffer on each, what
+// travels between two steps, and how much each link has carried.
 
 const STEPS_OF = { ring: (n) => 2 * n - 2, direct: () => 2, "rank 0": () => 2 };
+const TALL = 330;
+const PACE = 1100;  // milliseconds of a step that is played
 
 const STYLE = `
   .line { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: end; }
-  .line label { flex: 0 1 200px; }
+  .line label { flex: 0 1 180px; }
   .steps { display: flex; gap: 8px; align-items: center; }
-  .wide { overflow-x: auto; margin-top: 10px; }
-  table { border-spacing: 3px; font-variant-numeric: tabular-nums; }
-  th, td { padding: 3px 4px; text-align: center; min-width: 3.6em; white-space: nowrap; }
-  table.many { font-size: 0.8em; }
+  svg { display: block; width: 100%; max-width: 620px; height: auto; margin: 8px auto 0;
+    overflow: visible; font-size: 13px; fill: currentColor; }
+  .link { fill: none; stroke: currentColor; opacity: 0.3; stroke-linecap: round; }
+  .cell { stroke: color-mix(in srgb, CanvasText 60%, transparent); }
+  .done { stroke: CanvasText; stroke-width: 2.5; }
+  .load { font-weight: 600; stroke: Canvas; stroke-width: 3; paint-order: stroke; }
 `;
 
 const mod = (a, n) => ((a % n) + n) % n;
 
-/** After some steps: held[r][j], the ranks whose row j is in rank r's sum, and the
- *  elements that each rank has sent, as a share of the buffer. */
+/** After some steps: held[r][j], the ranks whose row j is in rank r's sum; the elements
+ *  that each rank has sent and each link carried, as a share of the buffer; and what the
+ *  last step sent: [from, to, row, how many ranks' sum]. */
 function play(way, n, steps) {
   const all = [...Array(n).keys()];
   const held = all.map((r) => all.map(() => [r]));
-  const sent = Array(n).fill(0);
+  const [sent, links] = [Array(n).fill(0), new Map()];
+  let moved = [];
   const gets = {
     ring: (s, r, j, from) => from === mod(r - 1, n) && j === mod(from - s, n),
     direct: (s, r, j, from) => s === 1 ? r === j : from === j,
@@ -27,15 +34,20 @@ function play(way, n, steps) {
   }[way];
   for (let s = 1; s <= steps; s++) {
     const before = held.map((row) => [...row]);
+    moved = [];
     for (const r of all) for (const j of all) for (const from of all) {
       if (!gets(s, r, j, from)) continue;
-      if (from !== r) sent[from] += 1 / n;
       const theirs = before[from][j];
+      if (from !== r) {
+        sent[from] += 1 / n;
+        links.set(`${from} ${r}`, (links.get(`${from} ${r}`) ?? 0) + 1 / n);
+        moved.push([from, r, j, theirs.length]);
+      }
       if (way === "ring") held[r][j] = s < n ? [...theirs, r] : theirs;
       else held[r][j] = s === 1 ? all : theirs;
     }
   }
-  return { held, sent };
+  return { held, sent, links, moved };
 }
 
 const stepOf = (get) => Math.min(get("step"), STEPS_OF[get("way")](get("ranks")));
@@ -46,25 +58,64 @@ function numbers(get) {
   return sent.map((share, r) => [`rank ${r}`, share]);
 }
 
-/** What each rank holds: a line a rank, a column a row of the buffer. */
-function drawing(held) {
+/** The ranks on a circle. `part`: how far the last step's messages have come, 0 to 1. */
+function drawing({ held, sent, links, moved }, part, way, wide) {
   const n = held.length;
-  const cell = (who) => make("td", {
-    class: "paint",
-    style: who.length === n ? "background: #0460a9; color: white"
-      : `background: rgba(4, 96, 169, ${0.1 + 0.4 * who.length / n})`,
-  }, who.join(""));
-  return make("table", { class: n > 5 ? "many" : "" },
-    make("tr", {}, make("td"), ...held.map((_, j) => make("th", { scope: "col" }, `row ${j}`))),
-    ...held.map((row, r) => make("tr", {}, make("th", { scope: "row" }, `rank ${r}`),
-      ...row.map(cell))));
+  const side = Math.min(20, 0.2 * wide / n);
+  const at = (r) => {
+    const angle = 2 * Math.PI * (r / n - 0.25);
+    return [wide / 2 + 0.36 * wide * Math.cos(angle), TALL / 2 + 8 + 118 * Math.sin(angle)];
+  };
+  // A link is bent, so that both directions are seen.
+  const bend = (from, to) => {
+    const [[a, b], [c, d]] = [at(from), at(to)];
+    const far = n === 2 ? 0.35 : 0.14;
+    return [[a, b], [(a + c) / 2 + far * (b - d), (b + d) / 2 + far * (c - a)], [c, d]];
+  };
+  const on = ([p, q, r], t) => [0, 1].map((i) =>
+    (1 - t) ** 2 * p[i] + 2 * t * (1 - t) * q[i] + t ** 2 * r[i]);
+  const square = (x, y, share, more) => `<rect class="paint cell ${more}" x="${x}" y="${y}"
+    width="${side}" height="${side}" fill="#ECAB25" fill-opacity="${share ** 2}"/>`;
+  const lines = [...links].map(([key, load]) => {
+    const [p, q, r] = bend(...key.split(" ").map(Number));
+    const [[x, y], [u, v]] = [on([p, q, r], 0.5), on([p, q, r], 0.55)];
+    const turn = 180 / Math.PI * Math.atan2(v - y, u - x);
+    const told = links.size > 2 * n ? "" : `<text class="load" x="${q[0]}" y="${q[1] + 4}"
+      text-anchor="middle">${short(load)} Ψ</text>`;
+    return `<path class="link" stroke-width="${1 + 8 * load}" d="M${p}Q${q} ${r}"/>
+      <path d="M-5 -6L7 0L-5 6Z" transform="translate(${x} ${y}) rotate(${turn})"/>${told}`;
+  });
+  const ranks = held.map((row, r) => {
+    const [x, y] = [at(r)[0] - n * side / 2, at(r)[1] - side / 2];
+    const cells = row.map((who, j) => square(x + j * side, y, who.length / n,
+      who.length === n ? "done" : ""));
+    return `<rect x="${x - 3}" y="${y - 3}" width="${n * side + 6}" height="${side + 6}"
+        fill="Canvas"/>${cells.join("")}
+      <text class="load" x="${at(r)[0]}" y="${y - 8}" text-anchor="middle">rank ${r}</text>
+      <text class="load" x="${at(r)[0]}" y="${y + side + 16}" text-anchor="middle">sent ${
+      short(sent[r])} Ψ</text>`;
+  });
+  const flying = part >= 1 ? [] : moved.map(([from, to, row, many]) => {
+    const [x, y] = on(bend(from, to), part);
+    const aside = way === "rank 0" ? (row - (n - 1) / 2) * side : 0;  // all rows travel
+    return square(x - side / 2 + aside, y - side / 2, Math.max(0.4, many / n), "done");
+  });
+  return [...lines, ...ranks, ...flying].join("");
 }
 
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const last = () => STEPS_OF[get("way")](get("ranks"));
-  const go = (step) => put(model, "step", Math.max(0, Math.min(last(), step)));
+  const calm = matchMedia("(prefers-reduced-motion: reduce)");
+  let [began, playing] = [0, false];  // when the last step's messages left
+  const go = (step) => {
+    const next = Math.max(0, Math.min(last(), step));
+    began = next === stepOf(get) + 1 && !calm.matches ? performance.now() : 0;
+    put(model, "step", next);
+    if (began) requestAnimationFrame(fly);
+  };
   const restart = (name, value) => {
+    [playing, began] = [false, 0];
     put(model, name, value);
     put(model, "step", 0);
   };
@@ -74,16 +125,49 @@ function render({ model, el }) {
     oninput: () => restart("ranks", ranks.valueAsNumber) });
   const step = make("input", { type: "range", min: 0, "aria-label": "step",
     oninput: () => go(step.valueAsNumber) });
-  const button = (text, title, by) => make("button", { type: "button", "aria-label": title,
-    onclick: () => go(Math.min(get("step"), last()) + by) }, text);
+  const button = (text, title, onclick) => make("button", { type: "button",
+    "aria-label": title, onclick }, text);
+  const start = button("Play", "play", () => {
+    playing = !playing;
+    if (playing) go(stepOf(get) >= last() ? 0 : stepOf(get) + 1);
+    if (playing && !began) setTimeout(on, PACE);
+    update();
+  });
+  const on = () => {  // from step to step, while it plays
+    if (!playing || !start.isConnected) return;
+    if (stepOf(get) >= last()) playing = false;
+    else go(stepOf(get) + 1);
+    if (playing && !began) setTimeout(on, PACE);
+    update();
+  };
   const count = make("output");
   const named = (title, control, ...more) => make("label", {},
     make("span", { class: "name" }, title, ...more), control);
   const steps = make("div", {}, make("span", { class: "name" }, "step"),
-    make("div", { class: "steps" }, button("◀", "one step back", -1), step,
-      button("▶", "one step on", 1)));
-  const out = make("div", { class: "wide" });
+    make("div", { class: "steps" }, start,
+      button("◀", "one step back", () => go(stepOf(get) - 1)), step,
+      button("▶", "one step on", () => go(stepOf(get) + 1))));
+  const out = make("div");
+  out.innerHTML = `<svg role="img" ></svg>`;
   const words = make("p", { class: "words", role: "status" });
+  const legend = make("p", { class: "words" }, "A square is a row of the buffer: fuller as " +
+    "more ranks are in its sum, framed when all are. A link is as thick as what it carried.");
+  const draw = () => {
+    const part = began ? Math.min(1, (performance.now() - began) / (0.8 * PACE)) : 1;
+    const wide = Math.min(520, out.clientWidth || 520);
+    out.firstChild.setAttribute("viewBox", `0 0 ${wide} ${TALL}`);
+    out.firstChild.innerHTML = drawing(play(get("way"), get("ranks"), stepOf(get)), part,
+      get("way"), wide);
+    return part;
+  };
+  const fly = () => {
+    if (!began || !start.isConnected) return;
+    if (draw() < 1) requestAnimationFrame(fly);
+    else {
+      began = 0;
+      if (playing) setTimeout(on, 0.2 * PACE);
+    }
+  };
   const update = () => {
     const [n, s] = [get("ranks"), stepOf(get)];
     way.value = get("way");
@@ -93,13 +177,14 @@ function render({ model, el }) {
     step.max = last();
     step.value = s;
     step.setAttribute("aria-valuetext", `${s} of ${last()}`);
-    const { held, sent } = play(get("way"), n, s);
+    start.textContent = playing ? "Pause" : "Play";
+    const { sent, links } = play(get("way"), n, s);
     const list = sent.map((x) => +x.toFixed(3));
-    const told = list.every((x) => x === list[0]) ? `Each rank has sent ${list[0]} Ψ.`
-      : `Ranks 0 to ${n - 1} have sent ${list.join(", ")} Ψ.`;
-    out.replaceChildren(drawing(held));
-    words.textContent = `Step ${s} of ${last()}. ${told}`;
-    words.dataset.sent = JSON.stringify(sent);
+    const told = list.every((x) => x === list[0]) ? `Each rank has sent ${list[0]} Ψ`
+      : `Ranks 0 to ${n - 1} have sent ${list.join(", ")} Ψ`;
+    draw();
+    words.textContent = `Step ${s} of ${last()}. ${told}, over ${links.size} links.`;
+    out.firstChild.setAttribute("aria-label", `Step ${s} of ${last()}. ${told}.`);
   };
   const controls = make("div", { class: "controls line" },
     named("way", way), named("ranks", ranks, count), steps);
@@ -107,8 +192,9 @@ function render({ model, el }) {
     title: "Three all-reduces",
     names: ["way", "ranks", "step"],
     style: STYLE,
-    content: [controls, out, words],
+    content: [controls, out, words, legend],
     update,
+    resize: draw,
     table: { head: ["rank", "sent, Ψ"], rows: () => numbers(get), say: short },
   });
 }

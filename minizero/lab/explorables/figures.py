@@ -6,19 +6,9 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import (
-    STRIPES,
-    Amount,
-    Explorable,
-    look,
-    module,
-)
+from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
 from minizero.lab.hardware import H100
-from minizero.lab.plots.style import (
-    DOING_COLOURS,
-    GREY,
-    LINES,
-)
+from minizero.lab.plots.style import LINES
 
 
 class Exchanges(Explorable):
@@ -113,12 +103,6 @@ class LinkTime(Explorable):
     latency = Amount(30, 1, 1000).tag(sync=True)
     unit = Amount(200, 0.1, 3200).tag(sync=True)
     speed = Amount(round(H100.flops / 1e12), 10, 2000).tag(sync=True)
-    palette = traitlets.Dict(
-        {
-            "computation": look(DOING_COLOURS["backward"]),
-            "waiting": look("transparent", GREY),
-        }
-    ).tag(sync=True)
 
     def times(self) -> tuple[float, float, float]:
         """Seconds: of computing, and of what ZeRO-2 and ZeRO-3 send.

@@ -14,14 +14,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from minizero.lab.explorables.base import Amount, Explorable, module, table
-from minizero.lab.plots.style import (
-    CATEGORY_COLOURS,
-    GREY,
-    LINES,
-    STYLE,
-    WIDTH,
-    single,
-)
+from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, STYLE, WIDTH, single
 
 FORMATS = {
     "fp32": (torch.float32, 8, 23),
@@ -54,6 +47,14 @@ def stored(value: float, name: str) -> float:
     if value > largest + half:
         return math.inf
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def bits(value: float, name: str) -> str:
+    """The bits of a number that a format has; none of an infinite one."""
+    dtype, *_ = FORMATS[name]
+    raw = torch.tensor([value], dtype=torch.float64).to(dtype).view(torch.uint8)
+    whole = "".join(f"{byte:08b}" for byte in reversed(raw.tolist()))
+    return whole if math.isfinite(value) else ""
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -153,25 +154,31 @@ class FormatExplorer(Explorable):
         return [
             {
                 "name": name,
+                "exponent": exponent,
                 "digits": digits,
                 "lowest": round(torch.tensor(torch.finfo(dtype).tiny).log2().item()),
                 "largest": torch.finfo(dtype).max,
             }
-            for name, (dtype, _, digits) in FORMATS.items()
+            for name, (dtype, exponent, digits) in FORMATS.items()
         ]
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """By format: the weight as it has it, and the sum."""
+        found = {}
+        for name in FORMATS:
+            before = stored(2.0**self.weight, name)
+            found[name] = before, stored(before + 2.0**self.update, name)
+        return found
 
     def kept(self) -> dict[str, float]:
         """By format: what the sum gained over the weight, as a share of the update."""
-        weight, update = 2.0**self.weight, 2.0**self.update
-        shares = {}
-        for name in FORMATS:
-            before = stored(weight, name)
-            shares[name] = (stored(before + update, name) - before) / update
-        return shares
+        update = 2.0**self.update
+        return {name: (b - a) / update for name, (a, b) in self.sums().items()}
 
     def numbers(self) -> list[list[Any]]:
-        """The share that each format keeps of the update."""
-        return [[name, share] for name, share in self.kept().items()]
+        """The share that each format keeps of the update, and the bits of the sum."""
+        sums, kept = self.sums(), self.kept()
+        return [[name, kept[name], bits(sums[name][1], name)] for name in FORMATS]
 
     def fallback(self) -> str:
         rows = {name: f"{share:.0%}" for name, share in self.kept().items()}

@@ -122,21 +122,16 @@ function render({ model, el }) {
       make("fieldset", {},
         make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
   const all = [...first, ...choices, ...ticks, chart];
-  const end = mount({ model, el }, {
+  return mount({ model, el }, {
     title: "Memory of a GPU in training",
     names: NAMES,
     style: STYLE + CHART_STYLE,
     content: [controls, chart.box],
     update: () => all.forEach((part) => part.update()),
     table: { head: HEAD, say: amount, rows: () => numbers(get) },
+    // The chart alone: a half-written number in the text field stays as it is.
+    resize: chart.update,
   });
-  // The chart alone: a half-written number in the text field stays as it is.
-  const resized = new ResizeObserver(chart.update);
-  resized.observe(chart.box);
-  return () => {
-    end();
-    resized.disconnect();
-  };
 }
 
 export default { render, numbers };

@@ -9,17 +9,19 @@ import traitlets
 
 from minizero.lab.explorables.base import Amount, Explorable, look, module, table
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
-from minizero.memory.plan import OPTIMIZERS, Breakdown, estimate, estimate_activations
+from minizero.memory.plan import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Breakdown,
+    estimate,
+    estimate_activations,
+)
 
 STATES = ("parameters", "gradients", "optimizer")
 RECOMPUTED = ("none", "selective", "full")
 STAGES = ("Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-PRECISIONS = ("bf16", "fp32")
 DEVICE_MEMORIES = (24, 40, 80, 141)
 """Gigabytes of a GPU that can be chosen."""
-
-PALETTE = {name: look(CATEGORY_COLOURS[name]) for name in STATES}
-"""How each category of model state looks."""
 
 
 def gpt_shape(n_params: float) -> tuple[int, int, int]:
@@ -32,7 +34,7 @@ def gpt_shape(n_params: float) -> tuple[int, int, int]:
 
 
 class MemoryExplorer(Explorable):
-    """How much of a GPU states and activations take, the four stages side by side.
+    """How much of a GPU the five categories take, the four stages side by side.
 
     n_params: parameters of the model, 1e8 to 1e12.
     world_size: GPUs, a power of two from 1 to 1,024.
@@ -51,7 +53,7 @@ class MemoryExplorer(Explorable):
     n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
     world_size = traitlets.Enum([2**i for i in range(11)], 8).tag(sync=True)
     stage = traitlets.Enum([0, 1, 2, 3], 3).tag(sync=True)
-    precision = traitlets.Enum(PRECISIONS, "bf16").tag(sync=True)
+    precision = traitlets.Enum(("bf16", "fp32"), "bf16").tag(sync=True)
     optimizer = traitlets.Enum(list(OPTIMIZERS), "adam").tag(sync=True)
     offload_optimizer = traitlets.Bool(False).tag(sync=True)
     offload_param = traitlets.Bool(False).tag(sync=True)
@@ -62,7 +64,7 @@ class MemoryExplorer(Explorable):
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
     palette = traitlets.Dict(
-        PALETTE | {"activations": look(CATEGORY_COLOURS["activations"])}
+        {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}
     ).tag(sync=True)
 
     @traitlets.default("coefficients")
@@ -98,14 +100,38 @@ class MemoryExplorer(Explorable):
         one = estimate_activations(1, *sizes) - estimate_activations(1, *sizes, mode)
         return (kept + one) * (1 if self.precision == "bf16" else 2)
 
+    def buffers(self, stage: int) -> float:
+        """Bytes of what is put together at once, as chapter 16 counts them.
+
+        Two blocks' parameters at stage 3; from stage 2 on a block's gradients, before
+        and while they are reduced.
+        """
+        block = self.n_params / gpt_shape(self.n_params)[0]
+        return block * 2 * PRECISIONS[self.precision][0] * max(0, stage - 1)
+
+    def config(self) -> dict[str, Any]:
+        """The chosen plan as DeepSpeed's config; what a stage cannot offload stays."""
+        adam, moving = self.optimizer == "adam", self.optimizer == "momentum"
+        zero: dict[str, Any] = {"stage": self.stage}
+        for block, least in (("optimizer", 1), ("param", 3)):
+            if getattr(self, f"offload_{block}") and self.stage >= least:
+                zero[f"offload_{block}"] = {"device": "cpu"}
+        rate = {"lr": 3e-4} | ({"momentum": 0.9} if moving else {})
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "bf16": {"enabled": self.precision == "bf16"},
+            "optimizer": {"type": "AdamW" if adam else "SGD", "params": rate},
+            "zero_optimization": zero,
+        }
+
     def numbers(self) -> list[list[Any]]:
         """Bytes of each category a GPU, and on its host, for each stage."""
-        there = [self.breakdown(stage) for stage in range(4)]
-        own = self.activations()
-        return [
-            [name, b.parameters, b.gradients, b.optimizer, own, b.host.total]
-            for name, b in zip(STAGES, there, strict=True)
-        ]
+        rows, own = [], self.activations()
+        for stage, name in enumerate(STAGES):
+            b, more = self.breakdown(stage), self.buffers(stage)
+            states = b.parameters, b.gradients, b.optimizer
+            rows.append([name, *states, own, more, b.host.total])
+        return rows
 
     def fallback(self) -> str:
         rows = {str(stage): total for stage, total in enumerate(self._totals())}
@@ -140,7 +166,7 @@ def coefficients() -> dict[str, dict[str, tuple[float, float]]]:
     for "host". What a stage refuses to offload has no key.
     """
     table = {}
-    choices = product(range(4), PRECISIONS, OPTIMIZERS, (0, 1), (0, 1))
+    choices = product(range(4), ("bf16", "fp32"), OPTIMIZERS, (0, 1), (0, 1))
     for stage, precision, optimizer, state, param in choices:
         offload = {"offload_optimizer": state, "offload_param": param}
         options: dict[str, Any] = {

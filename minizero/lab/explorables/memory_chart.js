@@ -12,7 +12,7 @@ const SHARDS = [
   "shards everything",
 ];
 const STATES = ["parameters", "gradients", "optimizer"];
-const PARTS = [...STATES, "activations"];
+const PARTS = [...STATES, "activations", "buffers"];
 
 const CHART_STYLE = `
   .capacity { position: relative; height: 20px; font-size: 13px; }
@@ -41,7 +41,8 @@ const CHART_STYLE = `
   .track .bar { overflow: hidden; width: 100%; height: auto; }
   .bar div { overflow: hidden; text-align: center; font-size: 12.5px;
     line-height: 24px; white-space: nowrap; }
-  .bar span { padding: 1px 4px; }
+  .bar span { padding: 1px 4px; position: relative; z-index: 1; }  /* over the line */
+  pre { font-size: 12.5px; overflow-x: auto; user-select: all; }
   @container (max-width: 560px) {
     .what { display: none; }
     .verdict { flex-basis: 100%; }
@@ -70,14 +71,24 @@ function fewest(rows, n, room) {
   return Math.ceil((n * split) / (room - n * whole));
 }
 
+/** Layers of a GPT of about that size. */
+const layersOf = (n) => Math.max(1, Math.round((n / (12 * 128 ** 2)) ** (1 / 3)));
+
 /** Bytes at the peak: what all layers keep, and one layer that is recomputed. */
 function activations(get) {
-  const layers = Math.max(1, Math.round((get("n_params") / (12 * 128 ** 2)) ** (1 / 3)));
+  const layers = layersOf(get("n_params"));
   const [length, wide] = [get("sequence"), 128 * layers];
   const all = 32; // bytes for each of s b h, with fused attention
   const kept = { none: all, selective: 22, full: 2 }[get("recomputation")];
   return length * get("micro_batch") * wide * (layers * kept + all - kept)
     * (get("precision") === "bf16" ? 1 : 2);
+}
+
+/** Bytes of what is put together at once: two blocks' parameters where they are sharded,
+ *  and where gradients are, a block's before and while they are reduced. */
+function buffers(get, stage) {
+  const [n, size] = [get("n_params"), get("precision") === "bf16" ? 2 : 4];
+  return n / layersOf(n) * 2 * size * Math.max(0, stage - 1);
 }
 
 /** Bytes of each category and of the host, and whether a stage fits. */
@@ -86,10 +97,10 @@ function state(get, stage) {
   const table = coefficients(get, stage);
   const bytes = ([whole, split]) => n * (whole + split / get("world_size"));
   const rows = STATES.map((name) => table[name]);
-  const active = activations(get);
-  const parts = [...rows.map(bytes), active];
+  const rest = [activations(get), buffers(get, stage)];
+  const parts = [...rows.map(bytes), ...rest];
   const total = parts.reduce((a, b) => a + b);
-  const least = fewest(rows, n, capacity - active);
+  const least = fewest(rows, n, capacity - rest[0] - rest[1]);
   return { parts, total, least, host: bytes(table.host), fits: total <= capacity };
 }
 
@@ -108,10 +119,12 @@ function memoryChart(model) {
   const tag = make("span");
   const rows = STAGES.map((name, stage) => stageRow(model, name, stage));
   const note = make("p", { class: "words", role: "status" });
+  const text = make("pre");
+  const config = make("details", {}, make("summary", {}, "ds_config.json of this plan"), text);
   const box = make("div", { class: "chart" }, key(get("palette")),
     make("div", { class: "capacity" }, tag),
     make("div", { role: "radiogroup", "aria-label": "Stage" }, ...rows.map((r) => r.box)),
-    note);
+    note, config);
   const update = () => {
     const capacity = get("device_memory") * 1e9;
     const states = STAGES.map((_, stage) => state(get, stage));
@@ -124,6 +137,7 @@ function memoryChart(model) {
     tag.style.left = small ? "" : `${(100 * capacity) / scale}%`;
     tag.textContent = `${get("device_memory")} GB${small ? " →" : ""}`;
     rows.forEach((row, stage) => row.update(states[stage], scale, capacity));
+    text.textContent = JSON.stringify(configOf(get), null, 2);
     note.textContent = sentence(get, states[get("stage")]);
   };
   return { box, update };
@@ -137,7 +151,24 @@ function sentence(get, { parts, total, host, fits, least }) {
     : `The fewest GPUs on which it fits: ${least.toLocaleString("en-US")}.`;
   return `${STAGES[get("stage")]} on ${gpus(get("world_size"))}: ${amount(total)} on ` +
     `each (${held}), which ${fits ? "fits" : "does not fit"} in ` +
-    `${get("device_memory")} GB.${off} ${need} Buffers come on top.`;
+    `${get("device_memory")} GB.${off} ${need} The logits come on top: 12 bytes for each token and ` +
+    "word of the vocabulary.";
+}
+
+/** The chosen plan as DeepSpeed's config. */
+function configOf(get) {
+  const [stage, moving] = [get("stage"), get("optimizer") === "momentum"];
+  const adam = get("optimizer") === "adam";
+  const zero = { stage };
+  if (get("offload_optimizer") && stage >= 1) zero.offload_optimizer = { device: "cpu" };
+  if (get("offload_param") && stage >= 3) zero.offload_param = { device: "cpu" };
+  return {
+    train_micro_batch_size_per_gpu: get("micro_batch"),
+    bf16: { enabled: get("precision") === "bf16" },
+    optimizer: { type: adam ? "AdamW" : "SGD",
+      params: { lr: 0.0003, ...(moving ? { momentum: 0.9 } : {}) } },
+    zero_optimization: zero,
+  };
 }
 
 function stageRow(model, name, stage) {

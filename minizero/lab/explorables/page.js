@@ -2,9 +2,26 @@
 // as the page is parsed as far, so that nothing moves later, and keeps its setting in
 // the page's address. What stands inside the element is for a page without scripts.
 
+// The reader's model and machine: set in one figure, they are set in all, and kept.
+const YOURS = ["n_params", "world_size", "device_memory"];
+const KEPT = "minizero: yours";
+
+/** Read or write in this browser's store; a browser may refuse, and all works without. */
+function store(place, value) {
+  try {
+    if (value === undefined) return JSON.parse(localStorage.getItem(place) ?? "{}");
+    if (value === null) localStorage.removeItem(place);
+    else localStorage.setItem(place, JSON.stringify(value));
+  } catch { /* nothing is kept */ }
+  return {};
+}
+
 /** A model over the state that an element stores. */
 class Stored {
+  static all = [];
+
   constructor(element, kind) {
+    Stored.all.push(this);
     this.state = JSON.parse(element.dataset.state);
     this.limits = JSON.parse(element.dataset.limits);
     this.listeners = {};
@@ -42,14 +59,24 @@ class Stored {
   /** Keep values in this browser, for the next visit. */
   keep(names) {
     const place = `${location.pathname}#${this.prefix}`;
-    try {
-      const kept = JSON.parse(localStorage.getItem(place) ?? "{}");
-      for (const name of names) if (name in kept) this.set(name, kept[name]);
-      this.on(names.map((name) => `change:${name}`).join(" "), () => localStorage.setItem(
-        place, JSON.stringify(Object.fromEntries(names.map((n) => [n, this.get(n)])))));
-    } catch {
-      // A browser may refuse to keep anything; the figure works without.
-    }
+    const kept = store(place);
+    for (const name of names) if (name in kept) this.set(name, kept[name]);
+    this.on(names.map((name) => `change:${name}`).join(" "), () =>
+      store(place, Object.fromEntries(names.map((n) => [n, this.get(n)]))));
+  }
+
+  /** The values that the figure opens with; the reader's model is forgotten. */
+  restore(initial) {
+    store(KEPT, null);
+    this.restoring = true;
+    for (const [name, value] of Object.entries(initial)) this.set(name, value);
+    this.restoring = false;
+  }
+
+  /** Take a value of the reader's model, if the control can have it. */
+  take(name, value) {
+    const own = name in this.state ? this.read(name, String(value)) : undefined;
+    if (own !== undefined) this.set(name, own);
   }
 
   /** Take the setting from the page's address and keep it there; gives a link to it.
@@ -58,6 +85,16 @@ class Stored {
     const names = Object.keys(initial);
     const asked = new URLSearchParams(location.search);
     const link = make("a", {}, "Link to this setting");
+    const yours = make("span");
+    const own = YOURS.filter((name) => names.includes(name));
+    for (const name of own) {
+      this.take(name, store(KEPT)[name]);
+      this.on(`change:${name}`, () => {
+        if (this.restoring) return;
+        store(KEPT, { ...store(KEPT), [name]: this.state[name] });
+        for (const other of Stored.all) if (other !== this) other.take(name, this.state[name]);
+      });
+    }
     const address = () => {
       const url = new URL(location);
       for (const name of names) {
@@ -71,6 +108,8 @@ class Stored {
       const url = address();
       url.hash = `figure-${this.prefix}`;
       link.href = url;
+      yours.textContent = own.some((name) => this.state[name] !== initial[name])
+        ? "Your model is kept for all figures; Reset forgets it." : "";
     };
     for (const name of names) {
       const value = this.read(name, asked.get(`${this.prefix}.${name}`) ?? "");
@@ -83,7 +122,7 @@ class Stored {
       waiting = setTimeout(() => history.replaceState(history.state, "", address()), 200);
     });
     point();
-    return link;
+    return [link, yours];
   }
 }
 

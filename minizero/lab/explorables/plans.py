@@ -48,11 +48,15 @@ class Plans(Explorable):
         return steps()
 
     def numbers(self) -> list[list[Any]]:
-        """Of each plan: bytes now, between steps and at most, and its step in ms."""
+        """Of each plan: bytes now, between steps and at most; its ms; bytes sent."""
         tables, found = self.steps["tables"], []
         every = [unpacked_moments(tables, one) for one in self.steps["traces"]]
         now = self.moment * max(total for _, total in every)
-        for name, (lines, total) in zip(PLANS, every, strict=True):
+        for name, packed, (lines, total) in zip(
+            PLANS, self.steps["traces"], every, strict=True
+        ):
+            kinds = (tables["slices"][kind] for kind in packed["slices"][1::4])
+            sent = sum(nbytes for *_, nbytes, _, joined in kinds if joined)
             held, rows = 0, []
             for _, time, changes in lines:
                 held += sum(n for place, _, _, n in changes if place == "device")
@@ -60,13 +64,13 @@ class Plans(Explorable):
             then = [held for time, held in rows if time <= now][-1]
             most = max(held for _, held in rows)
             ms = round(1e3 * total * tables["tick"])
-            found.append([name, then, rows[0][1], most, ms])
+            found.append([name, then, rows[0][1], most, ms, sent])
         return found
 
     def describe(self) -> str:
-        most = ", ".join(f"{name} {amount(n)}" for name, *_, n, _ in self.numbers())
+        most = ", ".join(f"{name} {amount(n)}" for name, *_, n, _, _ in self.numbers())
         return f"Bytes on each of {SIZE.ranks} GPUs in a step, at most: {most}."
 
     def fallback(self) -> str:
-        rows = {name: f"{amount(n)}, {ms} ms" for name, *_, n, ms in self.numbers()}
+        rows = {name: f"{amount(n)}, {ms} ms" for name, *_, n, ms, _ in self.numbers()}
         return table("A step of a 7-billion model", ("plan", "at most"), rows)

@@ -36,7 +36,8 @@ function off(guess, answer) {
     : `You are a factor of ${short(factor)} ${side}.`;
 }
 
-const withUnit = ({ unit }) => (x) => unit ? `${short(x)} ${unit}` : short(x);
+const withUnit = ({ unit }) => (x) =>
+  [typeof x === "number" ? short(x) : x, unit].filter(Boolean).join(" ");
 
 /** What takes a number: [element, what is in it now, show what was answered]. */
 function numberField(question, palette) {
@@ -76,6 +77,21 @@ function choiceField(question) {
     wanted: "Choose an answer." };
 }
 
+/** Where the page gives the answer, what the reader predicted. */
+function mark(question, words) {
+  const there = document.getElementById(question.at);
+  if (!there) return;
+  const place = there.querySelector("h2, h3, h4") ?? there;
+  let note = place.nextElementSibling;
+  if (!note?.matches(`[data-mark="${CSS.escape(question.ask)}"]`)) {
+    note = make("p", { "data-mark": question.ask,
+      style: "border-left: 3px solid #2f86c8; padding-left: 10px" });
+    place.after(note);
+  }
+  note.textContent = words;
+  note.hidden = !words;
+}
+
 /** A question with what takes its answer, and what then stands below. */
 function item(model, question) {
   const kind = question.xs ? curveField : question.choices ? choiceField : numberField;
@@ -98,8 +114,13 @@ function item(model, question) {
     shown = guess;
     const judged = part.show(guess);
     told.textContent = judged && `${judged} ${inWords(question)}`;
+    marked();
   };
-  return { box, update };
+  const marked = () => {
+    const said = shown && (Array.isArray(shown) ? "a line" : withUnit(question)(shown));
+    if (question.at) mark(question, said ? `You predicted ${said}. ${told.textContent}` : "");
+  };
+  return { box, update, mark: marked };
 }
 
 /** The answer in words. */
@@ -113,6 +134,8 @@ function inWords(question) {
 
 function render({ model, el }) {
   const items = model.get("questions").map((question) => item(model, question));
+  // What follows in the page is there only later.
+  document.addEventListener("DOMContentLoaded", () => items.forEach((one) => one.mark()));
   return mount({ model, el }, {
     title: "Predict first",
     names: ["answers"],

@@ -16,24 +16,32 @@ PALETTE = {"you said": look(LINES[1], STRIPES), "it is": look(LINES[0])}
 Question = dict[str, Any]
 
 
-def number(ask: str, answer: float, unit: str = "", why: str = "") -> Question:
+def number(
+    ask: str, answer: float, unit: str = "", why: str = "", at: str = ""
+) -> Question:
     """A question whose answer is a number in some unit.
 
-    why: a sentence that is shown with the answer.
+    why: a sentence that is shown with the answer. at: the id of the section that gives
+    the answer; the page puts the reader's own under its heading.
     """
-    return {"ask": ask, "answer": float(answer), "unit": unit, "why": why}
+    return {"ask": ask, "answer": float(answer), "unit": unit, "why": why, "at": at}
 
 
-def choice(ask: str, choices: Sequence[str], answer: str, why: str = "") -> Question:
+def choice(
+    ask: str, choices: Sequence[str], answer: str, why: str = "", at: str = ""
+) -> Question:
     """A question whose answer is one of some choices."""
     if answer not in choices:
         raise ValueError(f"The answer {answer!r} is none of the choices {choices}.")
-    return {"ask": ask, "choices": list(choices), "answer": answer, "why": why}
+    return {
+        "ask": ask, "choices": list(choices), "answer": answer, "why": why, "at": at
+    }  # fmt: skip
 
 
 def curve(
-    ask: str, xs: Sequence[str], answer: Sequence[float], unit: str = "", why: str = ""
-) -> Question:
+    ask: str, xs: Sequence[str], answer: Sequence[float], unit: str = "",
+    why: str = "", at: str = "",
+) -> Question:  # fmt: skip
     """A question whose answer is a line, which the reader draws.
 
     xs: what stands under each of its points. answer: the points, none below 0.
@@ -41,7 +49,9 @@ def curve(
     if len(xs) != len(answer):
         raise ValueError(f"There are {len(answer)} points for {len(xs)} places.")
     points = [float(y) for y in answer]
-    return {"ask": ask, "xs": list(xs), "answer": points, "unit": unit, "why": why}
+    return {
+        "ask": ask, "xs": list(xs), "answer": points, "unit": unit, "why": why, "at": at
+    }  # fmt: skip
 
 
 class Predict(Explorable):

@@ -14,13 +14,17 @@ function shape(tag, attributes, text = "") {
 function curveField(question, palette) {
   const { xs, answer } = question;
   const say = withUnit(question);
-  const most = 1.5 * Math.max(...answer);
+  // A round limit: it says little of the answer.
+  const power = 10 ** Math.floor(Math.log10(1.5 * Math.max(...answer)));
+  const most = power * [1, 2, 5, 10].find((k) => k * power >= 1.5 * Math.max(...answer));
   const at = (i) => WIDE * (i + 0.5) / xs.length;
   const points = (ys) => ys.map((y, i) => `${at(i)},${HIGH * (1 - y / most)}`).join(" ");
   const path = (stroke, dash) => shape("polyline", { fill: "none", stroke,
     "stroke-width": 3, "stroke-dasharray": dash, "stroke-linejoin": "round" });
   const drawn = path(palette["you said"].colour, "none");
   const right = path("currentColor", "7 4");
+  const handles = xs.map((_, i) => shape("circle", { r: 6, cx: at(i),
+    fill: palette["you said"].colour, stroke: "currentColor" }));
   const focus = shape("circle", { r: 8, fill: "none", stroke: "currentColor",
     "stroke-width": 2, visibility: "hidden" });
   const svg = shape("svg", { viewBox: `-40 -12 ${WIDE + 50} ${HIGH + 40}`,
@@ -31,7 +35,7 @@ function curveField(question, palette) {
       y: HIGH * (1 - y / most) + 4, "text-anchor": "end" }, short(y))),
     ...xs.map((x, i) => shape("text", { x: at(i), y: HIGH + 18,
       "text-anchor": "middle" }, x)),
-    drawn, right, focus);
+    shape("text", { x: 6, y: 14 }, question.unit), drawn, right, ...handles, focus);
   let touched = false;
   const inputs = xs.map((x) => make("input", { type: "range", min: 0, max: most,
     step: most / 60, value: most / 2, "aria-label": `${question.ask} ${x}`,
@@ -46,6 +50,7 @@ function curveField(question, palette) {
     drawn.setAttribute("points", points(line()));
     inputs.forEach((input, i) => {
       input.setAttribute("aria-valuetext", say(input.valueAsNumber));
+      handles[i].setAttribute("cy", HIGH * (1 - input.valueAsNumber / most));
       if (!input.matches(":focus-visible")) return;
       focus.setAttribute("cx", at(i));
       focus.setAttribute("cy", HIGH * (1 - input.valueAsNumber / most));

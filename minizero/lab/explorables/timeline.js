@@ -2,14 +2,16 @@
 // same axis, and a row of memory a rank that says who holds what at the moment.
 
 const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing",
-  "micro_batches", "source", "rank", "moment"];
+  "micro_batches", "source", "rank", "zoom", "moment"];
 const CHOICES = {
   stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
   offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
   source: ["step", [["simulated", "simulated"], ["recorded", "recorded"], ["file", "yours"]]],
   rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
   micro_batches: ["micro-batches", [[1, "1"], [2, "2"]]],
+  zoom: ["zoom", [1, 2, 4, 8, 16].map((times) => [times, `${times} times`])],
 };
+const PARTS = ["lanes", "curve", "boxes"];
 const SECONDS = 15;  // that playing a step takes
 
 const STYLE = `
@@ -18,6 +20,7 @@ const STYLE = `
   .line select { width: 100%; }
   .check { min-height: 30px; display: flex; gap: 6px; align-items: center; }
   :disabled, .check:has(:disabled) { opacity: 0.5; cursor: default; }
+  [hidden] { display: none !important; }
   svg { display: block; width: 100%; overflow: visible; user-select: none;
     font-size: 11px; fill: currentColor; }
   .lanes { touch-action: pan-y; cursor: ew-resize; }
@@ -26,18 +29,19 @@ const STYLE = `
   .now { stroke: CanvasText; stroke-width: 1.5; pointer-events: none; }
   .arrow { stroke: CanvasText; stroke-width: 1; fill: none; pointer-events: none; }
   .grid { stroke: color-mix(in srgb, CanvasText 22%, transparent); pointer-events: none; }
+  .ghost { stroke: CanvasText; stroke-dasharray: 2 3; opacity: 0.6; }
+  .point { stroke: CanvasText; fill: CanvasText; stroke-width: 1.2; pointer-events: none; }
+  [hidden] + .chart { border: 0; padding: 0; margin: 0; }
   .above { stroke: CanvasText; stroke-dasharray: 3 3; }
   .halo { stroke: Canvas; stroke-width: 3; paint-order: stroke; }
   .m.lit { fill: none; }
   .patch { stroke: color-mix(in srgb, CanvasText 60%, transparent); stroke-width: 0.5; }
   .off { fill: none; stroke: CanvasText; stroke-width: 1.2; }
   .off.disk { stroke-dasharray: 2 2; } .off.host { stroke-dasharray: 6 2; }
-  input.scrub { width: calc(100% - 52px); margin-left: 56px; }
-  @container (max-width: 553px) {
-    input.scrub { width: calc(100% - 40px); margin-left: 44px; } }
   .slot { fill: color-mix(in srgb, CanvasText 9%, transparent); }
   .bold { font-weight: 600; }
-  .phases { display: flex; flex-wrap: wrap; gap: 6px; margin: 6px 0 0; }
+  .phases { display: flex; flex-wrap: wrap; gap: 6px; }
+  div.phases { margin: 6px 0 0; }
   .phases button { padding: 2px 10px; }
   .phases [aria-current="true"] { background: #0460a9; color: white; }
   .words { min-height: 3lh; }
@@ -85,6 +89,18 @@ function chosen(get) {
   return unpacked.get(packed);
 }
 
+const ORDER = ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"];
+
+/** When the steps of the plans end that are set as this one: [ticks, names], by time. */
+function endsOf(get) {
+  const ends = new Map();
+  for (const stage of ORDER.keys()) {
+    const { total } = chosen((name) => (name === "stage" ? stage : get(name)));
+    ends.set(total, [...ends.get(total) ?? [], ORDER[stage]]);
+  }
+  return [...ends].sort(([a], [b]) => a - b);
+}
+
 const tickOf = (trace, moment) => Math.round(moment * trace.total);
 const deviceBytes = (row) => row.device.reduce((a, b) => a + b, 0);
 
@@ -105,8 +121,9 @@ const numbers = (get) => numbersOf(chosen(get), get);
 const ms = (trace, ticks) => `${short(1e3 * ticks * trace.tick)} ms`;
 const says = (s) => `${s.verb.replaceAll("_", "-")} ${s.unit}`.trim();
 
-/** Selects and ticks for the settings; `usable` says which of them do something. */
-function settings(model, before) {
+/** Selects and ticks for the settings; `usable` says which of them do something, and
+ *  `shows` which are there. */
+function settings(model, shows, before) {
   const set = (name, value) => {
     before(name);
     put(model, name, value);
@@ -132,8 +149,9 @@ function settings(model, before) {
     const usable = { stage: simulated, overlap: simulated, checkpointing: simulated,
       micro_batches: here,
       prefetch: simulated && model.get("stage") === 3 && model.get("overlap"),
-      offload: simulated && model.get("stage") > 0, source: true, rank: true };
-    for (const [name, box, , show] of all) {
+      offload: simulated && model.get("stage") > 0, source: true, rank: true, zoom: true };
+    for (const [name, box, outer, show] of all) {
+      outer.hidden = !shows(name);
       const yours = name === "source" && own;  // so that either other can be chosen
       show(yours ? "file" : model.get(name));
       box.disabled = !usable[name];
@@ -171,12 +189,13 @@ function player({ model, trace, mine, go, next }) {
   const play = button("Play", "play", () => (ticking ? stop() : start()));
   const jumps = Object.entries(PHASES).map(([name, wanted]) =>
     [name, button(name, `to the next ${name}`, () => next(wanted))]);
+  const all = make("span", { class: "phases" }, ...jumps.map(([, one]) => one));
   const box = make("div", { class: "phases", role: "group", "aria-label": "moments" },
     button("◀", "one event back", () => next(() => true, -1)), play,
-    button("▶", "one event on", () => next(() => true)), ...jumps.map(([, one]) => one));
+    button("▶", "one event on", () => next(() => true)), all);
   const update = (on) =>
     jumps.forEach(([name, one]) => one.setAttribute("aria-current", on.has(name)));
-  return { box, update, stop, playing: () => ticking !== 0 };
+  return { box, jumps: all, update, stop, playing: () => ticking !== 0 };
 }
 
 /** Words of the page's text: the first timeline of a page answers to them. */
@@ -249,11 +268,12 @@ function drawing(trace, go, light) {
   };
   const [lanes, blocks] = [svg("lanes"), svg("blocks")];
   const [all, arrows, now] = lanes.children;
-  let [parts, drawn, lit, width] = [null, "", null, 640];
+  let [parts, drawn, lit, width, view] = [null, "", null, 640, null];
   const scrub = (event) => {
     const { left, width } = lanes.getBoundingClientRect();
     const gutter = gutterOf(width);
-    go((event.clientX - left - gutter) / (width - gutter - RIGHT) * trace().total);
+    const [first, last] = view.window;
+    go(first + (event.clientX - left - gutter) / (width - gutter - RIGHT) * (last - first));
   };
   lanes.addEventListener("pointerdown", (event) => {
     lanes.setPointerCapture(event.pointerId);
@@ -270,22 +290,23 @@ function drawing(trace, go, light) {
     box.style.height = `${height}px`;
   };
   /** `state`: what the picture depends on, beside the trace. `plain`: the step that is
-   *  drawn to one scale with it, if there is one. */
-  const update = (state, plain, rank, time, slice, { verbs, categories }) => {
-    const [one, names] = [trace(), Object.keys(categories)];
+   *  drawn to one scale with it, if there is one. `seen`: what `picture` takes. */
+  const update = (state, plain, rank, time, slice, seen) => {
+    const [one, names] = [trace(), Object.keys(seen.categories)];
+    const { categories } = view = seen;
     width = lanes.clientWidth || width;  // JupyterLab takes cells out of the page and back
-    if (drawn !== `${width} ${state}`) {
-      const most = (other, of) => live(other, rank, names).map(of).reduce((a, b) =>
+    if (drawn !== `${width} ${state} ${seen.window}`) {
+      const most = (other, of) => live(other, rank, Object.keys(seen.stacked)).map(of).reduce((a, b) =>
         Math.max(a, b), 1);
       const whole = (row) => Math.max(deviceBytes(row), row.host, row.disk);
       const [top, above] = [1.05 * most(plain ?? one, whole), plain && most(plain, deviceBytes)];
-      parts = picture(one, rank, width, { top, above: plain === one ? 0 : above }, verbs,
-        categories);
+      parts = picture(one, rank, width, { top, above: plain === one ? 0 : above }, seen);
       parts.slots = slots(plain ? [plain, one] : [one], names);
       all.innerHTML = parts.html;
       size(lanes, width, parts.height);
-      drawn = `${width} ${state}`;
+      drawn = `${width} ${state} ${seen.window}`;
     }
+    blocks.parentElement.hidden = !seen.parts.includes("boxes");
     now.setAttribute("d", `M${parts.x(time)} 0V${parts.base}`);
     all.querySelector(".lit")?.classList.remove("lit");
     if (slice) all.querySelector(`[data-i="${one.slices.indexOf(slice)}"]`)?.classList.add("lit");
@@ -293,12 +314,14 @@ function drawing(trace, go, light) {
     const rows = memory(one, time, rank, parts.slots, width, slice, categories);
     blocks.firstChild.innerHTML = rows.html;
     size(blocks, width, rows.height);
+    return [parts.x(0), parts.x(one.total)];
   };
-  return { lanes, blocks, update, lit: () => lit };
+  return { lanes, blocks: make("div", {}, make("div", { class: "name" },
+    "who holds what now, not to scale"), blocks), boxes: blocks, update, lit: () => lit };
 }
 
 function render({ model, el }) {
-  let [file, told, opened, asked] = [null, "", 0, null];  // `asked`: a slice
+  let [file, opening, opened, asked] = [null, "", 0, null];  // `asked`: a slice
   const get = (name) => model.get(name);
   const trace = () => file ?? chosen(get);
   const rank = () => Math.min(get("rank"), trace().ranks - 1);
@@ -315,15 +338,24 @@ function render({ model, el }) {
     if (found.begin === now) changed();
     else go(found.begin);
   };
-  const controls = settings(model, (name) => {
-    if (name !== "source" || !told) return;
-    [file, told] = [null, ""];
+  // Until the reader asks for all, there is what the chapter is about.
+  let every = [...PARTS, ...NAMES].every((name) => get("shown").includes(name));
+  const shows = (name) => every || get("shown").includes(name);
+  const more = make("button", { type: "button", onclick: () => {
+    every = true;
+    more.remove();
+    changed();
+  } }, "Show everything");
+  const meant = get("point") && [get("moment"), settingOf(get) + get("source")];
+  const controls = settings(model, shows, (name) => {
+    if (name !== "source" || !opening) return;
+    [file, opening] = [null, ""];
     changed();  // the value that is chosen may be the one from before
   });
   const buttons = player({ model, trace, mine, go, next });
   const text = textWords(el, next);
   const own = files((found, sentence) => {
-    [file, told, opened] = [found, sentence, opened + 1];
+    [file, opening, opened] = [found, sentence, opened + 1];
     const lines = get("sources");
     for (const s of found?.slices ?? [])
       if (!s.source[0]) s.source = lines[s.unit] ?? lines[`${s.verb} ${s.phase}`] ?? lines[s.verb] ?? [""];
@@ -347,19 +379,33 @@ function render({ model, el }) {
     const zero = { stage: 0, overlap: false, checkpointing: false };
     const plain = file || get("source") === "recorded" ? null
       : chosen((name) => zero[name] ?? get(name));
+    const ends = plain ? endsOf(get) : [];
+    const page = Math.max(one.total, ...ends.map(([end]) => end)) / get("zoom");
+    const first = page * Math.min(get("zoom") - 1, Math.floor(time / page));
+    const categories = get("categories");
+    const only = Object.entries(categories).filter(([name]) => !every && shows(name));
+    const told = `${settingOf(get)}${get("source")}`;
     controls.update(file);
-    shown.update(`${settingOf(get)} ${get("source")} ${rank()} ${opened} ${!file}`, plain,
-      rank(), time, slice, { verbs: get("verbs"), categories: get("categories") });
+    controls.box.hidden = !NAMES.slice(0, -1).some(shows);
+    own.box.hidden = buttons.jumps.hidden = !every;
+    const [from, to] = shown.update(`${told} ${rank()} ${opened} ${!file} ${every}`, plain,
+      rank(), time, slice, { verbs: get("verbs"), categories, stacked: only.length ? Object.fromEntries(only) : categories,
+        parts: PARTS.filter(shows), window: [first, first + page],
+        ends: ends.filter(([end]) => end !== one.total),
+        ranks: every || !plain ? [...Array(one.ranks).keys()] : [rank()],
+        point: !file && meant?.[1] === told ? [tickOf(one, meant[0]), get("point")] : null });
+    const [left, wide] = get("zoom") > 1 ? ["0", "100%"] : [`${from - 10}px`, `${to - from + 20}px`];
+    Object.assign(scrub.style, { marginLeft: left, width: wide });
     scrub.value = get("moment");
     scrub.setAttribute("aria-valuetext", `${ms(one, time)} of ${ms(one, one.total)}`);
     const doing = tells(begun.filter((s) => s.end > time).sort((a, b) =>
       LANES.indexOf(a.lane) - LANES.indexOf(b.lane)));
     const bytes = numbersOf(one, get).find(([name]) => name === "device")[1];
     words.setAttribute("aria-live", buttons.playing() ? "off" : "polite");
-    words.textContent = `${told}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
+    words.textContent = `${opening}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
       `${doing || "does nothing"}. ${amount(bytes)} are live on its device.`;
     shown.lanes.setAttribute("aria-label", `Lanes and live bytes. ${words.textContent}`);
-    shown.blocks.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
+    shown.boxes.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
     code.replaceChildren(...(slice ? about(one, slice) : []));
     const near = (s) => time < Math.max(s.end, s.begin + one.total / 60);
     const on = new Set(Object.keys(PHASES).filter((name) =>
@@ -372,21 +418,18 @@ function render({ model, el }) {
   const computed = key(Object.fromEntries(verbs.filter(([name]) => !LANES.includes(name))));
   computed.append(make("span", {}, "▾ release"));
   const chart = make("div", { class: "chart" }, computed, shown.lanes, scrub, buttons.box, words,
-    make("div", { class: "name" }, "who holds what now, not to scale"), shown.blocks, code,
-    own.box);
+    shown.blocks, code, own.box, every ? "" : more);
   own.drops(chart);
   const end = mount({ model, el }, {
     title: "A step of each rank", names: NAMES, style: STYLE, update: changed,
     content: [controls.box, chart],
     table: { head: ["bytes of the rank", "now", "at most"],
       rows: () => numbersOf(trace(), get), say: amount },
+    resize: () => changed(),
   });
-  const resized = new ResizeObserver(() => requestAnimationFrame(changed));
-  resized.observe(shown.lanes);
   document.addEventListener("DOMContentLoaded", changed, { once: true });  // later words
   return () => {
     buttons.stop();
-    resized.disconnect();
     text.end();
     end();
   };

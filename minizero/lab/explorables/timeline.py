@@ -19,13 +19,7 @@ from minizero.lab.explorables.base import (
 )
 from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.sources import LINES, line
-from minizero.lab.explorables.steps import (
-    OFFLOADS,
-    TICK,
-    Setting,
-    settings,
-    simulated,
-)
+from minizero.lab.explorables.steps import OFFLOADS, TICK, Setting, settings, simulated
 from minizero.lab.plots.style import CATEGORY_COLOURS, DOING_COLOURS, GREY, amount
 from minizero.memory.trace import Trace
 
@@ -48,6 +42,10 @@ VERBS = {
     for name, colour in COLOURS.items()
 }
 CATEGORIES = {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}
+SHOWN = (
+    *("lanes", "curve", "boxes", "stage", "overlap", "prefetch", "offload"),
+    *("checkpointing", "micro_batches", "source", "rank", "zoom", "moment"),
+)
 PLANS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -75,6 +73,10 @@ class Timeline(Explorable):
         each block. micro_batches: 1 or, without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
+    zoom: into how many parts the axis is cut, of which the one of the moment is shown.
+    point: said of the moment, as long as the plan is the one it opens with.
+    shown: what is there before the reader asks for everything: of "lanes", "curve",
+        "boxes", and controls by their names. A category cuts the curve down to it.
     """
 
     kind = "timeline"
@@ -88,6 +90,9 @@ class Timeline(Explorable):
     micro_batches = traitlets.Enum([1, 2], 1).tag(sync=True)
     source = traitlets.Enum(["simulated", "recorded"], "simulated").tag(sync=True)
     rank = traitlets.Enum([0, 1, 2, 3], 0).tag(sync=True)
+    zoom = traitlets.Enum([1, 2, 4, 8, 16], 1).tag(sync=True)
+    point = traitlets.Unicode().tag(sync=True)
+    shown = traitlets.List(list(SHOWN)).tag(sync=True)
     moment = Amount(0.155, 0, 1).tag(sync=True)
     steps = traitlets.Dict().tag(sync=True)
     recorded = traitlets.Dict().tag(sync=True)

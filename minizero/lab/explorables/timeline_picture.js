@@ -83,38 +83,79 @@ function curve(rows, base, { top, above }, [left, right], x, end, categories) {
   return [...grid, ...areas, ...away, limit, peak].join("");
 }
 
-/** What of a trace does not change with the moment, and where things are in it. */
-function picture(trace, rank, width, scale, verbs, categories) {
+/** What of a trace does not change with the moment, and where things are in it.
+ *
+ *  stacked: the categories of the curve; parts: lanes and curve, if they are there; ranks: whose lanes; window: the first and
+ *  the last tick of the axis; ends: [ticks, names] of other plans' steps, drawn as ghosts;
+ *  point: a time, and what is said of it. */
+function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, window, ends, point }) {
   const [left, right] = [gutterOf(width), width - RIGHT];
-  const x = (time) => left + (right - left) * time / trace.total;
+  const [first, last] = window;
+  const x = (time) => left + (right - left)
+    * Math.min(1.005, Math.max(-0.005, (time - first) / (last - first)));
   const used = LANES.filter((name) =>
     USUAL.includes(name) || trace.slices.some((s) => s.lane === name));
-  const [each, tall] = [HEAD + RANK + GAP, RANK / used.length];
+  const high = RANK * (ranks.length > 1 ? 1 : 1.5);
+  const [each, tall] = [HEAD + high + GAP, high / used.length];
   const [spots, numbers] = [new Map(), new Map(trace.slices.map((s, i) => [s, i]))];
   const out = [`<defs><pattern id="waiting" width="5" height="5" patternTransform="rotate(45)"
     patternUnits="userSpaceOnUse"><path d="M0 0V5" stroke="CanvasText" opacity="0.45"
     stroke-width="2"/></pattern></defs>`];
-  for (let r = 0; r < trace.ranks; r++) {
-    out.push(`<text class="bold" x="0" y="${r * each + HEAD - 5}">rank ${r}</text>`);
+  const said = [];  // of the point, in lines of half the width
+  for (const word of point?.[1].split(" ") ?? []) {
+    const longer = `${said.at(-1) ?? ""} ${word}`.trim();
+    if (said.length && longer.length < (right - left) / 13) said[said.length - 1] = longer;
+    else said.push(word);
+  }
+  const top = point ? 8 + 13 * said.length : 0;
+  const rows = parts.includes("lanes") ? ranks : [];
+  rows.forEach((r, k) => {
+    const all = ranks.length < trace.ranks ? `each of ${trace.ranks} ranks` : `rank ${r}`;
+    out.push(`<text class="bold" x="0" y="${top + k * each + HEAD - 5}">${all}</text>`);
     used.forEach((name, i) => {
-      const y = r * each + HEAD + i * tall;
-      const slices = trace.slices.filter((s) => s.rank === r && s.lane === name);
+      const y = top + k * each + HEAD + i * tall;
+      const slices = trace.slices.filter((s) => s.rank === r && s.lane === name
+        && s.begin <= last && s.end >= first);
       out.push(`<text x="0" y="${y + tall / 2 + 3}">${name}</text>
         <path class="grid" d="M${left} ${y + tall - 0.5}H${right}"/>`,
         lane(slices, numbers, y, tall, x, verbs, spots));
     });
+  });
+  let base = top + rows.length * each;
+  if (parts.includes("curve")) {
+    base += 22 + CURVE;
+    const title = `<tspan class="bold">live bytes, rank ${rank}</tspan>`;
+    const names = Object.entries(stacked).map(([name, { colour }]) =>
+      `<tspan dx="12" class="paint patch" fill="${colour}">■</tspan> ${name}`);
+    out.push(`<text x="0" y="${base - CURVE - 14}">${title}${width < 520 ? "" : names.join("")}</text>`,
+      curve(live(trace, rank, Object.keys(stacked)), base, scale, [left, right], x,
+        trace.total, stacked));
   }
-  const base = trace.ranks * each + 22 + CURVE;
-  const title = `<tspan class="bold">live bytes, rank ${rank}</tspan>`;
-  const names = Object.entries(categories).map(([name, { colour }]) =>
-    `<tspan dx="12" class="paint patch" fill="${colour}">■</tspan> ${name}`);
-  out.push(`<text x="0" y="${base - CURVE - 14}">${title}${width < 520 ? "" : names.join("")}</text>`,
-    curve(live(trace, rank, Object.keys(categories)), base, scale, [left, right], x,
-      trace.total, categories));
-  for (const time of rounds(1e3 * trace.total * trace.tick, width < 520 ? 4 : 8))
+  const begin = 1e3 * first * trace.tick;
+  const ticks = rounds(1e3 * (last - first) * trace.tick, width < 520 ? 4 : 8);
+  const from = begin && ticks[1] * Math.ceil(begin / ticks[1]);
+  for (const time of ticks.map((tick) => tick + from)) {
+    if (time / 1e3 / trace.tick > last) continue;
     out.push(`<text x="${x(time / 1e3 / trace.tick)}" y="${base + 15}"
       text-anchor="middle">${short(time)}${time ? "" : " ms"}</text>`);
-  return { html: out.join(""), height: base + AXIS, base, x, spots };
+  }
+  let foot = base + AXIS;
+  for (const [end, name] of ends.filter(([end]) => end >= first && end <= last)) {
+    const side = x(end) > (left + right) / 2 ? ["end", -4] : ["start", 4];
+    out.push(`<path class="ghost" d="M${x(end)} ${top}V${foot + 10}"/>
+      <text class="halo" x="${x(end) + side[1]}" y="${foot + 9}" text-anchor="${side[0]}">${
+      escaped(LIST.format(name))} end${name.length > 1 ? "" : "s"}, ${short(1e3 * end * trace.tick)} ms</text>`);
+    foot += 14;
+  }
+  if (point) {
+    const at = Math.min(Math.max(x(point[0]), left + 4), right - 4);
+    const [anchor, from] = at > (left + right) / 2 ? ["end", at - 8] : ["start", at + 8];
+    out.push(`<path class="point" d="M${at} 2V${base}m-4 ${top - 8 - base}h8l-4 6z"/>`,
+      ...said.map((text, i) => `<text class="bold" x="${from}" text-anchor="${anchor}"
+        y="${11 + 13 * i}">${escaped(text)}</text>`));
+  }
+  // As high under every plan.
+  return { html: out.join(""), height: base + AXIS + (ends.length ? 46 : 0), base, x, spots };
 }
 
 /** The units of each category that are ever there, and the most bytes of each. */

@@ -21,7 +21,6 @@ from minizero.lab.plots.style import (
     ink,
     legend,
     name_rows,
-    no_numbers,
     single,
 )
 from minizero.memory.labels import CATEGORIES
@@ -71,7 +70,9 @@ def bars(
             textcoords="offset points", ha="center", va="bottom",
         )  # fmt: skip
     name_rows(axes, rows)
-    no_numbers(axes)
+    # the bars carry their numbers themselves
+    axes.tick_params(bottom=False, labelbottom=False)
+    axes.spines["bottom"].set_visible(False)
     axes.set_xlim(0, longest * 1.14)
     used = [p for p in colours if any(parts.get(p) for parts in rows.values())]
     patches = [Patch(facecolor=colours[p], edgecolor=GREY, label=p) for p in used]

@@ -8,14 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minizero.lab.plots.style import (
-    GREY,
-    LINES,
-    STYLE,
-    ink,
-    name_rows,
-    single,
-)
+from minizero.lab.plots.style import GREY, LINES, STYLE, ink, name_rows, single
 
 
 @rc_context(STYLE)

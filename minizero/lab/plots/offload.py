@@ -146,9 +146,7 @@ def watched_step(net: Any) -> list[Interval]:
         start = time.perf_counter()
         type(storage).step(storage, flats, *rest)
         units.append(names[flats[0]])
-        bars.append(
-            Interval("step", "step", units[-1], start, time.perf_counter())
-        )
+        bars.append(Interval("step", "step", units[-1], start, time.perf_counter()))
 
     with (
         mock.patch.object(storage, "step", step),

@@ -135,12 +135,6 @@ def name_rows(axes: Axes, names: Iterable[str]) -> None:
     axes.tick_params(left=False)
 
 
-def no_numbers(axes: Axes) -> None:
-    """Nothing below the bars: they carry their numbers themselves."""
-    axes.tick_params(bottom=False, labelbottom=False)
-    axes.spines["bottom"].set_visible(False)
-
-
 def end_label(axes: Axes, x: float, y: float, text: str, side: int = 1) -> None:
     """What a bar amounts to, beside its end: to the right, or at -1 to the left."""
     axes.annotate(

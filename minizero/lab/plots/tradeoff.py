@@ -10,13 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from minizero.lab.plots.memory import COLUMNS
-from minizero.lab.plots.style import (
-    CATEGORY_COLOURS,
-    DASHES,
-    GREY,
-    STYLE,
-    single,
-)
+from minizero.lab.plots.style import CATEGORY_COLOURS, DASHES, GREY, STYLE, single
 from minizero.memory.labels import label
 from minizero.memory.tracker import Sample, Tracker
 

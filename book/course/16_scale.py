@@ -1,0 +1,159 @@
+"""Chapter 16: planning at scale."""
+
+from dataclasses import replace
+
+from minizero.lab.course import Exercise, Wrong
+from minizero.scale.machines import MACHINES
+from minizero.scale.published import rows
+
+
+class ByHand(Exercise):
+    label = "ex-scale-1"
+    answer = "tokens"
+    book = {"peak": 989e12, "matmul": 0.641, "link": 450e9, "network": 50e9}
+    starter = """
+def tokens(
+    peak: float, matmul: float, link: float, network: float
+) -> tuple[float, float]:
+    # From so many tokens a GPU on, a block's forward hides the next all-gather: over
+    # NVLink, over the network. Products reach `matmul` of the peak, NVLink 0.78 of
+    # its speed, the network 0.9.
+    return 0.0, 0.0
+"""
+    public = """
+assert len(tokens(1e15, 0.5, 1e11, 1e10)) == 2
+"""
+    reference = """
+def tokens(peak, matmul, link, network):
+    # 2 P T / F seconds to compute, 2 P / speed to gather
+    return matmul * peak / (0.78 * link), matmul * peak / (0.9 * network)
+"""
+    wrong = (
+        Wrong(
+            "at the peak",
+            "matmul * peak",
+            "peak",
+            "You let products run at the peak: they reach only a share of it.",
+        ),
+        Wrong(
+            "nominal links",
+            "(0.78 * link), matmul * peak / (0.9 * network)",
+            "link, matmul * peak / network",
+            "You took the links' nominal speeds: a transfer reaches 78 and 90 %.",
+        ),
+        Wrong(
+            "one byte",
+            "matmul * peak",
+            "matmul * peak / 2",
+            "A factor of 2 is missing: a parameter has two bytes, and costs two "
+            "operations a token.",
+        ),
+        Wrong(
+            "chapter 8's",
+            "matmul * peak / (0.78 * link), matmul * peak / (0.9 * network)",
+            "0.4 * peak * 7 / 8 / link, 0.4 * peak * 7 / 8 / network",
+            "These are chapter 8's shares: 40 % of the peak, and links at full speed.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "peak": rng.randint(20, 240) * 1e13,
+                "matmul": rng.randint(50, 80) / 100,
+                "link": rng.randint(10, 90) * 1e10,
+                "network": rng.randint(10, 90) * 1e9,
+            }
+            for _ in range(2)
+        ]
+
+
+class MachineOfYourOwn(Exercise):
+    label = "ex-scale-2"
+    answer = "fit"
+    points = 6
+    starter = """
+from dataclasses import replace
+
+from minizero.scale.machines import Machine
+from minizero.scale.published import Row, calibrate
+
+
+def fit(
+    machine: Machine, published: list[Row], model: str, sequences: list[int]
+) -> tuple[float, float]:
+    # `matmul` and `attention`, fitted from 0.5 and 0.5 on those of the published rows
+    # that are of this model on this machine ("DGX A100" has the rows "a100-80gb"),
+    # with these lengths.
+    return 0.5, 0.5
+"""
+    public = """
+from minizero.scale.machines import A100
+from minizero.scale.published import rows
+
+assert len(fit(A100, rows(), "mpt-125m", [512])) == 2
+"""
+    reference = """
+from dataclasses import replace
+
+from minizero.scale.published import calibrate
+
+
+def fit(machine, published, model, sequences):
+    chosen = [
+        row
+        for row in published
+        if row.machine == "a100-80gb"
+        and row.model == model
+        and row.sequence in sequences
+    ]
+    mine = calibrate(replace(machine, matmul=0.5, attention=0.5), chosen)
+    return mine.matmul, mine.attention
+"""
+    wrong = (
+        Wrong(
+            "from the fitted ones",
+            "replace(machine, matmul=0.5, attention=0.5)",
+            "machine",
+            "You began with constants that were fitted to all rows: begin with 0.5 "
+            "and 0.5.",
+        ),
+        Wrong(
+            "any machine",
+            'row.machine == "a100-80gb"\n        and row.model',
+            "row.model",
+            "You fitted rows of other machines as well.",
+        ),
+        Wrong(
+            "shortest only",
+            "row.sequence in sequences",
+            "row.sequence == min(sequences)",
+            "You left out the long sequences: they alone say what attention reaches.",
+        ),
+        Wrong(
+            "any length",
+            "        and row.sequence in sequences\n",
+            "",
+            "You fitted all lengths: you have three runs.",
+        ),
+    )
+    explain = (
+        "The long sequence pins attention; of a narrow block's time products are "
+        "little more than half, so errors of the rest go into `matmul`."
+    )
+
+    def draw(self, rng):
+        model = rng.choice(["mpt-350m", "mpt-760m"])
+        lengths = [rng.choice([512, 1024]), rng.choice([4096, 8192]), 32_768]
+        return [{"model": model, "sequences": lengths}]
+
+    @staticmethod
+    def run(answer, model, sequences):
+        some = [
+            row
+            for row in rows()
+            if row.model == model and row.sequence in (*sequences, 2048)
+        ]
+        start = replace(MACHINES["a100-80gb"], matmul=0.9, attention=0.9)
+        found = answer(start, some, model, sequences)
+        return dict(zip(("matmul", "attention"), found, strict=True))

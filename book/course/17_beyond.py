@@ -1,0 +1,311 @@
+"""Chapter 17: groups and few bits."""
+
+import torch
+
+from minizero import comm
+from minizero.lab.course import Exercise, Wrong
+
+
+class ByHand(Exercise):
+    label = "ex-beyond-1"
+    answer = "state"
+    book = {"params": 13e9, "ranks": 64, "group": 8}
+    starter = """
+def state(params: float, ranks: int, group: int) -> tuple[float, float, float]:
+    # GB of state of a rank under ZeRO-3, MiCS and hpZ, the last two with groups of so
+    # many ranks: mixed precision, Adam.
+    return 0.0, 0.0, 0.0
+"""
+    public = """
+assert state(1e9, 4, 4) == (4, 4, 4)  # one group
+"""
+    reference = """
+def state(params, ranks, group):
+    gb = params / 1e9
+    return 16 * gb / ranks, 16 * gb / group, gb * (2 / group + 14 / ranks)
+"""
+    wrong = (
+        Wrong(
+            "two copies",
+            "2 / group + 14 / ranks",
+            "2 / group + 16 / ranks",
+            "You kept the parameters twice, over the group and over all ranks, as "
+            "ZeRO++ does: hpZ as this book has it keeps the group's shard alone.",
+        ),
+        Wrong(
+            "number of groups",
+            "16 * gb / group, gb * (2 / group",
+            "16 * gb / (ranks // group), gb * (2 / (ranks // group)",
+            "You divided by the number of groups: state is shared by the ranks of one.",
+        ),
+        Wrong(
+            "hpZ groups all",
+            "gb * (2 / group + 14 / ranks)",
+            "16 * gb / group",
+            "You grouped everything, as MiCS does: hpZ groups the parameters alone.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "params": rng.randint(10, 90) * 1e8,
+                "ranks": group * rng.choice([3, 5, 6, 9, 12]),
+                "group": group,
+            }
+            for group in rng.sample([4, 8, 16], 2)
+        ]
+
+
+class Accumulation(Exercise):
+    label = "ex-beyond-2"
+    answer = "across"
+    points = 6
+    book = {"params": 2e9, "ranks": 8, "group": 4, "micro": 2}
+    starter = """
+def across(
+    params: float, ranks: int, group: int, micro: int
+) -> tuple[float, float]:
+    # Elements that a rank sends to other groups in a step of so many micro-batches,
+    # each of which is reduced: under MiCS, under hpZ.
+    return 0.0, 0.0
+"""
+    public = """
+mics, hpz = across(1200, 4, 2, 1)
+assert mics == hpz == 600
+"""
+    reference = """
+def across(params, ranks, group, micro):
+    copies = ranks / group
+    unit = params / group * (copies - 1) / copies
+    return 2 * micro * unit, (micro + 1) * unit
+"""
+    wrong = (
+        Wrong(
+            "once a step",
+            "2 * micro * unit, (micro + 1) * unit",
+            "2 * unit, 2 * unit",
+            "You counted one reduction a step: every micro-batch is reduced.",
+        ),
+        Wrong(
+            "hpZ gathers each time",
+            "(micro + 1) * unit",
+            "2 * micro * unit",
+            "You counted hpZ's gather across for each micro-batch: weights change "
+            "once a step.",
+        ),
+        Wrong(
+            "whole buffers",
+            "params / group *",
+            "params *",
+            "You sent whole buffers across: a rank sends its group's share alone.",
+        ),
+        Wrong(
+            "MiCS keeps gradients",
+            "2 * micro * unit,",
+            "(micro + 1) * unit,",
+            "You let MiCS reduce like hpZ: it all-reduces shards across, which sends "
+            "each twice, at every micro-batch.",
+        ),
+    )
+    explain = "When each of the two collectives across is made."
+
+    def draw(self, rng):
+        return [
+            {
+                "params": rng.randint(10, 90) * 1e8,
+                "ranks": group * rng.choice([2, 3, 5, 6]),
+                "group": group,
+                "micro": micro,
+            }
+            for group, micro in zip(
+                rng.sample([4, 8, 16], 2), rng.sample([3, 4, 6, 8], 2), strict=True
+            )
+        ]
+
+
+class DriftApart(Exercise):
+    label = "ex-beyond-3"
+    answer = "check_views"
+    points = 6
+    starter = """
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def check_views(gather: Callable[[Tensor], list[Tensor]]) -> None:
+    # A test: an AssertionError if ranks drift apart. `gather(rows)` is given a row of
+    # each rank, [ranks, elements], and returns what each rank has of the whole buffer
+    # after a quantized all-gather.
+    views = gather(torch.randn(3, 256))
+    assert len(views) == 3
+"""
+    public = """
+from minizero import comm
+
+
+def gather(rows):
+    code = comm.Quantized(8)
+    rounded = [code.decode(code.encode(r), torch.empty_like(r)) for r in rows]
+    return [torch.stack(rounded) for _ in rows]
+
+
+check_views(gather)  # nothing is wrong with it
+"""
+    reference = """
+import torch
+
+
+def check_views(gather):
+    views = gather(torch.randn(3, 256))
+    assert all(torch.equal(view, views[0]) for view in views)
+"""
+    wrong = (
+        Wrong(
+            "two ranks",
+            "for view in views)",
+            "for view in views[:2])",
+            "You compared two ranks only: the third may have another buffer.",
+        ),
+        Wrong(
+            "compares with the input",
+            "",
+            """
+import torch
+
+
+def check_views(gather):
+    rows = torch.randn(3, 256)
+    for view in gather(rows):
+        assert torch.allclose(view, rows, atol=1.0)
+""",
+            "You compared each rank with the original: rounding may be as small as you "
+            "like, and ranks still differ from each other.",
+        ),
+        Wrong(
+            "demands the original",
+            "",
+            """
+import torch
+
+
+def check_views(gather):
+    rows = torch.randn(3, 256)
+    for view in gather(rows):
+        assert torch.equal(view, rows)
+""",
+            "Your test fails on the original, too: values that are sent in 8 bits are "
+            "rounded on every rank.",
+        ),
+    )
+    explain = "Why the mean of such gradients belongs to no model."
+
+    def draw(self, rng):
+        return [
+            {"mutant": "own row exact", "bits": rng.choice([4, 8])},
+            {"mutant": "own row exact on the last rank", "bits": rng.choice([4, 8])},
+            {"mutant": "last row is not rounded by its owner", "bits": 8},
+        ]
+
+    @staticmethod
+    def run(answer, mutant, bits):
+        def gather(rows, broken):
+            code = comm.Quantized(bits)
+            rounded = torch.stack(
+                [code.decode(code.encode(r), torch.empty_like(r)) for r in rows]
+            )
+            views = [rounded.clone() for _ in rows]
+            for rank, view in enumerate(views if broken else []):
+                last = rank == len(rows) - 1
+                if mutant == "own row exact" or last:
+                    view[rank] = rows[rank]
+                    if "owner" in mutant:  # by half a step of a value
+                        view[rank] = rounded[rank]
+                        view[rank, 0] = rows[rank, 0]
+            return views
+
+        def passes(broken):
+            torch.manual_seed(0)
+            try:
+                answer(lambda rows: gather(rows, broken))
+            except AssertionError:
+                return False
+            return True
+
+        return {
+            "passes on the original": passes(False),
+            "fails on the mutant": not passes(True),
+        }
+
+
+class HowLargeAGroup(Exercise):
+    label = "ex-beyond-4"
+    answer = "choices"
+    points = 6
+    book = {"params": 30e9, "ranks": 128, "node": 8, "groups": [8, 16]}
+    starter = """
+def choices(
+    params: float, ranks: int, node: int, groups: list[int]
+) -> list[tuple[float, float, float]]:
+    # For each size of a group, a multiple of a node: GB of state of a rank if all is
+    # grouped, and if the parameters alone are; and what enters a node in a step, in
+    # units of psi. What a node needs enters it once.
+    return [(0.0, 0.0, 0.0) for _ in groups]
+"""
+    public = """
+assert choices(1e9, 16, 8, [16])[0][:2] == (1, 1)
+"""
+    reference = """
+def choices(params, ranks, node, groups):
+    found, gb = [], params / 1e9
+    for group in groups:
+        nodes, copies = group // node, ranks // group
+        inside = 3 * (1 - 1 / nodes)  # the group's own collectives
+        between = 2 * (1 - 1 / copies) / nodes
+        all_, some = 16 * gb / group, gb * (2 / group + 14 / ranks)
+        found.append((all_, some, inside + between))
+    return found
+"""
+    wrong = (
+        Wrong(
+            "inside is free",
+            "3 * (1 - 1 / nodes)",
+            "0",
+            "You counted a group's own collectives as free: where a group spans "
+            "nodes, they cross, too.",
+        ),
+        Wrong(
+            "per rank",
+            "inside + between",
+            "3 * (1 - 1 / group) + between / node",
+            "You counted what a rank sends: the question is what enters a node.",
+        ),
+        Wrong(
+            "two copies",
+            "14 / ranks",
+            "16 / ranks",
+            "You kept the parameters twice: with hpZ a rank has its share of the "
+            "group's copy, and 14 bytes of the rest.",
+        ),
+        Wrong(
+            "gathers across",
+            "between = 2 *",
+            "between = 3 *",
+            "Three collectives cross in ZeRO-3. Between groups it is two: gradients "
+            "and what is published, or one all-reduce of shards.",
+        ),
+    )
+    explain = "Which g, and what is grouped; what changes if groups may span nodes."
+
+    def draw(self, rng):
+        return [
+            {
+                "params": rng.randint(100, 700) * 1e8,
+                "ranks": node * rng.choice([12, 18, 24]),
+                "node": node,
+                "groups": [node, 2 * node, 3 * node],
+            }
+            for node in rng.sample([4, 8, 16], 2)
+        ]
