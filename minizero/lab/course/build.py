@@ -55,9 +55,7 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
-        tool = str(Path(sys.executable).with_name("jupyter-book"))
-        command = [tool, "build", "--quiet", "--all", str(out / "book")]
-        subprocess.run(command, check=True, cwd=out)
+        render(out / "book")
 
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -208,6 +206,13 @@ def edition(out: Path) -> None:
     for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
         notebook = without_solutions(nbformat.read(path, as_version=4))
         nbformat.write(notebook, out / "notebooks" / path.name)
+
+
+def render(book: Path) -> None:
+    """The pages of an edition, in its folder `_build/html`."""
+    tool = str(Path(sys.executable).with_name("jupyter-book"))
+    command = [tool, "build", "--quiet", "--all", str(book)]
+    subprocess.run(command, check=True, cwd=book.parent)
 
 
 SETUP = """#!/bin/bash

@@ -1,4 +1,4 @@
-// How often to save: time lost at five intervals around the best one.
+// How often to save: the time that is lost, against the interval between two saves.
 
 const CONTROLS = {
   n_params: ["parameters", [8, 13, TENS], billions],
@@ -6,6 +6,13 @@ const CONTROLS = {
   nodes: ["nodes", [0, 14, TWOS], short],
   node_days: ["between failures of a node", [0, 4, TENS], (x) => `${short(x)} d`],
 };
+const TALL = 190;
+const STYLE = `
+  svg { display: block; width: 100%; height: auto; overflow: visible; font-size: 12.5px;
+    fill: currentColor; }
+  .best { stroke: currentColor; stroke-width: 1.5; }
+  .bold { font-weight: 600; }
+`;
 const FACTORS = [0.25, 0.5, 1, 2, 4];
 
 /** Seconds in words, as Python's `duration`. */
@@ -39,27 +46,53 @@ function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
-  const rows = FACTORS.map(() => row(get("palette"), percent));
   const words = make("p", { class: "words", role: "status" });
+  const box = make("div");
+  box.innerHTML = `<svg role="img"></svg>`;
+  const svg = box.firstChild;
+  const draw = () => {
+    const wide = box.clientWidth || 600;
+    const [save, between, best] = seconds(get);
+    const [left, right] = [8, wide - 8];
+    const of = (place) => best * 2 ** (-3 + 6 * place);  // an eighth of the best to 8 times
+    const x = (interval) => left + (right - left) * (Math.log2(interval / best) + 3) / 6;
+    const points = Array.from({ length: 121 }, (_, i) => of(i / 120)).map((interval) => {
+      const share = lost(interval, save, between);
+      return [x(interval), share, Math.min(share, save / (interval + save))];
+    });
+    const most = Math.max(...points.map(([, share]) => share));
+    const y = (share) => TALL - (TALL - 34) * share / most;
+    const area = (i) => `M${left} ${TALL}${points.map((p) => `L${p[0]} ${y(p[i])}`).join("")}L${right} ${TALL}Z`;
+    const colour = Object.values(get("palette")).map((look) => look.colour);
+    const least = lost(best, save, between);
+    svg.setAttribute("viewBox", `0 0 ${wide} ${TALL + 34}`);
+    svg.innerHTML = `<path class="paint" d="${area(1)}" fill="${colour[1]}"/>
+      <path class="paint" d="${area(2)}" fill="${colour[0]}"/>
+      <text x="${left}" y="${y(points[0][1]) - 6}">${percent(points[0][1])}</text>
+      <text x="${right}" y="${y(points[120][1]) - 6}" text-anchor="end">${percent(points[120][1])}</text>
+      <path class="best" d="M${x(best)} ${y(least) - 20}V${TALL + 6}"/>
+      <text class="bold" x="${x(best)}" y="${y(least) - 26}" text-anchor="middle">least: ${percent(least)}</text>
+      ${FACTORS.map((k) => `<text x="${x(k * best)}" y="${TALL + 18}" text-anchor="middle"
+        class="${k === 1 ? "bold" : ""}">${wide < 480 && k !== 1 && k % 4 && k !== 0.25 ? "" : duration(k * best)}</text>`).join("")}`;
+  };
   const update = () => {
     controls.update();
+    draw();
     const [save, between, best] = seconds(get);
-    const all = numbers(get);
-    const most = Math.max(...all.map(([, saves, again]) => saves + again));
-    all.forEach(([name, saves, again], i) => rows[i].update(name,
-      [["saves", saves], ["steps made again", again]], most, percent(saves + again)));
     words.textContent = `A save takes ${duration(save)}, a failure comes every ` +
       `${duration(between)}: save every ${duration(best)}, and ` +
-      `${percent(lost(best, save, between))} of the time is lost.`;
+      `${percent(lost(best, save, between))} of the time is lost. Near its ` +
+      "lowest point the curve is flat.";
+    svg.setAttribute("aria-label", words.textContent);
   };
-  rows[FACTORS.indexOf(1)].title.style.fontWeight = 700;
-  const chart = make("div", { class: "chart" }, key(get("palette")),
-    make("div", { class: "bars" }, ...rows.map(({ box }) => box)), words);
+  const chart = make("div", { class: "chart" }, key(get("palette")), box, words);
   return mount({ model, el }, {
     title: "How often to save",
     names: Object.keys(CONTROLS),
+    style: STYLE,
     content: [controls.box, chart],
     update,
+    resize: draw,
     table: { head: ["a save", "saves", "steps made again"], rows: () => numbers(get),
       say: percent },
   });

@@ -10,10 +10,10 @@ import traitlets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
+from minizero.lab.explorables.base import Amount, Explorable, look, module
 from minizero.lab.plots.style import GREY, LINES, STYLE, legend, line, short, single
 
-PALETTE = {"saves": look(LINES[1], STRIPES), "steps made again": look(LINES[0])}
+PALETTE = {"saves": look(LINES[1]), "steps made again": look(LINES[0])}
 
 
 def best_interval(save: float, between: float) -> float:

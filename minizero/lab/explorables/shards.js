@@ -6,13 +6,15 @@ const CONTROLS = {
 };
 
 const STYLE = `
-  .shards { margin: 0.6em 0; overflow-x: auto; }
+  .shards { margin: 0.6em 0; overflow-x: auto; font-size: 15px; }
   .shards div { white-space: nowrap; }
   .shards div > span { display: inline-block; }
   .shards .of { width: 4em; }
-  .cell { width: 1.9em; text-align: center; font-size: 85%; margin: 1px;
+  .cell { width: 30px; line-height: 26px; text-align: center; font-size: 13px; margin: 1px;
     border: 1px solid #797979; }
-  .cell.last { margin-right: 0.8em; }
+  .last { margin-right: 14px !important; }
+  .head { text-align: center; font-size: 12.5px; font-weight: 600; margin: 0 1px 2px;
+    border-bottom: 2px solid currentColor; }
   .cell.padding { border-style: dashed; }
 `;
 
@@ -54,7 +56,13 @@ function render({ model, el }) {
     controls.update();
     const [n, bucket] = [get("ranks"), get("bucket")];
     const { size, width, padded, calls, most, sent } = layout(names.length, n, bucket);
-    table.replaceChildren(...Array.from({ length: n }, (_, r) => make("div", {},
+    const heads = Array.from({ length: calls }, (_, b) => {
+      const columns = Math.min(width, size - b * width);
+      return make("span", { class: "head last", style: `width: ${32 * columns - 2}px`,
+        title: `bucket ${b}` }, columns > 1 ? `bucket ${b}` : b);
+    });
+    table.replaceChildren(make("div", {}, make("span", { class: "of" }), ...heads),
+      ...Array.from({ length: n }, (_, r) => make("div", {},
       make("span", { class: "of" }, `rank ${r}`),
       ...Array.from({ length: size }, (_, c) =>
         cell(r * size + c, c % width === width - 1)))));
