@@ -231,10 +231,6 @@ def _dryrun(options: argparse.Namespace) -> None:
         recompute_units(model, planned["checkpointing"])
         return model
 
-    def progress(line: str) -> None:
-        if sys.stderr.isatty():  # \33[K: clear the rest of the line
-            print(f"\r{line}\33[K", end="", file=sys.stderr, flush=True)
-
     size = config.get("train_micro_batch_size_per_gpu", 1)
     many = config.get("gradient_accumulation_steps", 1)
     if many > 2:
@@ -247,9 +243,7 @@ def _dryrun(options: argparse.Namespace) -> None:
         world_size=planned["gpus"],
         batch=(tokens, tokens),
         budget=machine.memory,
-        progress=progress,
     )
-    progress("")
     print(found)
 
 

@@ -10,7 +10,6 @@ that step; "saved 8" when the checkpoint before step 8 is known to be complete.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -140,10 +139,8 @@ def complete(folder: Path, saving: checkpoint.Saving | None) -> None:
 def note(folder: Path, line: str) -> None:
     """Add a line to the log. One write: a kill leaves all of it or nothing."""
     if rank() == 0:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        log = os.open(folder / "losses", flags, 0o644)
-        os.write(log, f"{line}\n".encode())
-        os.close(log)
+        with open(folder / "losses", "ab", buffering=0) as log:
+            log.write(f"{line}\n".encode())
 
 
 def history(folder: str | Path) -> History:

@@ -145,9 +145,9 @@ def decoder(world_size: int = 1024, /, **config: Any) -> DryRun:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("model", "ranks"), [("llama-7b", 8), ("llama-70b", 1024)])
-def test_state_of_a_wide_model_is_exactly_the_estimate(model: str, ranks: int) -> None:
-    shape, tokens = replace(MODELS[model], layers=4), torch.zeros(1, 512).long()
+def test_state_of_a_wide_model_is_exactly_the_estimate() -> None:
+    ranks, tokens = 1024, torch.zeros(1, 64).long()
+    shape = replace(MODELS["llama-70b"], layers=2)
     build = functools.partial(Decoder, shape)
     found = dryrun(build, settings(3), world_size=ranks, batch=(tokens, tokens))
     state, counters = estimate(shape.parameters, ranks, 3), 4 * (shape.layers + 1)
@@ -199,18 +199,15 @@ def test_the_planner_and_the_dry_run_have_one_model_of_memory(
 
 def test_a_report_adds_up_and_says_what_does_not() -> None:
     config, batch = settings(3), (TOKENS, TOKENS)
-    seen: list[str] = []
     found = dryrun(
         functools.partial(Decoder, SHAPE), config, world_size=4, batch=batch,
-        budget=1.0, progress=seen.append,
+        budget=1.0,
     )  # fmt: skip
     assert not found.fits and sum(found.at_peak.values()) == found.peak
     assert sum(found.peaks.values()) > found.peak
     text = str(found)
     assert "do not add up" in text and "does not fit in 0.0 GB" in text
     assert decoder(4, **config).fits
-    assert seen[0] == "building the model"
-    assert seen[-1].startswith("second step, micro-batch 1 of 1: ")
 
 
 def test_a_dry_run_leaves_torch_as_it_was_and_refuses_in_sentences() -> None:

@@ -13,7 +13,7 @@ from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import TOY
 from minizero.memory import host_empty, labels
 from minizero.memory.labels import host_memory, label, labelled_bytes, on_host
-from minizero.scale.cost import Costs
+from minizero.scale.cost import Costs, Job
 from minizero.scale.shapes import Shape
 
 # Rajbhandari et al. 2020 (arXiv:1910.02054v3), table 1: GB a device for mixed
@@ -112,7 +112,8 @@ def test_activations(checkpointing: str, attention: str, a_layer: float) -> None
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_the_planner_counts_the_same_activations(how: str) -> None:
     """And 4 bytes a token and head, which fused attention keeps."""
-    costs = Costs(Shape(32, 4096, 32, 32_000), TOY, tokens=2048, sequence=2048)
+    job = Job(Shape(32, 4096, 32, 32_000), TOY, 1, 1, 2048)
+    costs = Costs(job, tokens=2048)
     rows = 4 * 2048 * 32 * (how != "full")
     assert costs.saved(how) == estimate_activations(1, 4096, 32, 2048, 1, how) + rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from minizero.precision import LossScale
 from minizero.ranks import Pool, rank, world_size
 from minizero.zero import DataParallel
 
-RANKS = (1, 2, 3, 4)
+RANKS = (1, 2, 3)
 KINDS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "1 cpu": {"stage": 1, "where": "cpu"},
@@ -36,8 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "3 nvme": {"stage": 3, "where": "nvme"},
 }
 NAMES = list(KINDS)
-# every kind from every number of ranks to every other, or some of each
-ALL = "MINIZERO_RESHARD_ALL" in os.environ
 BEFORE, AFTER = 2, 2
 
 
@@ -49,10 +46,9 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def pools(request: pytest.FixtureRequest) -> Iterator[dict[int, Any]]:
-    ranks = RANKS if request.config.getoption("--all") else RANKS[:3]
+def pools() -> Iterator[dict[int, Any]]:
     with ExitStack() as stack:
-        yield {n: stack.enter_context(Pool(n)) if n > 1 else Alone() for n in ranks}
+        yield {n: stack.enter_context(Pool(n)) if n > 1 else Alone() for n in RANKS}
 
 
 def save_all(folder: Path, kinds: list[str]) -> dict[str, Run]:
@@ -82,7 +78,7 @@ def test_every_kind_loads_what_every_other_has_saved(
     each kind, on each number of ranks, need load one of each number of ranks."""
     expected: dict[int, list[Run]] = {}
     for ranks, pool in pools.items():
-        kinds = NAMES if ALL or ranks == 2 else NAMES[:4]
+        kinds = NAMES if ranks == 2 else NAMES[:4]
         runs = pool.run(save_all, tmp_path, kinds)
         expected[ranks] = pool.run(unbroken, BEFORE, AFTER)
         files = contents(tmp_path / f"{ranks} 0")
@@ -95,9 +91,8 @@ def test_every_kind_loads_what_every_other_has_saved(
                 assert all(torch.equal(mine[k], its[k]) for k in mine), kind
     for ranks, pool in pools.items():
         for saved_on in pools:
-            # other kinds for each pair, all for each `ranks`
-            first = 2 * (saved_on - 1) + ranks
-            kinds = [NAMES[(first + i) % 8] for i in range(8 if ALL else 2)]
+            first = 3 * (saved_on - 1) + ranks  # other kinds for each pair
+            kinds = [NAMES[(first + i) % 8] for i in range(3)]
             tags = {
                 k: f"{saved_on} {NAMES[(first + i) % 4]}" for i, k in enumerate(kinds)
             }

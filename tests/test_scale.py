@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 
-from minizero.scale import MACHINES, MODELS, Candidate, Machine, Prediction, predict
+from minizero.scale import MACHINES, MODELS, Candidate, Job, Prediction, predict
 from minizero.scale.predict import adam_seconds
 from minizero.scale.published import Row, calibrate, mean_error, rows
 from minizero.scale.shapes import find
-from minizero.zero import Schedule
 
 A100, V100 = MACHINES["a100-80gb"], MACHINES["v100-32gb"]
 HOW = Candidate.__dataclass_fields__
 
 
-def step(
-    shape: str = "mpt-1b", machine: Machine = A100, stage: int = 3, **options: Any
-) -> Prediction:
-    """A step of 8 GPUs with 8 sequences of 2,048 tokens, unless said otherwise."""
-    options = {"sequence": 2048, "micro_batch": 8, "world_size": 8} | options
+def step(shape: str = "mpt-1b", stage: int = 3, **options: Any) -> Prediction:
+    """A step of 8 GPUs with 8 sequences of 2,048 tokens each, unless said otherwise."""
+    options = {"machine": A100, "gpus": 8, "sequence": 2048, "micro_batch": 8} | options
     how = {name: options.pop(name) for name in list(options) if name in HOW}
-    return predict(MODELS[shape], machine, Candidate(stage, **how), **options)
+    job = Job(MODELS[shape], sequences=8 * options["gpus"], **options)
+    return predict(job, Candidate(stage, **how))
 
 
 @pytest.fixture(scope="module")
@@ -76,60 +74,19 @@ def test_calibration_finds_the_constants_that_made_the_rows() -> None:
     assert found.attention == pytest.approx(A100.attention, rel=0.02)
 
 
-def test_the_share_of_the_peak_is_counted_as_published(
-    table: Sequence[tuple[Row, float]],
-) -> None:
+def test_the_share_of_the_peak_is_counted_as_published() -> None:
     """The page's own MFU, of rows whose attention is 16 % and 4 % of the whole."""
     for sequence, tokens, published in ((8192, 1384, 0.2992), (2048, 2002, 0.3811)):
-        row = next(r for r, _ in table if (r.sequence, r.tokens) == (sequence, tokens))
+        row = next(r for r in rows() if (r.sequence, r.tokens) == (sequence, tokens))
         found = row.predict()
         ours = found.mfu * row.tokens / found.tokens_per_second_per_gpu
         assert ours == pytest.approx(published, rel=5e-3)
 
 
-def test_flop_of_others_are_counted_as_they_count_them() -> None:
-    """Of a GPT, 96 B s l h^2 (1 + s / 6h + V / 16lh): Narayanan et al. 2021, eq. 3."""
-    gpts = [row for row in rows("deepspeed") if row.tflops and not row.shape.gated]
-    assert len(gpts) == 12
-    for row in gpts:
-        shape, h = row.shape, row.shape.hidden
-        more = 1 + row.sequence / (6 * h) + shape.vocab / (16 * shape.layers * h)
-        tokens = 1e12 * row.tflops / (96 * shape.layers * h * h * more)
-        assert row.published == pytest.approx(tokens, rel=2e-3)
-
-
 def test_fsdp_elsewhere_is_predicted_blind() -> None:
-    errors = {(row.name, row.published): row.error() for row in rows("fsdp")}
-    assert len(errors) == 16
-    assert mean_error(errors.values()) < 0.07
+    errors = {(row.name, row.tokens): row.error() for row in rows("fsdp")}
+    assert len(errors) == 7 and mean_error(errors.values()) < 0.05
     assert max(map(abs, errors.values())) < 0.12, errors
-    measured = [row for row in rows("fsdp") if row.gib]
-    assert len(measured) == 6
-    for row in measured:  # of the allocator; ours is a bound on live bytes
-        predicted = row.predict().memory.total / 2**30
-        assert predicted == pytest.approx(row.gib, rel=0.06)
-
-
-def test_deepspeed_elsewhere_comes_out_in_its_order_and_size() -> None:
-    errors = {row.name: row.error() for row in rows("deepspeed")}
-    assert mean_error(errors.values()) < 0.14
-    assert max(map(abs, errors.values())) < 0.23, errors
-    rate = {r.name: r.predict().tokens_per_second_per_gpu for r in rows("deepspeed")}
-    # throughput collapses with the micro-batch: 144, 88, 44 TFLOP/s
-    four, two, one = (rate[f"175B, {n} A100"] for n in (384, 768, 1536))
-    assert four > 1.4 * two > 1.4 * 1.6 * one
-    # published: 1.40 and 1.39
-    for size in ("18B", "138B"):
-        gain = rate[f"{size}, 384 V100, ZeRO++"] / rate[f"{size}, 384 V100"]
-        assert 1.15 < gain < 1.5
-    device = 8 * 1024 / rate["52B, 64 V100, batch 8"]
-    adam, both = (
-        12 * 1024 / rate[f"52B, 64 V100, batch 12, {where} on the CPU"]
-        for where in ("Adam", "all")
-    )
-    # published: 117, 175, 177 seconds
-    assert device < adam < both < 1.05 * adam
-    assert 1.2 < adam / device < 1.6
 
 
 def test_adam_on_the_host_takes_as_long_as_was_measured() -> None:
@@ -140,7 +97,7 @@ def test_adam_on_the_host_takes_as_long_as_was_measured() -> None:
     assert V100.slot(16) == pytest.approx(3e9, rel=0.1)
 
 
-BIG: dict[str, Any] = {"machine": V100, "world_size": 64, "precision": "fp16"}
+BIG: dict[str, Any] = {"machine": V100, "gpus": 64, "precision": "fp16"}
 
 
 def test_groups_keep_a_slow_network_out_of_the_gathers() -> None:
@@ -172,14 +129,13 @@ def test_quantized_collectives_send_less() -> None:
 
 
 def test_checkpointing_repeats_what_its_name_says() -> None:
-    """Llama 2 13B in torchtitan: 2,162 tokens/s without, 1,904 with."""
-    job: dict[str, Any] = {"sequence": 4096, "micro_batch": 2, "world_size": 64}
-    plain, every, other = (
+    job: dict[str, Any] = {"sequence": 4096, "micro_batch": 2, "gpus": 64}
+    plain, selective, full = (
         step("llama-13b", **job, checkpointing=how).step_seconds
-        for how in ("none", "selective", "alternate")
+        for how in ("none", "selective", "full")
     )
-    assert plain < every < 1.05 * plain
-    assert other / plain == pytest.approx(2162 / 1904, rel=0.02)
+    assert plain < selective < 1.05 * plain
+    assert 1.2 < full / plain < 4 / 3  # a forward, of three, but for its last product
 
 
 def test_stages_cost_what_their_schedule_makes_of_their_bytes() -> None:
@@ -187,10 +143,8 @@ def test_stages_cost_what_their_schedule_makes_of_their_bytes() -> None:
     calls = [sum(i.lane == "link" for i in t.timeline.intervals) for t in times]
     assert calls == [25, 50, 50, 75]  # 25 units: reduce; and publish; gather twice
     assert times[3].exposed_seconds > 0
-    alone = step(world_size=1)
+    alone = step(gpus=1)
     assert alone.exposed_seconds == 0 < alone.step_seconds
-    eager = step(schedule=lambda largest: Schedule())
-    assert eager.step_seconds > times[3].step_seconds
 
 
 def test_accumulation_reduces_at_each_micro_batch_where_gradients_are_sharded() -> None:
@@ -211,7 +165,7 @@ def test_memory_agrees_with_the_estimate() -> None:
     assert memory.optimizer == 12 * shape.parameters / 8
     totals = [
         step("llama-8b", **job, checkpointing=how).memory.total
-        for how in ("full", "alternate", "selective", "none")
+        for how in ("full", "selective", "none")
     ]
     assert totals == sorted(totals)
     off = step("llama-8b", **job, offload_optimizer="cpu").memory
@@ -223,7 +177,7 @@ def test_memory_agrees_with_the_estimate() -> None:
     [
         ({"micro_batch": 0}, "micro_batch must be a whole number >= 1, not 0"),
         ({"precision": "int8"}, "precision must be one of bf16, .* not 'int8'"),
-        ({"checkpointing": "some"}, "checkpointing must be one of none, selective"),
+        ({"checkpointing": "some"}, "must be one of none, selective, full"),
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
         ({"sequence": float("nan")}, "sequence must be a whole number >= 1, not nan"),
         ({"micro_batch": float("inf")}, "micro_batch must be a whole number >= 1"),

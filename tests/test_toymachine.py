@@ -17,7 +17,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toymachine import TOY, paced, shape_of
 from minizero.offload import CopyStream
 from minizero.ranks.launch import Pool
-from minizero.scale.cost import Costs
+from minizero.scale.cost import Candidate, Costs, Job
 from minizero.scale.machines import BUS, bus
 from minizero.scale.predict import layers_of
 
@@ -62,16 +62,16 @@ def waits(how: str) -> tuple[float, float, bool]:
     plain = [p.grad for p in model.parameters()]
     model.zero_grad()
     recompute_units(model, how)
-    costs = Costs(shape_of(SIZES), TOY, tokens.numel(), 16, precision="fp32")
+    costs = Costs(Job(shape_of(SIZES), TOY, 2, 4, 16, "fp32"), tokens.numel())
     asked: list[float] = []
     with (
         mock.patch.object(planner, "sleep_until", lambda t: asked.append(t)),
         mock.patch.object(planner.time, "thread_time", lambda: 0.0),
         mock.patch.object(planner.time, "perf_counter", lambda: 0.0),
-        computing(costs, 2, how),
+        computing(costs, how),
     ):
         model(tokens, tokens).backward()
-    layers = layers_of(costs, 2, how, 4, 0.0)
+    layers = layers_of(costs, Candidate(0, how), 0.0)
     counted = sum(layer.forward + layer.backward for layer in layers)
     same = all(map(torch.equal, plain, (p.grad for p in model.parameters())))
     return sum(asked), counted, same

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .groups import Group
-from .transport import Finish, Rows, backend_of, store
+from .transport import Finish, Rows, backend_of, flat, store
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -55,7 +55,8 @@ def backend_reduce_scatter(
     """The backend's own. It takes one contiguous input with equal rows."""
     equal, to = inp.whole, communicator(group)
     if equal is None:
-        equal = torch.cat([pad(row, (0, inp.size - row.numel())) for row in inp])
+        missing = inp.size * group.size - inp.numel
+        equal = pad(flat(inp.given.contiguous()), (0, missing))
     if backend_of(out) != "gloo":
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return _reduce_scatter(out, equal, op, to, async_op=True).wait
@@ -80,8 +81,9 @@ def backend_all_gather(out: Rows, inp: Tensor, tag: int, group: Group) -> Finish
 
     def finish() -> None:
         work.wait()
-        for j, row in enumerate(out if target is None else ()):
-            row.copy_(arrived[j * out.size :][: row.numel()])
+        if target is None:
+            given = out.given.detach()
+            given.copy_(arrived[: out.numel].view_as(given))
 
     return finish
 

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache
@@ -81,23 +81,13 @@ class ZeroParamStatus(Enum):
     AVAILABLE, NOT_AVAILABLE, INFLIGHT = range(1, 4)
 
 
-class _Shown:
-    """An attribute of every sharded parameter; the real DeepSpeed may set its own."""
-
-    def __init__(self, get: Callable[[Any], Any]) -> None:
-        self.get = get
-
-    def __get__(self, p: Any, owner: type) -> Any:
-        return self if p is None else self.get(p)
-
-
 def _ds_status(p: Any) -> ZeroParamStatus:
     there = p.sharded_in.is_unsharded  # AttributeError: it is not sharded
     return ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
 
 
-nn.Parameter.ds_status = _Shown(_ds_status)  # type: ignore[attr-defined]
-nn.Parameter.ds_id = _Shown(lambda p: id(p.sharded_in))  # type: ignore[attr-defined]
+nn.Parameter.ds_status = property(_ds_status)  # type: ignore[attr-defined]
+nn.Parameter.ds_id = property(lambda p: id(p.sharded_in))  # type: ignore[attr-defined]
 
 
 def init_distributed(

@@ -178,7 +178,8 @@ def peers() -> Callable[[], None]:
     """
     me, everyone = dist.get_rank(), range(dist.get_world_size())
     # on a connection of its own: the main thread may wait for the store in new_group
-    store = _part("watch", dist.distributed_c10d._get_default_store().clone())
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = _part("watch", default.clone())
     posted, seen = Report(), 0
 
     def post() -> None:

@@ -106,9 +106,9 @@ def _end_with_parent(folders: list[Path]) -> None:
         end = os.pidfd_open(parent.pid)
     wait([end])
     for _ in range(1000):  # others still write there
-        for folder in filter(Path.exists, folders):
+        for folder in (left := list(filter(os.path.exists, folders))):
             shutil.rmtree(folder, ignore_errors=True)
-        if not any(folder.exists() for folder in folders):
+        if not left:
             break
         time.sleep(0.01)
     os.killpg(0, signal.SIGKILL)  # and what this rank has started

@@ -6,9 +6,9 @@ runs that others published), `planner`, and `dryrun` (the real engine, as one ra
 many, on tensors without memory). Imports `engine` and what is below it.
 """
 
-from .cost import Candidate, Memory
+from .cost import Candidate, Job, Memory
 from .machines import MACHINES, Machine
-from .planner import Choice, Job, choose
+from .planner import Choice, choose
 from .predict import Prediction, predict
 from .shapes import MODELS, Shape
 

@@ -1,8 +1,9 @@
-"""What a way to train costs one GPU: seconds of a block, and bytes of memory."""
+"""A job, the ways to train it, and what each costs: seconds of a block, bytes of a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..memory.plan import PRECISIONS, Plan, estimate
 from .machines import STREAM, Machine
@@ -10,9 +11,69 @@ from ..zero.parallelize import check_groups
 from .shapes import Shape, check_choices, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
-RECOMPUTED = ("none", "selective", "alternate", "full")
-"""What backward computes again: nothing; norms and activation functions (the engine's
-"selective"); these and every other linear layer (torchtitan's); the whole block."""
+RECOMPUTED = ("none", "selective", "full")
+"""What backward computes again: nothing; norms and activation functions; all."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and where.
+
+    sequences: of a step, on all ranks. sequence: tokens of each. precision: one of
+    `ITEMSIZES`; "fp32" has products in TF32, "fp8" is for the blocks' products alone.
+    quantize: whether a plan may round what is sent (ZeRO++), which changes losses.
+    reduce: in what gradients are sent (default: `precision`). logit: bytes that the
+    loss needs for each logit: the fp32 log-softmax and two gradients of it, or 4 of a
+    fused 16-bit kernel.
+    """
+
+    shape: Shape
+    machine: Machine
+    gpus: int
+    sequences: int
+    sequence: int
+    precision: str = "bf16"
+    quantize: bool = False
+    reduce: str | None = None
+    logit: int = 12
+
+    def __post_init__(self) -> None:
+        check_counts(gpus=self.gpus, sequence=self.sequence)
+        check_choices(
+            precision=(self.precision, ITEMSIZES),
+            reduce=(self.reduce or self.precision, ITEMSIZES),
+        )
+        if self.sequences < 1 or self.sequences % self.gpus:
+            near = (max(self.each, 0) + 1) * self.gpus
+            raise ValueError(
+                f"{self.sequences} sequences of a step cannot be shared equally by "
+                f"{self.gpus} GPUs; use {near}, which are {near * self.sequence:,} tokens"
+            )
+
+    @property
+    def each(self) -> int:
+        """Sequences of a rank in a step."""
+        return self.sequences // self.gpus
+
+    @property
+    def per_node(self) -> int:
+        """GPUs that share a host."""
+        return min(self.machine.gpus, self.gpus)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan may use."""
+        return (1 - self.machine.reserved) * self.machine.memory
+
+    @property
+    def host(self) -> float:
+        """A rank's share of the host's memory."""
+        return (1 - self.machine.reserved) * self.machine.host / self.per_node
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of an element of a gradient as it is reduced."""
+        return ITEMSIZES[self.reduce or self.precision]
 
 
 @dataclass(frozen=True)
@@ -92,33 +153,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that a GPU computes for `tokens` tokens, in sequences of `sequence`.
+    """Seconds that a GPU computes for `tokens` tokens of a job, and bytes that it saves.
 
     A product takes its FLOP at the rate that large ones reach, and the bytes of its
     three matrices at the memory's rate, because a small one cannot hide them.
-    `attention`: "flash", or "eager", which writes every score.
-    `precision`: "bf16", "fp16", "fp32" (products in TF32, half as fast), or "fp8" for
-    the blocks' products. `logit`: bytes that the loss needs for each logit: the fp32
-    log-softmax and two gradients of it, or 4 of a fused 16-bit kernel.
     """
 
-    shape: Shape
-    machine: Machine
+    job: Job
     tokens: int
-    sequence: int
-    attention: str = "flash"
-    precision: str = "bf16"
-    logit: int = 12
 
-    def __post_init__(self) -> None:
-        check_choices(
-            precision=(self.precision, ITEMSIZES),
-            attention=(self.attention, ("flash", "eager")),
-        )
+    @cached_property
+    def shape(self) -> Shape:
+        return self.job.shape
 
-    @property
+    @cached_property
+    def machine(self) -> Machine:
+        return self.job.machine
+
+    @cached_property
     def itemsize(self) -> int:
-        return ITEMSIZES[self.precision]
+        return ITEMSIZES[self.job.precision]
 
     def memory(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes."""
@@ -142,16 +196,9 @@ class Costs:
         Flash computes the causal half of the scores, and again in backward: five
         products for the forward's two. Its forward is 73/63 as efficient (Dao 2023).
         """
-        shape, machine, s = self.shape, self.machine, self.sequence
-        if self.attention == "eager":
-            flops = 4.0 * self.tokens * s * shape.hidden
-            rate = machine.matmul * machine.peak
-            moved = 2.0 * self.tokens * s * shape.heads  # of each pass over them
-            forward = flops / rate + self.memory(7 * moved)
-            return forward, 2 * flops / rate + self.memory(10 * moved)
         # on the diagonal a tile of 128 keys is computed in full
-        flops = 2.0 * self.tokens * (s + 128) * shape.hidden
-        rate = machine.attention * machine.peak
+        flops = 2.0 * self.tokens * (self.job.sequence + 128) * self.shape.hidden
+        rate = self.machine.attention * self.machine.peak
         return flops / (rate * 73 / 63), 2.5 * flops / rate
 
     def passes(self) -> tuple[float, float]:
@@ -166,7 +213,7 @@ class Costs:
         else:  # gelu; gradients of biases are sums over tokens
             biases = sum(o for _, o in shape.products)
             forward, backward = forward + 2 * f, backward + 3 * f + biases
-        if self.precision == "fp8":  # each input and gradient cast, and transposed
+        if self.job.precision == "fp8":  # each input and gradient cast, and transposed
             forward += 2 * sum(i for i, _ in shape.products)
             backward += 2 * sum(o for _, o in shape.products)
         size = float(self.itemsize * self.tokens)
@@ -177,23 +224,18 @@ class Costs:
 
         "full" keeps the block's input; recomputation stops at the last tensor that was
         saved, so the last product is not repeated. "selective" keeps the results of
-        the products and of attention; "alternate" those of attention and of every
-        other linear layer, as torchtitan does (Liang et al. 2024).
+        the products and of attention.
         """
-        faster = self.machine.fp8 if self.precision == "fp8" else 1.0
+        faster = self.machine.fp8 if self.job.precision == "fp8" else 1.0
         pairs = [self.linear(i, o, faster) for i, o in self.shape.products]
         forward, backward = (sum(side) for side in zip(*pairs, strict=True))
         scores, scores_back = self.scores()
         passes, passes_back = map(self.memory, self.passes())
-        again = 0.0
-        if checkpointing in ("selective", "alternate"):
-            again = passes + scores * (self.attention == "eager")
-        if checkpointing == "alternate":
-            again += sum(
-                self.linear(i, o, faster)[0] for i, o in self.shape.linears[1:-1:2]
-            )
-        elif checkpointing == "full":
-            again = forward - pairs[-1][0] + scores + passes
+        again = {
+            "none": 0.0,
+            "selective": passes,
+            "full": forward - pairs[-1][0] + scores + passes,
+        }[checkpointing]
         forward += scores + passes
         return forward, backward + scores_back + passes_back + again
 
@@ -213,18 +255,13 @@ class Costs:
         and the hidden layer; or what `checkpointing` keeps of them.
         """
         shape, h = self.shape, self.shape.hidden
-        rows = 4 * self.tokens * shape.heads  # flash: the logarithms of the sums
+        rows = 4.0 * self.tokens * shape.heads  # the logarithms of the sums
         if checkpointing == "none":
             wide = (4 if shape.gated else 2) * shape.ffn
-            elements: float = 6 * h + 2 * shape.kv + wide
-            if self.attention == "eager":
-                elements, rows = elements + 2.5 * shape.heads * self.sequence, 0
-            return self.itemsize * self.tokens * elements + rows
+            return self.itemsize * self.tokens * (6 * h + 2 * shape.kv + wide) + rows
         if checkpointing == "full":
             return self.itemsize * self.tokens * h
         elements = sum(o for _, o in shape.products) + 2 * h
-        if checkpointing == "alternate":
-            elements -= sum(o for _, o in shape.linears[1::2])
         return self.itemsize * self.tokens * elements + rows
 
     def activations(self, checkpointing: str) -> float:
@@ -236,9 +273,9 @@ class Costs:
         """
         shape, size = self.shape, self.itemsize
         kept = self.saved(checkpointing)
-        loss = self.tokens * (self.logit * shape.vocab + 2 * size * shape.hidden)
+        loss = self.tokens * (self.job.logit * shape.vocab + 2 * size * shape.hidden)
         wide = (2 if shape.gated else 1) * shape.ffn + shape.hidden
-        weights = 2 * max(i * o for i, o in shape.linears)
+        weights = 2 * max(i * o for i, o in shape.products) / (1 + shape.gated)
         block = self.saved() - kept + size * (self.tokens * wide + weights)
         head = 3 * size * shape.vocab * shape.hidden
         return shape.layers * kept + max(loss, head, block)
@@ -266,18 +303,15 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     @classmethod
-    def of(cls, costs: Costs, how: Candidate, world_size: int, reduced: int) -> Memory:
-        """What a rank needs, before fragmentation and what CUDA takes.
-
-        reduced: bytes of an element of a gradient as it is reduced.
-        """
-        shape, plan = costs.shape, how.plan
-        kind = "bf16" if costs.precision == "fp8" else costs.precision
-        state = estimate(shape.parameters, world_size, plan, kind)
+    def of(cls, costs: Costs, how: Candidate) -> Memory:
+        """What a rank needs, before fragmentation and what CUDA takes."""
+        job, shape, plan = costs.job, costs.shape, how.plan
+        kind = "bf16" if job.precision == "fp8" else job.precision
+        state = estimate(shape.parameters, job.gpus, plan, kind)
         parameter, gradient, _ = PRECISIONS[kind]
         unit = max(shape.block, shape.root)
         gathered = shape.root + 2 * shape.block if plan.parameters.sharded else 0
-        reducing = unit * (gradient + reduced) if plan.gradients.sharded else 0
+        reducing = unit * (gradient + job.reduced) if plan.gradients.sharded else 0
         return cls(
             state.parameters + parameter * gathered,
             state.gradients + reducing,

@@ -56,9 +56,7 @@ class Values(TorchDispatchMode):
 
 
 class FakeTracker(Tracker):
-    """A tracker of storages without memory; `progress` is called at each mark."""
-
-    progress: Callable[[str], None] | None = None
+    """A tracker of storages without memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -70,11 +68,6 @@ class FakeTracker(Tracker):
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
         if storage.device.type == "meta":  # a real tensor is not part of the run
             super().see(storage, category)
-
-    def mark(self, event: str, unit: str = "") -> None:
-        if self.progress is not None:
-            self.progress(f"{event} {unit}")
-        super().mark(event, unit)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The last mark before the peak, and the live bytes of each category then."""
@@ -217,7 +210,6 @@ def dryrun(
     device: str = "cuda",
     budget: float | None = None,
     rank: int = 0,
-    progress: Callable[[str], None] | None = None,
 ) -> DryRun:
     """Train two steps with the real engine, as one rank of many, without hardware.
 
@@ -229,29 +221,23 @@ def dryrun(
     batch: one rank's micro-batch: a tuple of tensors, or a dict of them.
     device: whose collectives: "cuda" for NCCL's own, "cpu" for gloo's.
     budget: bytes of the device, for `DryRun.fits`.
-    progress: called with a line of text as the run goes on.
 
     RuntimeError in a process that is a rank already; ValueError for another device.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, not {device!r}")
-    say = progress or (lambda line: None)
     with rehearsal(world_size, rank, device) as mode:
-        say("building the model")
         with FakeTracker() as making:
             engine, *_ = initialize(model=build_model(), config=config)
         args = tree_map_only(
             Tensor, lambda t: mode.from_tensor(t, static_shapes=True), batch
         )
         many = engine.gradient_accumulation_steps()
-        for i in range(many):  # in its first step the optimizer makes its states
-            say(f"first step, micro-batch {i + 1} of {many}")
+        for _ in range(many):  # in its first step the optimizer makes its states
             _micro_step(engine, args)
         gc.collect()
         with FakeTracker() as seen, comm.ledger() as calls:
-            for i in range(many):
-                where = f"second step, micro-batch {i + 1} of {many}: "
-                seen.progress = lambda what, w=where: say(w + what)
+            for _ in range(many):
                 _micro_step(engine, args)
         count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()
@@ -283,7 +269,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(shape.hidden, bias=bias)
         self.norm2 = nn.LayerNorm(shape.hidden, bias=bias)
         self.qkv, self.out, self.up, self.down = (
-            _linear(i, o, bias) for i, o in shape.products
+            nn.Linear(i, o, bias=bias) for i, o in shape.products
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,26 +288,16 @@ class Block(nn.Module):
         return x + self.down(F.gelu(y))
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A layer whose values are not drawn, which would take time."""
-    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
-    for name, p in list(linear.named_parameters()):
-        setattr(linear, name, nn.Parameter(torch.empty(p.shape)))
-    return linear
-
-
 class Decoder(nn.Module):
     """A decoder of any shape, to rehearse with: tokens and targets [batch, sequence] to
     their mean cross-entropy."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding.from_pretrained(
-            torch.empty(shape.vocab, shape.hidden), freeze=False
-        )
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, bias=not shape.gated)
-        self.head = _linear(shape.hidden, shape.vocab, False)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.is_tied:
             self.head.weight = self.embedding.weight
 

@@ -9,62 +9,15 @@ from math import inf
 from typing import Any
 
 from ..memory.labels import amount
-from .cost import ITEMSIZES, Candidate, Costs, Memory
-from .machines import MACHINES, Machine
+from .cost import Candidate, Costs, Job, Memory
+from .machines import MACHINES
 from .predict import Prediction, predict
-from .shapes import Shape, check_choices, check_counts
+from .shapes import check_choices
 
 LARGEST = 256
 """Most sequences of a micro-batch."""
 SAME = 0.04
 """The mean error of a prediction: steps that differ by less count as equally fast."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be trained, and where; `sequences`: of a step, on all ranks.
-
-    quantize: whether a plan may round what is sent (ZeRO++), which changes losses.
-    """
-
-    shape: Shape
-    machine: Machine
-    gpus: int
-    sequences: int
-    sequence: int
-    precision: str = "bf16"
-    quantize: bool = False
-
-    def __post_init__(self) -> None:
-        check_counts(gpus=self.gpus, sequence=self.sequence)
-        check_choices(precision=(self.precision, ("bf16", "fp16", "fp32")))
-        if self.sequences < self.gpus:
-            raise ValueError(
-                f"a step of {self.sequences} sequences leaves some of {self.gpus} GPUs "
-                f"without any; give at least {self.gpus * self.sequence:,} tokens to a "
-                "step, or use fewer GPUs"
-            )
-        if self.sequences % self.gpus:
-            raise ValueError(
-                f"{self.sequences} sequences cannot be shared equally by {self.gpus} "
-                f"GPUs; use {self.each * self.gpus} or {(self.each + 1) * self.gpus}"
-            )
-
-    @property
-    def each(self) -> int:
-        """Sequences of a rank in a step."""
-        return self.sequences // self.gpus
-
-    @property
-    def room(self) -> float:
-        """Bytes of a device that a plan may use."""
-        return (1 - self.machine.reserved) * self.machine.memory
-
-    @property
-    def host(self) -> float:
-        """A rank's share of the host's memory."""
-        shared = min(self.machine.gpus, self.gpus)
-        return (1 - self.machine.reserved) * self.machine.host / shared
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
@@ -101,16 +54,12 @@ class Result:
     @cached_property
     def costs(self) -> Costs:
         """What a micro-batch costs."""
-        job, tokens = self.job, self.candidate.micro_batch * self.job.sequence
-        return Costs(
-            job.shape, job.machine, tokens, job.sequence, precision=job.precision
-        )
+        return Costs(self.job, self.candidate.micro_batch * self.job.sequence)
 
     @cached_property
     def memory(self) -> Memory:
         """Bytes of a rank."""
-        job = self.job
-        return Memory.of(self.costs, self.candidate, job.gpus, ITEMSIZES[job.precision])
+        return Memory.of(self.costs, self.candidate)
 
     @property
     def least(self) -> float:
@@ -133,15 +82,7 @@ class Result:
     @cached_property
     def prediction(self) -> Prediction:
         """A step of this job in this way."""
-        job = self.job
-        return predict(
-            job.shape,
-            job.machine,
-            self.candidate,
-            sequence=job.sequence,
-            world_size=job.gpus,
-            precision=job.precision,
-        )
+        return predict(self.job, self.candidate)
 
     @property
     def seconds(self) -> float:
@@ -185,6 +126,7 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
 
     among: the candidates (default: all). ValueError if none fits.
     """
+    check_choices(precision=(job.precision, ("bf16", "fp16", "fp32")))
     kinds: dict[str, list[Result]] = {}
     for candidate in among or candidates(job):
         kinds.setdefault(candidate.kind, []).append(Result(job, candidate))

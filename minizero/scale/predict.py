@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..comm.quantized import BLOCK
@@ -13,33 +12,25 @@ from ..memory.plan import Plan
 from ..overlap import Overlap
 from ..overlap.simulator import Buffer, Layer, Timeline, simulate
 from ..overlap.simulator import Machine as Link
-from .cost import ITEMSIZES, Candidate, Costs, Memory
+from .cost import Candidate, Costs, Job, Memory
 from .machines import ADAM, BUS, STREAM, Machine, bus
-from .shapes import Shape, check_choices, check_counts
-from ..zero import Schedule
 
 # %% auto #0
-__all__ = ['layers_of', 'link_of', 'ahead', 'adam_seconds', 'update_seconds', 'Prediction', 'predict']
+__all__ = ['layers_of', 'link_of', 'adam_seconds', 'update_seconds', 'Prediction', 'predict']
 
 # %% ../../notebooks/16_scale.ipynb #predict-layers
 def layers_of(
-    costs: Costs,
-    world_size: int,
-    checkpointing: str,
-    reduced: int,
-    update: float,
-    bits: tuple[int | None, int | None] = (None, None),
+    costs: Costs, how: Candidate, update: float
 ) -> list[Layer]:
     """The root and the blocks, as chapter 8's simulator takes them.
 
-    reduced: bytes of an element as it is reduced. update: seconds an
-    element. bits: in which parameters and gradients are sent, if they are
-    quantized.
+    update: seconds an element.
     """
-    shape, size = costs.shape, costs.itemsize
+    shape, size, ranks = costs.shape, costs.itemsize, costs.job.gpus
+    bits, reduced = (how.weight_bits, how.gradient_bits), costs.job.reduced
     # gradients are copied into one buffer, cast if need be, and divided
     cast = (size + reduced) * (size != reduced)
-    handled = (2 * size + cast + 2 * reduced) * (world_size > 1)
+    handled = (2 * size + cast + 2 * reduced) * (ranks > 1)
     # a quantized block has a scale of one byte; it is encoded and decoded
     sent = tuple(
         n / 8 + 1 / BLOCK if n else full
@@ -49,13 +40,13 @@ def layers_of(
     coding = decoded + 2 * (reduced + sent[1]) * bool(bits[1])
 
     def layer(name: str, n: int, forward: float, backward: float) -> Layer:
-        padded = -(-n // world_size) * world_size
+        padded = -(-n // ranks) * ranks
         flat = Buffer(padded, size, reduced=reduced, sent=sent)
         forward += costs.memory(decoded * n)
         backward += costs.memory((handled + coding) * n)
         return Layer(name, [flat], forward, backward, update * n)
 
-    block = costs.block(checkpointing)
+    block = costs.block(how.checkpointing)
     names = [f"block {i}" for i in range(shape.layers)]
     root = layer("root", shape.root, *costs.head())
     return [root, *(layer(name, shape.block, *block) for name in names)]
@@ -77,11 +68,6 @@ def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
     return Link(
         ranks, latency, speed, contention=machine.contention, across=across
     )
-
-
-def ahead(largest: int) -> Schedule:
-    """Overlap that gathers one unit ahead of its use."""
-    return Overlap(largest, 1 << 60, 0)
 
 # %% ../../notebooks/16_scale.ipynb #predict-update
 def adam_seconds(machine: Machine, per_node: int, on: str) -> float:
@@ -129,47 +115,23 @@ class Prediction:
     timeline: Timeline = field(repr=False)
 
 # %% ../../notebooks/16_scale.ipynb #predict-predict
-def predict(
-    shape: Shape,
-    machine: Machine,
-    how: Candidate,
-    *,
-    sequence: int,
-    world_size: int,
-    precision: str = "bf16",
-    reduce: str | None = None,
-    attention: str = "flash",
-    logit: int = 12,
-    schedule: Callable[[int], Schedule] = ahead,
-) -> Prediction:
-    """Predict one step of a decoder of this shape.
-
-    sequence: tokens. precision: bf16, fp16, fp32, or fp8 for the blocks'
-    products. reduce: what gradients are sent in (default: `precision`).
-    attention: flash or eager. logit: bytes that the loss needs for a logit.
-    schedule: makes one, given the elements of the largest unit.
-    """
-    check_counts(sequence=sequence, world_size=world_size)
-    plan, bits = how.plan, (how.weight_bits, how.gradient_bits)
-    tokens = how.micro_batch * sequence
-    costs = Costs(
-        shape, machine, tokens, sequence, attention, precision, logit
-    )
-    check_choices(reduce=(reduce or precision, ITEMSIZES))
-    reduced = ITEMSIZES[reduce or precision]
-    memory = Memory.of(costs, how, world_size, reduced)
-    update = update_seconds(machine, min(machine.gpus, world_size), plan)
-    kept = how.checkpointing
-    units = layers_of(costs, world_size, kept, reduced, update, bits)
-    link = link_of(machine, world_size, plan)
-    largest = max(shape.block, shape.root) + world_size
-    last = simulate(units, link, plan, schedule(largest))
+def predict(job: Job, how: Candidate) -> Prediction:
+    """Predict one step of a job, trained in this way."""
+    costs = Costs(job, how.micro_batch * job.sequence)
+    update = update_seconds(job.machine, job.per_node, how.plan)
+    units = layers_of(costs, how, update)
+    link = link_of(job.machine, job.gpus, how.plan)
+    shape = job.shape
+    # one unit is gathered ahead of its use
+    ahead = max(shape.block, shape.root) + job.gpus, 1 << 60, 0
+    last = simulate(units, link, how.plan, Overlap(*ahead))
     seconds, waits = last.duration, last.exposed
     if (more := how.accumulation - 1) > 0:
-        other = simulate(units, link, plan, schedule(largest), boundary=False)
-        seconds += more * other.duration
-        waits += more * other.exposed
-    rate = how.accumulation * tokens / seconds
-    flops = 6 * shape.parameters + 12 * shape.layers * shape.hidden * sequence
-    mfu = rate * flops / machine.peak
+        rest = simulate(units, link, how.plan, Overlap(*ahead), boundary=False)
+        seconds += more * rest.duration
+        waits += more * rest.exposed
+    rate = how.accumulation * costs.tokens / seconds
+    scores = 12 * shape.layers * shape.hidden * job.sequence
+    mfu = rate * (6 * shape.parameters + scores) / job.machine.peak
+    memory = Memory.of(costs, how)
     return Prediction(seconds, rate, waits, mfu, memory, last)

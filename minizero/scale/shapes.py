@@ -83,14 +83,6 @@ class Shape:
         return [(h, h + 2 * self.kv), (h, h), (h, up), (self.ffn, h)]
 
     @property
-    def linears(self) -> list[tuple[int, int]]:
-        """`products`, with those apart that a gated block has as layers of their own."""
-        h, f = self.hidden, self.ffn
-        if not self.gated:
-            return self.products
-        return [(h, h), (h, self.kv), (h, self.kv), (h, h), (h, f), (h, f), (f, h)]
-
-    @property
     def block(self) -> int:
         """Parameters of a block."""
         weights = sum(i * o for i, o in self.products)
@@ -118,12 +110,7 @@ _70B = Shape(80, 8192, 64, 128_256, 8, 28_672, True)
 MODELS = {
     "gpt2": _gpt(12, 768, 12, 50_257),
     "gpt2-xl": _gpt(48, 1600, 25, 50_257),
-    "gpt-10b": _gpt(50, 4096, 32, 51_200),
-    "gpt-18b": _gpt(40, 6144, 48, 51_200),
-    "gpt-52b": _gpt(64, 8192, 32, 51_200),
-    "gpt-138b": _gpt(76, 12_288, 96, 51_200),
     "gpt-175b": _gpt(96, 12_288, 96, 51_200),
-    "gpt-530b": _gpt(105, 20_480, 128, 51_200),
     "mpt-125m": _gpt(12, 768, 12),
     "mpt-350m": _gpt(24, 1024, 16),
     "mpt-760m": _gpt(24, 1536, 12),
@@ -143,8 +130,7 @@ MODELS = {
     "mistral-7b": replace(_LLAMA, kv_heads=8, ffn_hidden=14_336),
 }
 """Published shapes: Radford et al. 2019; Narayanan et al. 2021; MosaicML's
-llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023. Those of
-gpt-18b and gpt-138b are not published, and assumed."""
+llm-foundry; Touvron et al. 2023; Grattafiori et al. 2024; Jiang et al. 2023."""
 
 # what Hugging Face's configs call the fields of `Shape`; the first that is there counts
 _KEYS = {

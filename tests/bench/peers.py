@@ -187,6 +187,8 @@ def ours(stage: int, job: Job, offload: bool = False) -> Step:
 def deepspeed(stage: int, job: Job, offload: bool = False) -> Step:
     import deepspeed as library
 
+    for name in {"ds_id", "ds_status"} & vars(nn.Parameter).keys():
+        delattr(nn.Parameter, name)  # minizero's, in whose place DeepSpeed has its own
     library.init_distributed(dist_backend="gloo", verbose=False)
     return _engine(library, job, stage, offload)
 

@@ -31,8 +31,8 @@ from minizero.lab.recorded import CASES, MODEL, Case
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import paced, sleep_until
 from minizero.ranks.launch import Pool, rank
-from minizero.scale.cost import Candidate, Costs
-from minizero.scale.planner import Job, candidates, choose, ds_config
+from minizero.scale.cost import Candidate, Costs, Job
+from minizero.scale.planner import candidates, choose, ds_config
 from minizero.scale.predict import layers_of
 
 
@@ -66,13 +66,13 @@ class _Around(torch.autograd.Function):
 
 
 @contextmanager
-def computing(costs: Costs, ranks: int, how: str) -> Iterator[None]:
+def computing(costs: Costs, how: str) -> Iterator[None]:
     """Blocks and the head of a `GPT` take as long as `costs` says, or longer.
 
     A rank waits when it begins with a block; the time that it has computed since the
     last wait is subtracted. how: what is recomputed, as for `predict`.
     """
-    root, block = layers_of(costs, ranks, how, costs.itemsize, 0.0)[:2]
+    root, block = layers_of(costs, Candidate(0, how), 0.0)[:2]
     again = costs.block(how)[1] - costs.block("none")[1]
     clock, run, whole = _Clock(), Block.forward, GPT.forward
 
@@ -131,12 +131,11 @@ def timed(job: Job, candidate: Candidate, steps: int = 2) -> float:
     """Seconds of the quickest of some steps, after a first one."""
     gc.collect()
     engine = build(job, candidate)
-    tokens, length = candidate.micro_batch * MODEL.sequence, MODEL.sequence
-    costs = Costs(job.shape, job.machine, tokens, length, precision=job.precision)
+    costs = Costs(job, candidate.micro_batch * MODEL.sequence)
     group = candidate.group or candidate.secondary
     with (
         paced(job.machine, group),
-        computing(costs, job.gpus, candidate.checkpointing),
+        computing(costs, candidate.checkpointing),
     ):
         every = [step(engine, candidate) for _ in range(steps + 1)]
     return min(every[1:])

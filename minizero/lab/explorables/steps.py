@@ -19,7 +19,7 @@ from minizero.memory.plan import PRECISIONS, Plan
 from minizero.memory.trace import Change, Moment, Slice, Trace
 from minizero.overlap import Overlap
 from minizero.overlap.simulator import Interval, Layer, Machine, Timeline, simulate
-from minizero.scale.cost import Costs
+from minizero.scale.cost import Candidate, Costs, Job
 from minizero.scale.machines import A100, ADAM, BUS, STREAM, bus
 from minizero.scale.predict import layers_of
 from minizero.scale.shapes import Shape
@@ -88,11 +88,12 @@ SMALL = Size()
 
 def _layers(at: Setting, size: Size) -> list[Layer]:
     """The root and the blocks, with what an update needs and what activations take."""
-    costs = Costs(size.shape, A100, size.tokens, SEQUENCE, precision="bf16")
+    job = Job(size.shape, A100, size.ranks, size.ranks, SEQUENCE)
+    costs = Costs(job, size.tokens)
     on_host = at.offload != "none"
     update = ADAM / (BUS * A100.dram if on_host else STREAM * A100.hbm)
     mode = "full" if at.checkpointing else "none"
-    root, *blocks = layers_of(costs, size.ranks, mode, costs.itemsize, update)
+    root, *blocks = layers_of(costs, Candidate(0, mode), update)
     for block in blocks:
         block.inside, block.saved = round(costs.saved()), round(costs.saved(mode))
     # the log-softmax of the logits and two gradients of it, in fp32

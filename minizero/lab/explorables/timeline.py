@@ -151,9 +151,13 @@ class Timeline(Explorable):
         return f"A step, {which}: at most {amount(most['device'])} live on a device."
 
     def fallback(self) -> str:
-        """The most of a step under each plan, as it is carried out here."""
+        """The most of a step: by category if it was recorded, else under each plan."""
+        if self.source == "recorded":
+            most = {name: amount(n) for name, _, n in self.numbers() if n}
+            columns = "category or place", f"on rank {self.rank}"
+            return table("Live bytes in the recorded step, at most", columns, most)
         at = self.setting()._replace(offload="none")
         steps = [simulated(at._replace(stage=stage)) for stage in range(4)]
-        most = [amount(step.peak(0)) for step in steps]
-        rows = dict(zip(PLANS, most, strict=True))
+        peaks = [amount(step.peak(0)) for step in steps]
+        rows = dict(zip(PLANS, peaks, strict=True))
         return table("Live bytes in a step, at most", ("plan", "on a device"), rows)
