@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def check(label: str, answer: Any) -> bool:
     """
     known = exercise.every()
     if label not in known:
-        print(f"There is no graded exercise {label!r}. There are: {', '.join(known)}.")
+        near = get_close_matches(label, known) or known
+        print(f"There is no graded exercise {label!r}. There are: {', '.join(near)}.")
         return False
     progress = json.loads(PROGRESS.read_text()) if PROGRESS.exists() else {}
     mine = progress.setdefault(label, {"tries": 0, "solved": False})
