@@ -232,6 +232,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
         return [host.shadow_root for host in hosts]
 
     yield open_page
+    browser.execute_script("localStorage.clear()")  # pages keep the reader's model
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert errors == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -53,6 +54,11 @@ def test_results_are_kept_with_the_machine(
     assert stored["comparisons"][0]["ratio"] == 0.5
     assert len(stored["comparisons"][0]["a_values"]) == 3
     assert "0.500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", runner.NAMES)
+def test_what_is_listed_is_a_benchmark(name: str) -> None:
+    assert callable(importlib.import_module(f"bench.{name}").compare)
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import nbformat
 import psutil
 import pytest
 
-from minizero.lab.course import build, exercise, grade, reader, syllabus
+from minizero.lab.course import build, drivers, exercise, grade, reader, syllabus
 from minizero.lab.course.__main__ import listing
 from minizero.lab.course.exercise import Exercise, every
 from minizero.lab.course.grade import Grader
@@ -118,6 +118,26 @@ def test_cases_are_drawn_for_a_student() -> None:
         assert asked.cases("s", "ada") == asked.cases("s", "ada")
         drawn = [json.dumps(asked.cases("s", f"student {i}")) for i in range(6)]
         assert len(set(drawn)) > 2, asked.label
+
+
+def test_a_test_must_look_at_what_a_class_does() -> None:
+    """A student's test that asks which class it was given is none."""
+
+    class Original:
+        answer = 42
+
+    class Mutant(Original):
+        answer = 41
+
+    def by_identity(kind: type) -> None:
+        assert kind is Original and kind.__name__ == "Original"
+
+    def by_result(kind: Any) -> None:
+        assert kind.answer == 42
+
+    found = [drivers.kills(0, t, Original, Mutant) for t in (by_identity, by_result)]
+    assert [each["passes on the original"] for each in found] == [False, True]
+    assert all(each["fails on the mutant"] for each in found)
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=MEASURES)])

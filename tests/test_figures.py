@@ -80,6 +80,7 @@ def gallery(
     head = '<!doctype html><html data-theme="dark"><meta charset="utf-8">'
     page.write_text(f"{head}{style}{SHIFTS}<script>{script()}</script>{body}")
     yield Gallery(browser, page.as_uri())
+    browser.execute_script("localStorage.clear()")
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert not [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert not [url for url in requests(browser) if not LOCAL.match(url)]

@@ -188,6 +188,7 @@ def program(text: str, interpret: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_nothing_is_imported_before_it_is_used() -> None:
     """And without the interpreter, tensors on the host are torch's."""
     told = program(
@@ -208,6 +209,7 @@ def pointers(kind: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, f"*{kind}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_kernels_compile_for_a_gpu(kind: str) -> None:
     """16 bytes an access, and no product fused into a sum in Adam."""

@@ -103,6 +103,7 @@ def test_a_difference_is_found() -> None:
         assert differs(CASES["fp16-2"], other, fp16)
 
 
+@pytest.mark.thorough
 def test_the_script_runs_as_it_stands(root: Path) -> None:
     """Under torchrun, with the module's name as its only difference."""
     script = root / "tests" / "parity" / "script.py"

@@ -67,7 +67,9 @@ def initialize(
     ConfigError has a sentence for each problem of the config.
     """
     if (distributed_port, mpu, mesh_param) != (None, None, None):
-        raise ValueError("all ranks are data-parallel: no mpu, mesh_param, port")
+        raise ValueError(
+            "leave out mpu, mesh_param, distributed_port: all ranks are data-parallel"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model= takes a torch.nn.Module, not {model!r}")
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]

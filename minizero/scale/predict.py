@@ -127,9 +127,9 @@ def predict(job: Job, how: Candidate) -> Prediction:
     last = simulate(units, link, how.plan, Overlap(*ahead))
     seconds, waits = last.duration, last.exposed
     if (more := how.accumulation - 1) > 0:
-        other = simulate(units, link, how.plan, Overlap(*ahead), boundary=False)
-        seconds += more * other.duration
-        waits += more * other.exposed
+        one = simulate(units, link, how.plan, Overlap(*ahead), boundary=False)
+        seconds += more * one.duration
+        waits += more * one.exposed
     rate = how.accumulation * costs.tokens / seconds
     scores = 12 * shape.layers * shape.hidden * job.sequence
     mfu = rate * (6 * shape.parameters + scores) / job.machine.peak

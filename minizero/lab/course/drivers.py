@@ -137,7 +137,13 @@ def kills(
 
 @cache
 def fails(ranks: int, test: Callable[..., Any], what: Any) -> bool:
-    """Whether a test fails on some rank; once for the cases of one answer."""
+    """Whether a test fails on some rank; once for the cases of one answer.
+
+    A class is given to it as a nameless subclass, so that it must look at what the
+    class does: an original and its mutant look alike.
+    """
+    if isinstance(what, type):
+        what = type("Subject", (what,), {})
     try:
         if ranks:
             launch(test, ranks, what, timeout=PATIENCE)

@@ -87,7 +87,7 @@ function strip(trace, i, top, { x, y, rows, above, narrow, capacity }, get) {
   const ghost = above && `<path class="lost paint" fill="${lost}" stroke="${lost}" d="${
     area(above, (row) => sum(row.device), Math.min(trace.total, above.total))}"/>`;
   const [name, , rest, peak, ms] = rows[i];
-  const told = narrow ? `${amount(rest)}, peak ${amount(peak)}` : `stored ${amount(rest)}, at most ${amount(peak)}`;
+  const told = narrow ? `at most ${amount(peak)}` : `stored ${amount(rest)}, at most ${amount(peak)}`;
   return `<text class="bold" x="0" y="${top + 12}">${name}</text>
     <text x="${x.right}" y="${top + 12}" text-anchor="end">${told} ${
     peak <= capacity ? "✓" : "✗"} ${ms.toLocaleString("en-US")} ms</text>
