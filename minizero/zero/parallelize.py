@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm import Quantized
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .stage1 import ZeRO1
@@ -40,6 +41,9 @@ def check_groups(
     plan: Plan, weight_bits: int | None, gradient_bits: int | None
 ) -> None:
     """Raise ValueError for what is not done in groups, or quantized."""
+    for bits in (weight_bits, gradient_bits):
+        if bits is not None:
+            Quantized(bits)
     if (weight_bits or gradient_bits) and not plan.optimizer.sharded:
         raise ValueError(
             "nothing is sharded at stage 0, so there is nothing to quantize; "
