@@ -237,6 +237,7 @@ def _dryrun(options: argparse.Namespace) -> None:
         config["gradient_accumulation_steps"] = 2
         print(f"2 of {many} micro-batches a step: the others repeat the first")
     tokens = torch.zeros(size, planned["sequence"], dtype=torch.long)
+    print("two steps of the engine, some seconds each ...", file=sys.stderr, flush=True)
     found = dryrun(
         build,
         config,
