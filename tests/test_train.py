@@ -141,6 +141,9 @@ def test_a_job_goes_on_under_another_plan_with_a_trace(tmp_path: Path) -> None:
     run(*job, "--steps", 3, "--resume", "--stage", 1, "--trace", trace)
     assert report(tmp_path)["losses"] == before
     assert json.loads(trace.read_text())["traceEvents"]
+    run(*job, "--steps", 4, "--resume")  # more than it was begun with
+    more = report(tmp_path)["losses"]
+    assert len(more) == 4 and more[:2] == before[:2]
 
 
 @pytest.mark.thorough
