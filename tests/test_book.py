@@ -19,6 +19,8 @@ from conftest import LOCAL, ROOT, requests
 
 from minizero.lab.explorables.timeline import steps
 
+pytestmark = pytest.mark.thorough
+
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
 
