@@ -9,8 +9,6 @@ interpreter cuts off what a GPU rounds.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -176,33 +174,6 @@ def test_what_no_kernel_takes_is_torchs() -> None:
         kernels.layer_norm(zeros(2, 3), zeros(3), zeros(2))
     with pytest.raises(ValueError, match="batch_size"):
         kernels.cross_entropy(zeros(2, 3), torch.zeros(1, dtype=torch.int64))
-
-
-def program(text: str, interpret: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout + done.stderr
-
-
-@pytest.mark.thorough
-def test_nothing_is_imported_before_it_is_used() -> None:
-    """And without the interpreter, tensors on the host are torch's."""
-    told = program(
-        "import sys, torch, minizero, minizero.kernels as k; minizero.initialize\n"
-        "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2)\n"
-        "k.rms_norm(p, p); k.layer_norm(p, p)\n"
-        "k.cross_entropy(p[None], torch.tensor([1])).backward()\n"
-        "print({'triton', 'torch.utils.cpp_extension'} & {*sys.modules})\n"
-        "k.FusedAdam([p]).step()\n"
-        "print(*(m for m in sys.modules if 'triton_kernels' in m))",
-        "0",
-    )
-    # torch itself imports Triton when an optimizer is made
-    assert told == "set()\n\n"
 
 
 def pointers(kind: str, *names: str) -> dict[str, str]:

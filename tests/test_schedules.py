@@ -13,7 +13,6 @@ from minizero.engine import lr_schedules
 from minizero.engine.lr_schedules import SCHEDULES, OneCycle, WarmupLR
 
 
-
 def recorded(index: int) -> Columns:
     """What DeepSpeed's class did: one number for all steps where nothing moved."""
     return {

@@ -1,9 +1,9 @@
 """What the script trains, under DeepSpeed and under minizero: the record's cases.
 
-A run of tests/deepspeed_runs.json has a name, a case, `why` there is one where that does
-not show, and what DeepSpeed did. To add one, write the first two there and run
-`make parity ARGS=--record`. `script.train` says what a case may have. Its `ours` is what
-minizero does otherwise, to get what DeepSpeed gets. Stage 3 comes last: DeepSpeed
+A run of tests/deepspeed_runs.json has a name, a case, `why` there is one where that
+does not show, and what DeepSpeed did. To add one, write the first two there and run
+`make parity ARGS=--record`. `script.train` says what a case may have. Its `ours` is
+what minizero does otherwise, to get what DeepSpeed gets. Stage 3 comes last: DeepSpeed
 replaces torch's linear function there, for the rest of the process.
 """
 
