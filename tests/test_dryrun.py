@@ -62,8 +62,7 @@ def settings(
 SECTIONS = {"bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping"}
 BOTH = "optimizer param"
 PLACES: list[tuple[Any, ...]] = [
-    (0,), (1,), (1, "cpu"), (1, "nvme"), (2,), (2, "cpu"), (2, "nvme"), (3,),
-    (3, "cpu"), (3, "nvme"), (3, "cpu", BOTH), (3, "nvme", BOTH),
+    (0,), (1,), (1, "cpu"), (2,), (2, "nvme"), (3,), (3, "cpu", BOTH), (3, "nvme", BOTH)
 ]  # fmt: skip
 OVERLAP = {"overlap_comm": True}
 FP16 = {"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 4}}  # no overflow

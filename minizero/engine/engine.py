@@ -25,7 +25,7 @@ from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
 # Methods of DeepSpeed's engine that read the config, and the attribute that they read.
-# Each key has one too, as `train_batch_size()` and `zero_reduce_bucket_size()`.
+# Each key at the top has one too, as `train_batch_size()`.
 _OPTIONS = {
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
@@ -34,6 +34,9 @@ _OPTIONS = {
     "zero_optimization_partition_gradients": "plan.gradients.sharded",
     "zero_optimization_partition_weights": "plan.parameters.sharded",
     "zero_optimization_stage": "zero_optimization.stage",
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
 }
 
 
@@ -42,7 +45,7 @@ class Engine(StepLoop, nn.Module):
 
     A module around `module`: calls, `train`, `eval` and `parameters` go through to it,
     its names have the prefix "module.", and what the engine lacks is looked up in it.
-    For each key of the config there is a method that reads it, as `steps_per_print()`.
+    Each key at the top of the config has a method that reads it: `steps_per_print()`.
 
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
@@ -78,15 +81,8 @@ class Engine(StepLoop, nn.Module):
         except AttributeError:
             if "module" not in self.__dict__.get("_modules", {}):
                 raise
-        config, zero = self.config, self.config.zero_optimization
-        if name in _OPTIONS:
-            return partial(attrgetter(_OPTIONS[name]), config)
-        if name in type(config).model_fields:
-            return lambda: getattr(config, name)
-        key = name.removeprefix("zero_")
-        for option in (key, f"stage3_{key}") if name != key else ():
-            if option in type(zero).model_fields:
-                return lambda: getattr(zero, option)
+        if name in _OPTIONS or name in Config.model_fields:
+            return partial(attrgetter(_OPTIONS.get(name, name)), self.config)
         return getattr(self.module, name)
 
     # ---- training: forward, and what goes with `backward` and `step`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,7 @@ class Meter:
 
     def _begin(self) -> None:
         self._steps = self._samples = 0
-        self._seconds, self._phases = 0.0, Counter[str]()
+        self._seconds, self._phases = 0.0, defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -59,7 +59,7 @@ def record(version: str, seen: dict[str, Any]) -> None:
     keep(cases.FILE, version, runs=runs)
     from deepspeed.runtime import lr_schedules
 
-    sequences = [rates.short(rates.sequence(lr_schedules, *s)) for s in rates.SETTINGS]
+    sequences = [rates.sequence(lr_schedules, *s) for s in rates.SETTINGS]
     keep(rates.FILE, version, settings=rates.SETTINGS, sequences=sequences)
 
 

@@ -46,11 +46,3 @@ def sequence(
         schedule.step()
         read(moved, columns)
     return columns
-
-
-def short(columns: Columns) -> dict[str, Any]:
-    """For the record: a number for what does not move."""
-    return {
-        key: [values[0] if len(set(values)) == 1 else values for values in groups]
-        for key, groups in columns.items()
-    }
