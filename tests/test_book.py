@@ -196,6 +196,16 @@ def test_lines_of_the_timeline_have_a_place(
         assert line in page.get_text()
 
 
+def test_predictions_return_to_sections_that_exist(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    for path in sorted((book / "notebooks").glob("*.html")):
+        for box in soup(path).find_all("explorable-predict"):
+            for question in json.loads(attribute(box, "data-state"))["questions"]:
+                place = soup(path).find("section", id=question["at"])
+                assert place, (path.stem, question["at"])
+
+
 def test_tables_are_drawn(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:
     for page in book.rglob("*.html"):
         texts = [p.text for p in soup(page).find_all("p")]
