@@ -101,10 +101,10 @@ def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
 class Prediction:
     """One step of training, predicted; all of one rank.
 
-    `exposed_seconds`: spent in waits for collectives. `mfu`: the share of peak
-    of the model's own operations: 6 a parameter and token, and those of the
-    scores, without what is recomputed. `timeline`: the last micro-batch and
-    the update.
+    `exposed_seconds`: spent in waits for collectives. `mfu`: the share of
+    peak of the model's own operations: 6 a parameter and token, and those of
+    the scores, without what is recomputed. `timeline`: the last micro-batch
+    and the update.
     """
 
     step_seconds: float
