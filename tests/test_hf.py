@@ -226,9 +226,7 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
             said.append(str(error.value))
 
         refused(trainer(2, config={"gradient_clipping": 7.0}).train)
-        refused(trainer(2, config={"fp16": {"enabled": True}}).train)
         refused(lambda: trainer(2, bf16_full_eval=True))
-        refused(lambda: trainer(2, auto_find_batch_size=True))
         refused(trainer(2, optim="adafactor").train)
         own = transformers.TrainingArguments(use_cpu=True, **USUAL)
         refused(lambda: hf.Trainer(gpt2(), own, train_dataset=Words()))
@@ -251,9 +249,7 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
 
     words = (
         "gradient_clipping=7.0 vs hf",
-        "fp16.enabled=True vs hf",
         "bf16_full_eval",
-        "auto_find_batch_size",
         "Adafactor",
         "TrainingArguments of minizero.hf",
         "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",
