@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.thorough
 STAGES = (0, 3)
 OFF = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def gpt2(**more: Any) -> Any:
