@@ -88,7 +88,7 @@ def smallest(job):
 
     def draw(self, rng):
         return [
-            {"ranks": n, "layers": rng.randint(3, 7), "hidden": rng.choice([48, 64])}
+            {"ranks": n, "layers": rng.randint(3, 7), "hidden": rng.choice([64, 80, 96])}
             for n in (2, 3)
         ]
 
