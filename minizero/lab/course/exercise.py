@@ -46,6 +46,13 @@ class Wrong:
     thought: str
 
 
+def always_fails(check: str) -> Wrong:
+    """A typical wrong answer where a test is asked for: `check` is turned round."""
+    inverted = check.replace("assert", "assert not")
+    thought = "Your test fails where nothing is wrong."
+    return Wrong("always fails", check, inverted, thought)
+
+
 class Exercise:
     """One graded exercise; subclasses stand in `book/course/`, in order of the chapter.
 
