@@ -191,7 +191,7 @@ def unequal(seen: Observation, expected: Observation) -> str:
     if isinstance(seen, dict) and ENDED in seen:
         return str(seen[ENDED])
     if isinstance(seen, dict) and RAISES in seen:
-        return f"it raises {seen[RAISES]}"
+        return "it raises " + str(seen[RAISES]).split("\n")[0].rstrip(".")
     if isinstance(seen, dict) and isinstance(expected, dict):
         parts = [k for k in expected if not equal(seen.get(k), expected[k])]
         return "not right: " + ", ".join(

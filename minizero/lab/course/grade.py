@@ -21,6 +21,8 @@ from queue import Queue
 from typing import Any
 
 from .exercise import (
+    ENDED,
+    RAISES,
     SOURCES,
     Case,
     Exercise,
@@ -94,6 +96,10 @@ class Grader:
         cases = asked.cases(self.seed, student)
         seen = self.run(asked, text, cases)
         expected = self.trusted(asked, asked.reference, cases)
+        for each in expected:
+            if isinstance(each, dict) and {RAISES, ENDED} & each.keys():
+                fault = f"the reference of {asked.label} does not run: "
+                raise RuntimeError(fault + unequal(each, None))
         right = list(map(equal, seen, expected))
         points = round(asked.points * sum(right) / len(cases), 2)
         if all(right):
@@ -103,7 +109,7 @@ class Grader:
             f"With {described(cases[i])[:500]}: {unequal(seen[i], expected[i])[:800]}."
         )
         if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
-            remark += f" {wrong.thought}"
+            remark += f"\n\n{wrong.thought}"
         return Record(asked.label, points, asked.points, remark)
 
     def likely(
