@@ -19,7 +19,7 @@ from parity.compare import Seen, differs, flatten, unrounded
 from parity.script import train
 
 import minizero
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 
 RECORD = json.loads(Path(__file__).with_name("deepspeed_runs.json").read_text())
 THEIRS = {run["name"]: unrounded(run["seen"], run["case"]) for run in RECORD["runs"]}

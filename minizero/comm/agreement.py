@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks.launch import report, world_size
+from ..ranks import report, world_size
 from .backend import timeout
 from .collectives import place, sequences
 from .groups import everyone

@@ -20,7 +20,7 @@ from .ledger import enter
 from .quantized import Quantized, quantized_all_gather, quantized_reduce_scatter
 from .transport import Finish, Rows, backend_of, current_algorithm
 from .transport import exchange, flat, reachable
-from ..ranks.launch import report
+from ..ranks import report
 
 # per group of ranks: how many calls it has made, and their checksum
 sequences: dict[tuple[int, ...], tuple[int, int]] = {}

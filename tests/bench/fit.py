@@ -21,7 +21,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig, decay_groups
 from minizero.memory.plan import Plan
 from minizero.overlap import Overlap
 from minizero.overlap.simulator import Buffer, Layer, Machine, Timeline, simulate
-from minizero.ranks.launch import Pool, world_size
+from minizero.ranks import Pool, world_size
 from minizero.zero import DataParallel, Schedule
 from minizero.zero.parallelize import parallelize
 

@@ -19,7 +19,7 @@ from torch import nn
 from bench.runner import Comparison, interleaved
 from minizero.memory.plan import Plan
 from minizero.overlap import Overlap
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 from minizero.zero import Schedule
 from minizero.zero.parallelize import parallelize
 
