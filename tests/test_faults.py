@@ -301,6 +301,21 @@ def test_an_interrupt_as_a_rank_starts(monkeypatch):
         Pool(2)
 
 
+def test_interrupts_again_and_again(monkeypatch):
+    """They do not keep the parent from ending its ranks."""
+    kill = pool.Child.kill
+
+    def pressed(child):
+        os.kill(os.getpid(), signal.SIGINT)
+        kill(child)
+
+    monkeypatch.setattr(pool.Child, "kill", pressed)
+    parent = os.getpid()
+    with Pool(2) as ranks, pytest.raises(KeyboardInterrupt):
+        ranks.run(lambda: os.kill(parent, signal.SIGINT) or time.sleep(1000))
+    assert not ranks.alive
+
+
 # The parent ends. It is a rank itself, which has ranks.
 
 

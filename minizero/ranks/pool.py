@@ -15,9 +15,11 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.process import BaseProcess
@@ -137,6 +139,10 @@ class Child:
 def _end(children: list[Child], owner: int) -> None:
     if os.getpid() != owner:
         return  # in a fork of the ranks' parent
+    usual = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and usual is not None
+    if mine:  # who presses Ctrl-C again would keep it from ending them
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     for each in children:
         each.kill()
     for each in children:
@@ -145,6 +151,8 @@ def _end(children: list[Child], owner: int) -> None:
         each.tasks.close()
         each.output.close()
     children.clear()
+    if mine:
+        signal.signal(signal.SIGINT, usual)
 
 
 class Pool:
@@ -175,7 +183,8 @@ class Pool:
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
         self._children: list[Child] = []
-        self._end = weakref.finalize(self, _end, self._children, os.getpid())
+        self._end = partial(_end, self._children, os.getpid())
+        weakref.finalize(self, self._end)
         atexit.register(self._end)  # before multiprocessing's, which waits for them
         try:
             with _starting(), socket.create_server((HERE, 0)) as server:

@@ -21,7 +21,9 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ def serve(
     gc.freeze()  # a collection would copy the pages that are shared with the server
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # all ranks have the server's state
+    _forget_exits()
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
     end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
     end.start()
@@ -91,6 +94,16 @@ def serve(
     atexit._run_exitfuncs()
     _flush()
     os._exit(0)  # torch takes a while to be torn down, and may crash
+
+
+def _forget_exits() -> None:
+    """Not this rank's, but the fork server's; torch's take a third of a second."""
+    finalize: Any = weakref.finalize
+    atexit._clear()
+    for each in list(finalize._registry):
+        each.atexit = False
+    for function in util._exit_function, finalize._exitfunc:
+        atexit.register(function)
 
 
 def _end_with_parent(folder: str) -> None:
