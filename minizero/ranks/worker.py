@@ -102,7 +102,7 @@ def _forget_exits() -> None:
     atexit._clear()
     for each in list(finalize._registry):
         each.atexit = False
-    for function in util._exit_function, finalize._exitfunc:
+    for function in (util._exit_function, finalize._exitfunc):  # type: ignore
         atexit.register(function)
 
 
