@@ -16,7 +16,7 @@ from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toymachine import TOY, paced, shape_of
 from minizero.offload import CopyStream
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 from minizero.scale.cost import Candidate, Costs, Job
 from minizero.scale.machines import BUS, bus
 from minizero.scale.predict import layers_of
