@@ -17,7 +17,7 @@ from minizero.precision.float8 import (
     quantise,
     use_float8,
 )
-from minizero.ranks.launch import Pool, rank
+from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
 
