@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nasty
 import pytest
 import torch
-from nasty import Nasty, Run, batches, own
+from nasty import Nasty, batches, own
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -62,6 +62,12 @@ def feed(engine: minizero.Engine, x: Tensor, y: Tensor) -> Tensor:
     engine.backward(loss)
     engine.step()
     return loss.detach()
+
+
+class Run(NamedTuple):
+    losses: Tensor
+    norms: Tensor
+    weights: dict[str, Tensor]
 
 
 def trained(stage: int, m: int = 1, steps: int = 6, **more: Any) -> Run:

@@ -121,7 +121,7 @@ ARGUMENTS = {
     "NVMe": "plan",
     "Delayed": "plan start",
     "Tracker": "model optimizer",
-    "zero.Init": "config storage config_dict_or_path enabled",
+    "zero.Init": "config storage enabled",
     "zero.GatheredParameters": "params modifier_rank",
     "comm.all_gather": "out inp async_op",
     "comm.all_reduce": "tensor async_op",
