@@ -19,6 +19,8 @@ from conftest import LOCAL, ROOT, requests
 
 from minizero.lab.explorables.timeline import steps
 
+pytestmark = pytest.mark.thorough
+
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"], *(c["file"] for part in TOC["parts"] for c in part["chapters"])]
 
@@ -192,6 +194,16 @@ def test_lines_of_the_timeline_have_a_place(
         page = soup(book / f"source/{path}.html")
         assert page.find(id=name)
         assert line in page.get_text()
+
+
+def test_predictions_return_to_sections_that_exist(
+    book: Path, soup: Callable[[Path], BeautifulSoup]
+) -> None:
+    for path in sorted((book / "notebooks").glob("*.html")):
+        for box in soup(path).find_all("explorable-predict"):
+            for question in json.loads(attribute(box, "data-state"))["questions"]:
+                place = soup(path).find("section", id=question["at"])
+                assert place, (path.stem, question["at"])
 
 
 def test_tables_are_drawn(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:

@@ -14,7 +14,7 @@ from minizero.lab import plots
 from minizero.lab.models import gpt
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, SIZES, GPTConfig
-from minizero.lab.plots import bars, style
+from minizero.lab.plots import bars, narrow, style
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import CATEGORIES
@@ -161,6 +161,19 @@ def test_memory_bars_take_live_bytes_and_refuse_other_names() -> None:
         plots.memory_bars({"now": {"weights": 1}})
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.memory_bars({})
+
+
+def test_a_phone_gets_a_narrow_drawing() -> None:
+    rows = {"data parallel, on many GPUs": {"optimizer": 60e9, "parameters": 9e9}}
+    figure = plots.memory_bars(rows)
+    before, size = texts(figure), figure.get_figwidth()
+    _, about = narrow.png(figure)
+    assert about["narrow"]["width"] == 326 < about["width"]
+    assert texts(figure) == before and figure.get_figwidth() == size
+    with narrow.narrow(figure):
+        assert "data parallel,\non many GPUs" in texts(figure)
+        hidden = [t.get_text() for t in figure.axes[0].texts if not t.get_visible()]
+        assert hidden == ["9 GB"]
 
 
 def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:

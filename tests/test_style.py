@@ -23,6 +23,7 @@ def test_ruff(tool: Run) -> None:
     tool("ruff", "check")
 
 
+@pytest.mark.thorough
 def test_types(tool: Run) -> None:
     tool("mypy")
 

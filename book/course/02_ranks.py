@@ -57,6 +57,48 @@ def sent(ranks, elements):
         ]
 
 
+class Bucket(Exercise):
+    label = "ex-ranks-2"
+    answer = "bucket"
+    book = {"alpha": 1e-3, "beta": 1e9, "share": 0.1}
+    starter = """
+def bucket(alpha: float, beta: float, share: float) -> float:
+    # Bytes of a bucket for which latency is this share of its time alpha + n / beta.
+    return 0.0
+"""
+    public = """
+assert bucket(0.001, 1e9, 1.0) == 0
+"""
+    reference = """
+def bucket(alpha, beta, share):
+    return alpha * beta * (1 - share) / share
+"""
+    wrong = (
+        Wrong(
+            "of the bytes' time",
+            "(1 - share) / share",
+            "(1 / share if share < 1 else 0)",
+            "Latency is a share of the whole time, in which it is contained itself.",
+        ),
+        Wrong(
+            "upside down",
+            "(1 - share) / share",
+            "share * (1 - share)",
+            "A smaller share of latency needs a larger bucket.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "alpha": rng.randint(5, 900) * 1e-6,
+                "beta": rng.randint(2, 50) * 1e9,
+                "share": rng.choice([0.02, 0.05, 0.2, 0.5]),
+            }
+            for _ in range(3)
+        ]
+
+
 class AfterYou(Exercise):
     label = "ex-ranks-3"
     on_ranks = True

@@ -82,8 +82,9 @@ function mark(question, words) {
   const there = document.getElementById(question.at);
   if (!there) return;
   const place = there.querySelector("h2, h3, h4") ?? there;
-  let note = place.nextElementSibling;
-  if (!note?.matches(`[data-mark="${CSS.escape(question.ask)}"]`)) {
+  let note = [...there.querySelectorAll("[data-mark]")].find((one) =>
+    one.dataset.mark === question.ask);
+  if (!note) {
     note = make("p", { "data-mark": question.ask,
       style: "border-left: 3px solid #2f86c8; padding-left: 10px" });
     place.after(note);

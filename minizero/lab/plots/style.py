@@ -106,13 +106,14 @@ def use() -> None:
     mpl.rcParams.update(STYLE)
     try:
         from IPython import get_ipython
-        from IPython.core.pylabtools import select_figure_formats
     except ImportError:
         return
     shell = get_ipython()
     if shell is not None:
-        # Without the version of matplotlib, the same figure gives the same bytes.
-        select_figure_formats(shell, {"retina"}, metadata={"Software": None})
+        # imported here, since it draws in this style
+        from minizero.lab.plots.narrow import png
+
+        shell.display_formatter.formatters["image/png"].for_type(Figure, png)
 
 
 def single(height: float) -> tuple[Figure, Axes]:

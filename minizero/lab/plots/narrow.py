@@ -1,0 +1,112 @@
+"""A second, narrow drawing of a figure, for the page of a phone.
+
+It is the same figure, laid out again: letters keep their size, panels stand one below
+the other, names of rows are broken, and what is written in a bar goes where it has no
+room. It is stored beside the figure, in the metadata of the cell's output.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from IPython.core.pylabtools import retina_figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+from matplotlib.legend import Legend
+
+from minizero.lab.plots.style import legend
+
+INCHES, DPI = 3.4, 192
+MOST_LETTERS = 14
+"""Of a line of a row's name."""
+
+
+def png(figure: Figure) -> tuple[str, dict[str, Any]]:
+    """A figure as a notebook stores it, and its metadata with the narrow drawing."""
+    wide, about = retina_figure(figure, base64=True, metadata={"Software": None})
+    if figure.get_figwidth() > INCHES + 0.3:
+        about["narrow"] = drawn(figure)
+    return wide, about
+
+
+def drawn(figure: Figure) -> dict[str, Any]:
+    """The narrow drawing: a PNG of two pixels to one of a page, and its size there."""
+    with narrow(figure):
+        file = io.BytesIO()
+        figure.savefig(file, dpi=DPI, metadata={"Software": None})
+        width, height = (round(96 * inches) for inches in figure.get_size_inches())
+    image = base64.b64encode(file.getvalue()).decode()
+    return {"png": image, "width": width, "height": height}
+
+
+@contextmanager
+def narrow(figure: Figure) -> Iterator[None]:
+    """Lay a figure out for a narrow page, and afterwards as it was."""
+    with ExitStack() as stack:
+        _, height = size = figure.get_size_inches()
+        stack.callback(figure.set_size_inches, *size)
+        stacked = _stack(figure, stack)
+        for axes in figure.axes:
+            _break_names(axes, stack)
+        figure.set_size_inches(INCHES, height * stacked)
+        legends = figure.legends[:]
+        stack.callback(setattr, figure, "legends", legends)
+        for old in legends:
+            _fit(figure, old)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            _leave_out(axes, stack)
+        yield
+
+
+def _stack(figure: Figure, stack: ExitStack) -> float:
+    """Put panels that stand side by side below each other; how much higher that is."""
+    specs: list[Any] = [axes.get_subplotspec() for axes in figure.axes]
+    if len(specs) < 2 or any(s is None or s.rowspan.start for s in specs):
+        return 1.05
+    grid = GridSpec(len(specs), 1, figure)
+    for i, (axes, spec) in enumerate(zip(figure.axes, specs, strict=True)):
+        stack.callback(axes.set_subplotspec, spec)
+        axes.set_subplotspec(grid[i])
+        if i:  # its neighbor had the names of their rows
+            stack.callback(axes.tick_params, labelleft=False)
+            axes.tick_params(labelleft=True)
+    return 0.75 * len(specs)
+
+
+def _break_names(axes: Axes, stack: ExitStack) -> None:
+    """Break long names of rows."""
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    if max(map(len, names), default=0) > MOST_LETTERS:
+        ticks = axes.get_yticks()
+        stack.callback(axes.set_yticks, ticks, names)
+        axes.set_yticks(ticks, [textwrap.fill(name, MOST_LETTERS) for name in names])
+
+
+def _fit(figure: Figure, old: Legend) -> None:
+    """Put another legend in the place of one, with fewer columns."""
+    names = [text.get_text() for text in old.texts]
+    room = round(12 * INCHES / (max(map(len, names)) + 5))
+    for handle, name in zip(old.legend_handles, names, strict=True):
+        handle.set_label(name)
+    figure.legends.remove(old)
+    legend(figure, old.legend_handles, max(1, min(room, len(names))))
+    figure.legends[-1].set_title(old.get_title().get_text())
+
+
+def _leave_out(axes: Axes, stack: ExitStack) -> None:
+    """Hide what is wider than the bar that it stands in."""
+    bars = [patch.get_window_extent() for patch in axes.patches]
+    for text in axes.texts:
+        own = text.get_window_extent()
+        x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
+        around = [bar.width for bar in bars if bar.contains(x, y)]
+        if text.get_ha() == "center" and around and own.width > min(around):
+            stack.callback(text.set_visible, True)
+            text.set_visible(False)
