@@ -16,7 +16,6 @@ from test_equal import ALL, Case, at, both, check, muon, reference
 from torch import Tensor
 
 from minizero import (
-    Offload,
     Placement,
     Plan,
     Tracker,
@@ -179,18 +178,11 @@ REFUSED: list[tuple[Plan, dict[str, Any], str]] = [
     (Plan.stage(2), {"weight_bits": 8}, "stage 3.*weight_bits"),
     (Plan.stage(0), {"gradient_bits": 4}, "gradients at stages 1 to 3"),
     (Plan.stage(3), {"weight_bits": 5}, "8 or 4 bits, not 5"),
-    (
-        Plan(Placement(True, "cpu", 2), Placement(True), Placement(True)),
-        {},
-        "offload_param",
-    ),
 ]
 
 
 def refused() -> None:
     for plan, options, sentence in REFUSED:
-        if plan.parameters.on == "cpu":
-            options = {"storage": Offload(plan)}
         with pytest.raises(ValueError, match=sentence):
             made(plan, **options)
 

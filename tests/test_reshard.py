@@ -116,7 +116,7 @@ RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] 
 }
 RESUMES |= {
     optimizer: ({"optimizer": optimizer}, {"stage": 1}, [{"stage": 0}, {"stage": 3}])
-    for optimizer in ("sgd", "momentum", "adagrad", "nadam")
+    for optimizer in ("sgd", "momentum", "adagrad", "nadam", "muon")
 }
 RESUMES["fused"] = ({"optimizer": "fused"}, {"stage": 1}, [{"stage": 1}, {"stage": 3}])
 RESUMES["dropout"] = ({"dropout": 0.3}, {"stage": 2}, [{"stage": 2}, {"stage": 0}])

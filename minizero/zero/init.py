@@ -55,10 +55,6 @@ def GatheredParameters(
     their values anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
-    if modifier_rank is not None and not 0 <= modifier_rank < comm.everyone().size:
-        raise ValueError(
-            f"modifier_rank must be below {comm.everyone().size}, not {modifier_rank!r}"
-        )
     flats, nets = owners(params), nets_of(params)
     for net in nets:
         net.synchronize()  # an update that arrived later would undo a write

@@ -76,7 +76,9 @@ class Muon(torch.optim.Optimizer):
                     f"{tuple(bad[0].shape)}, and Muon updates matrices; put it into a "
                     "group without, which AdamW updates"
                 )
-            options = {k: v for k, v in given.items() if k not in ("use_muon", "params")}
+            options = {
+                k: v for k, v in given.items() if k not in ("use_muon", "params")
+            }
             try:
                 probe = kind([nn.Parameter(torch.empty(1, 1))], **options)
             except TypeError as error:

@@ -276,7 +276,6 @@ class Net:
         """
         for flat in self.trained:
             self.storage.refresh(flat, self.precision)
-            flat.noted = flat.writes()
 
     def shards_written(self) -> None:
         """Publish shards that were written directly, as by loading a run.

@@ -127,10 +127,9 @@ class ShardedFlat(Flat):
         if not self.is_unsharded or self.used or self.holders:
             return
         if seen:
-            dtype, where = self.full.dtype, self.full.device
             self.point(self.freed)
             self.whole, self.full = [], self.full[:0].clone()  # frees it
-            full = torch.empty(self.padded, dtype=dtype, device=where)
+            full = self.full.new_empty(self.padded)
             self.full = label(full, "parameters")
             self.cut()
         self.point(self.freed)
