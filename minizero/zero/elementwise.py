@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .flat import Flat, Layout, in_order
 from .muon import Muon
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
+) -> Optimizer:
     """The same optimizer, with one group's options, over other parameters."""
     twin = copy.copy(optimizer)
     # a small learning rate, or none in a warm-up, would hide any difference
@@ -26,7 +27,7 @@ def _twin(
     return twin
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer whose update of an element depends on others.
 
     A shard is a piece of flattened parameters, so the optimizer must do the same to a
@@ -50,7 +51,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether a matrix and its flat pieces get the same updates."""
     generator = torch.Generator().manual_seed(0)
     # where the parameters are: a capturable optimizer works nowhere else
@@ -67,7 +68,7 @@ def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 
 
 def state_layout(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
+    optimizer: Optimizer, group: dict[str, Any], like: Tensor
 ) -> dict[str, torch.dtype]:
     """Names and dtypes of the states that have one value for each element.
 
@@ -81,9 +82,7 @@ def state_layout(
     return {k: v.dtype for k, v in state if isinstance(v, Tensor) and v.shape == (3,)}
 
 
-def groups_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, int]:
+def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:
     """The optimizer group of each parameter of the model."""
     groups = enumerate(optimizer.param_groups)
     group_of = {p: index for index, group in groups for p in group["params"]}
@@ -96,7 +95,7 @@ def groups_of(
     return group_of
 
 
-def layout_of(optimizer: torch.optim.Optimizer, group: int | None) -> Layout:
+def layout_of(optimizer: Optimizer, group: int | None) -> Layout:
     """How to lay out a flat buffer of one of the optimizer's groups."""
     options = optimizer.param_groups[group] if group is not None else {}
     if isinstance(optimizer, Muon) and options.get("use_muon"):
@@ -105,7 +104,7 @@ def layout_of(optimizer: torch.optim.Optimizer, group: int | None) -> Layout:
     return partial(in_order, multiple=32) if options.get("fused") else in_order
 
 
-def initial_state(optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Tensor]:
+def initial_state(optimizer: Optimizer, flat: Flat) -> dict[str, Tensor]:
     """For a shard, the state that Adagrad has made at construction; {} of most others.
 
     ValueError for an optimizer that has made steps.

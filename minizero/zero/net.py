@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,6 @@ from .guards import OWNERS, check_model
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
 from .units import Policy, assign, find_units, split
-
-
-def call_if_alive(method: weakref.WeakMethod[Any], *args: Any) -> None:
-    """A hook on a parameter: it must not keep the net alive."""
-    alive = method()
-    if alive is not None:
-        alive(*args)
 
 
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -159,7 +151,12 @@ class Net:
     def _register_hooks(self) -> None:
         """Let autograd report each parameter's gradient to `_on_grad`."""
         self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
-        on_grad = partial(call_if_alive, weakref.WeakMethod(self._on_grad))
+        on_grad = weakref.WeakMethod(self._on_grad)  # hooks keep no net alive
+
+        def hook(p: Any) -> None:
+            if (alive := on_grad()) is not None:
+                alive(p)
+
         for unit in self.units:
             for flat in unit.flats:
                 for slot in flat.slots:
@@ -167,7 +164,7 @@ class Net:
                     self.where[p] = unit, flat, slot
                     OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
-                        p.register_post_accumulate_grad_hook(on_grad)
+                        p.register_post_accumulate_grad_hook(hook)
 
     def _adopt_optimizer(self) -> None:
         """Let the optimizer's groups hold what this rank updates."""
