@@ -59,8 +59,8 @@ class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them. `grid`: the groups of ranks
-    that have all shards each, cut into a `piece` for each (chapter 17).
+    N `ranks`; `place` is this one's among them. `grid`: groups of ranks, of
+    which each has all shards: a shard is a `piece` for each (chapter 17).
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -128,7 +128,7 @@ class Flat:
         with torch._C.DisableTorchFunction():  # `zero.Init` would gather
             for slot, tensor in zip(self.slots, tensors, strict=True):
                 slot.parameter.data = tensor
-        self.noted = self.writes()
+        self.known_writes = self.writes()
 
     def writes(self) -> list[tuple[int, int]]:
         """How often each parameter was written to, and where it lies."""
@@ -195,7 +195,7 @@ class Flat:
     def changed(self) -> None:
         """Call it after an update: then autograd refuses older graphs."""
         torch.autograd.graph.increment_version(self.parameters)
-        self.noted = self.writes()
+        self.known_writes = self.writes()
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-unit
 @dataclass(eq=False)

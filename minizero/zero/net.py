@@ -261,7 +261,7 @@ class Net:
         """
         self.check_unchanged()
         for flat in () if self.plan.parameters.sharded else self.flats:
-            if flat.writes() != flat.noted:
+            if flat.writes() != flat.known_writes:
                 flat.fill()  # maybe from other memory, after `p.data = values`
                 if flat.trainable:
                     self.storage.refresh(flat, self.precision)

@@ -171,7 +171,7 @@ class ShardedFlat(Flat):
     def _check_unwritten(self) -> None:
         """Raise RuntimeError for what was written to freed parameters."""
         now = self.writes()
-        for slot, a, b in zip(self.slots, self.noted, now, strict=True):
+        for slot, a, b in zip(self.slots, self.known_writes, now, strict=True):
             if a != b:
                 self.nan.copy_(torch.tensor(torch.nan))  # if overwritten
                 self.point(self.freed)
