@@ -150,6 +150,7 @@ def safe_set_full_fp32_param(
     view.write(flat.shard, part)
     net._updated([view.unit])
     net.wait()
+    net.note_writes()
 
 
 def safe_get_full_optimizer_state(

@@ -242,6 +242,7 @@ class DataParallel(Net):
                     self._updated(arrived)
             labels.label_states(self.optimizer)
         self.zero_grad()
+        self.note_writes()
         labels.mark("step")
         return ready
 

@@ -165,6 +165,7 @@ class Net:
                     OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
                         p.register_post_accumulate_grad_hook(hook)
+        self.note_writes()
 
     def _adopt_optimizer(self) -> None:
         """Let the optimizer's groups hold what this rank updates."""
@@ -231,6 +232,7 @@ class Net:
         if arrived:
             labels.label_states(self.optimizer)
             self.wait()
+            self.note_writes()
 
     def synchronize(self) -> None:
         """Wait for an update, reductions and publications under way."""
@@ -254,6 +256,10 @@ class Net:
                     "minizero.utils.safe_set_full_grad after backward"
                 )
 
+    def note_writes(self) -> None:
+        """Remember the values as they are now, to notice what is written later."""
+        self._sums = self._checksums()
+
     def take_over_writes(self) -> None:
         """Let masters take over what the script has written since the last update.
 
@@ -263,8 +269,22 @@ class Net:
         for flat in () if self.plan.parameters.sharded else self.flats:
             if flat.writes() != flat.known_writes:
                 flat.fill()  # maybe from other memory, after `p.data = values`
-                if flat.trainable:
-                    self.storage.refresh(flat, self.precision)
+        if not self._checksums().equal(self._sums):
+            self.refresh()
+
+    def _checksums(self) -> Tensor:
+        """Of each buffer of which the optimizer updates a copy; on the device.
+
+        A count of writes would not do: `p.data.clamp_()` is not counted.
+        """
+        sums = []
+        for flat in () if self.plan.parameters.sharded else self.trained:
+            if flat.master is not flat.shard:
+                raw = flat.full.view(torch.uint8)
+                words = len(raw) // 8 * 8
+                tail = raw[words:].sum(dtype=torch.int64)
+                sums.append(raw[:words].view(torch.int64).sum() + tail)
+        return torch.stack(sums) if sums else torch.empty(0)
 
     def refresh(self) -> None:
         """Let masters take over what was written to parameters or shards.
@@ -273,6 +293,7 @@ class Net:
         """
         for flat in self.trained:
             self.storage.refresh(flat, self.precision)
+        self.note_writes()
 
     def shards_written(self) -> None:
         """Publish shards that were written directly, as by loading a run.
@@ -281,6 +302,7 @@ class Net:
         """
         self._updated(self.units, frozen=True)
         self.zero_grad()
+        self.note_writes()
 
     def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
         """All weights and buffers in host memory, on rank 0; {} on others.

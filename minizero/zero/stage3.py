@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -220,6 +221,17 @@ class ZeRO3(ZeRO2):
         if not self.in_backward:
             self._leave_all()
         return super().__call__(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """As `DataParallel.backward`; warns of a loss that is NaN."""
+        if loss.detach().isnan().any().item():
+            warnings.warn(
+                "the loss is NaN. At stage 3 parameters read as NaN outside of "
+                "their unit's forward, as in a penalty that is added to the "
+                "loss: compute it inside the model's forward, or from outputs",
+                stacklevel=2,
+            )
+        super().backward(loss, retain_graph)
 
     # continued: zero-stage3-last
     def _begin_backward(self) -> None:
