@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,27 +67,23 @@ def test_bad_input(tmp_path: Path) -> None:
         interleaved({}, 0)
 
 
-def test_without_a_gpu_everything_is_left_out(
+def test_gpu_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """And said so; that is no failure."""
+    """Without a GPU all are left out; with one, what each found is written."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     gpu.main(["--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split(":")[0] for line in lines} == {p.name for p in gpu.parts()}
-    assert all("left out: it needs" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == [*gpu.commands()]
+    assert all("left out: 0 GPUs of" in line for line in lines)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_part_found_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As soon as it ends, whether it went well or not."""
-    commands = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
-    made = [gpu.Part(n, [sys.executable, "-c", c], 0) for n, c in commands.items()]
-    monkeypatch.setattr(gpu, "parts", lambda: made)
+    made = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "A Card"})
+    monkeypatch.setattr(
+        gpu, "commands", lambda: {n: ["-c", c] for n, c in made.items()}
+    )
     gpu.main(["--out", str(tmp_path)])
-    [path] = tmp_path.glob("gpu-*.json")
-    found = json.loads(path.read_text())["parts"]
+    found = json.loads((tmp_path / "gpu-a-card.json").read_text())["parts"]
     assert found["alone"]["ok"] and found["alone"]["found"] == {"up": 1.5}
     assert not found["bad"]["ok"] and "no card" in found["bad"]["said"]
