@@ -177,7 +177,6 @@ REFUSED: list[tuple[Plan, dict[str, Any], str]] = [
     ),
     (Plan.stage(2), {"weight_bits": 8}, "stage 3.*weight_bits"),
     (Plan.stage(0), {"gradient_bits": 4}, "gradients at stages 1 to 3"),
-    (Plan.stage(3), {"weight_bits": 5}, "8 or 4 bits, not 5"),
 ]
 
 
