@@ -19,7 +19,7 @@ from parity.compare import Seen, differs, flatten
 from parity.script import train
 
 import minizero
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 
 THEIRS: dict[str, Seen] = {run["name"]: run["seen"] for run in RECORD["runs"]}
 

@@ -151,8 +151,10 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     the GPUs, their machine, the sequence, and what the model recomputes.
     """
     shape = job.shape
-    unit = max(shape.block, shape.root)
-    live = shape.root + 2 * shape.block + 3 * job.gpus  # with padding
+    learned = 0 if shape.gated else job.sequence * shape.hidden  # positions
+    each = 32 * job.gpus  # elements of which a padded unit has a multiple
+    root, block = (-(-n // each) * each for n in (shape.root + learned, shape.block))
+    unit, live = max(root, block), root + 2 * block
     zero: dict[str, Any] = {
         "stage": how.stage,
         "overlap_comm": True,
