@@ -51,10 +51,7 @@ class DataParallel(Net):
     def reduced(self, flat: Flat) -> None:
         """Called when the mean has arrived: add it to earlier ones."""
         mean = self.owned(flat.full_grad(), flat)
-        if flat.mean is None:
-            flat.mean = mean
-        else:
-            flat.mean.add_(mean)
+        flat.mean = mean if flat.mean is None else flat.mean.add_(mean)
 
     def publish(self, unit: Unit) -> None:
         """Launch what sends updated shards: not needed here."""
