@@ -19,7 +19,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minizero import Plan, parallelize
@@ -508,26 +507,6 @@ def test_a_full_disk_of_one_rank(two: Pool, tmp_path: Path, how: str) -> None:
     assert first == other and first[1:] == ["good", "next"]
     assert re.search(r"bad\.tmp-\w{8}/rank-0001.*: No space left", first[0])
     assert complete(tmp_path, "good", "next", ranks=2)
-
-
-def test_what_the_index_and_the_files_say(tmp_path: Path) -> None:
-    """The index is JSON; a file is what the safetensors library reads."""
-    net = net_of()
-    step(net)
-    path = save(net, tmp_path, "a").path
-    index = json.loads((path / "index.json").read_text())["index"]
-    [flat] = [f for f in index["flats"] if f["slots"][0]["names"] == ["0.weight"]]
-    assert flat["slots"][1] == {"names": ["0.bias"], "shape": [WIDTH], "offset": 36}
-    [(name, length, _)] = index["files"]
-    assert length == (path / name).stat().st_size
-    tensors = load_file(path / name)
-    for what in ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
-        assert tensors[f"{flat['key']}/{what}"].shape == (42,)
-    assert tensors["buffers/1.running_mean"].shape == (WIDTH,)
-    # and every user may read it that the umask lets
-    umask = os.umask(0)
-    os.umask(umask)
-    assert (path / name).stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.mark.thorough

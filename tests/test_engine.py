@@ -108,32 +108,6 @@ def go(engine: minizero.Engine, steps: int = 1) -> list[float]:
 # --- Training ---
 
 
-def accumulated(how: str, stage: int) -> dict[str, Tensor]:
-    """Two steps of three micro-batches, which the script tells apart by itself."""
-    engine = start(stage, 1 if how == "no_sync" else 3)
-    for i, (x, y) in enumerate(batches(2, 3, rows=2)):
-        engine.module.step, last = i // 3, i % 3 == 2
-        quiet = how == "no_sync" and not last
-        if how == "boundaries":
-            engine.set_gradient_accumulation_boundary(last)
-        with engine.no_sync() if quiet else contextlib.nullcontext():
-            loss = engine(own(x, 2), own(y, 2))
-            engine.backward(loss / 3 if how == "no_sync" else loss)
-            if quiet:
-                with pytest.raises(RuntimeError, match="outside of no_sync"):
-                    engine.step()
-        if last:
-            engine.step()
-    return engine.module_state_dict()
-
-
-@pytest.mark.parametrize(
-    "how, stage", [("boundaries", 1), ("boundaries", 2), ("no_sync", 1)]
-)
-def test_a_script_may_accumulate_by_itself(how: str, stage: int) -> None:
-    assert same_weights(accumulated(how, stage), trained(stage, 3, steps=2))
-
-
 # --- Optimizers and schedulers ---
 
 
@@ -164,6 +138,15 @@ def test_what_the_engine_and_its_optimizer_refuse() -> None:
         with pytest.raises((RuntimeError, ValueError), match=sentence):
             use()
     go(engine)
+    engine.destroy()
+    for call in (
+        engine,
+        engine.backward,
+        engine.save_checkpoint,
+        engine.load_checkpoint,
+    ):
+        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+            call(torch.ones(1, 2))
 
 
 # --- What `initialize` takes ---
@@ -255,22 +238,6 @@ def test_a_step_is_done_again_after_a_failed_backward(stage: int = 3) -> None:
         return engine.module_state_dict()
 
     assert same_weights(run(True), run(False))
-
-
-def test_a_destroyed_engine() -> None:
-    engine = small(1)
-    loss = engine(torch.ones(1, 2)).sum()
-    engine.destroy()
-    engine.destroy()
-    for use in (
-        lambda: engine(torch.ones(1, 2)),
-        lambda: engine.backward(loss),
-        engine.step,
-        lambda: engine.save_checkpoint("/nowhere"),
-        lambda: engine.load_checkpoint("/nowhere"),
-    ):
-        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
-            use()
 
 
 # --- Weights, getters, reports ---

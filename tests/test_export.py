@@ -39,6 +39,10 @@ def test_one_state_dict_for_a_plain_model(two: Pool, tmp_path: Path) -> None:
     """Tied, frozen and unused parameters and buffers, from every rank's file."""
     expected = two.run(trained, tmp_path, stage=3)[0]
     got = consolidate(tmp_path)
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in tmp_path.glob("t/*"):  # every user may read it that the umask lets
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
     assert got.keys() == expected.keys() == Small().state_dict().keys()
     assert all(torch.equal(got[name], expected[name]) for name in got)
     assert got["head.weight"].data_ptr() == got["tokens.weight"].data_ptr()

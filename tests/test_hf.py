@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.thorough
 STAGES = (0, 3)
 OFF = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def gpt2(**more: Any) -> Any:
@@ -226,9 +220,7 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
             said.append(str(error.value))
 
         refused(trainer(2, config={"gradient_clipping": 7.0}).train)
-        refused(trainer(2, config={"fp16": {"enabled": True}}).train)
         refused(lambda: trainer(2, bf16_full_eval=True))
-        refused(lambda: trainer(2, auto_find_batch_size=True))
         refused(trainer(2, optim="adafactor").train)
         own = transformers.TrainingArguments(use_cpu=True, **USUAL)
         refused(lambda: hf.Trainer(gpt2(), own, train_dataset=Words()))
@@ -251,9 +243,7 @@ def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
 
     words = (
         "gradient_clipping=7.0 vs hf",
-        "fp16.enabled=True vs hf",
         "bf16_full_eval",
-        "auto_find_batch_size",
         "Adafactor",
         "TrainingArguments of minizero.hf",
         "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.lab.plots.offload import crossing, rounds
+from minizero.lab.plots.offload import crossing
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned
@@ -382,17 +382,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_step(
         one_step(net)
 
 
-# --- the figures, and a GPU ---------------------------------------------------
-
-
-def test_rounds_overlap() -> None:
-    """Two blocks: one lane's time a unit, and no block is taken before it is free."""
-    units = {str(i): (1.0, 2.0, 1.0) for i in range(5)}
-    bars = {(b.lane, b.unit): b for b in rounds(units)}
-    assert bars["out", "4"].end == 1 + 5 * 2 + 1
-    for i in range(2, 5):
-        assert bars["in", str(i)].begin >= bars["out", str(i - 2)].end
-    assert rounds(units, pipelined=False)[-1].end == 5 * 4
+# --- a GPU ---------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

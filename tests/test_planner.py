@@ -190,9 +190,3 @@ def test_help_lists_commands_machines_and_models(
             main([name, "--help"])
         words = re.split(r"[\s,.]+", capsys.readouterr().out)
         assert {*MACHINES, *MODELS} <= {*words}
-
-
-def test_sizes_have_units_that_fit() -> None:
-    text = describe(choose(Case(3e6, 1e6).job))
-    assert " MB of 3 MB" in text and "0.0" not in text.split("the other kinds")[0]
-    assert "parameters on 2 GPUs of toy machine" in text

@@ -82,14 +82,14 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
-        while True:
+        while True:  # again, if a place is loaded while this iterator is in use
             start, batches = sampler.start, super().__iter__()
             self.generator, self._resumes = None, False
             for number, batch in enumerate(batches, 1):
                 sampler.start = 0  # the next iterator begins the epoch anew
                 self.seen = min(start + number * each, len(sampler.whole))
                 yield batch
-                if self._resumes:  # a place was loaded meanwhile
+                if self._resumes:
                     break
             else:
                 sampler.start, self.seen = 0, None

@@ -93,6 +93,10 @@ class Grader:
         """Grade one answer; None where there is none."""
         if text is None:
             return Record(asked.label, 0, asked.points, "There is no answer.")
+        if text.strip() == f"# {asked.label}\n{asked.starter.strip()}":
+            return Record(
+                asked.label, 0, asked.points, "This is the starter, unchanged."
+            )
         cases = asked.cases(self.seed, student)
         seen = self.run(asked, text, cases)
         expected = self.trusted(asked, asked.reference, cases)
