@@ -28,7 +28,7 @@ FIGURES = {
     "link": ("link.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
-    "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
+    "timeline": ("trace.js", "own_trace.js", "timeline_picture.js", "timeline.js"),
     "plans": ("trace.js", "plans.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
@@ -61,8 +61,9 @@ def script(kinds: Iterable[str] = FIGURES) -> str:
         for kind in kinds
     )
     whole = f"(() => {{\n{_read('base.js', 'page.js')}\n{own}\n}})();\n"
-    # without comments and the space before lines
-    return re.sub(r"(?m)^ +|^ *(//.*|/\*\*(?s:.*?)\*/)\n", "", whole)
+    # without comments, empty lines, the space before lines, and ends that need none
+    spare = r"(?m)^ *(//.*|/\*\*(?s:.*?)\*/)?\n|^ +|  // .*$"
+    return re.sub(r"(?<=[;{,(])\n", "", re.sub(spare, "", whole))
 
 
 def look(colour: str, stripes: str | None = None) -> dict[str, str | None]:

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import matplotlib as mpl
 from IPython.core.pylabtools import retina_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.legend import Legend
 
-from minizero.lab.plots.style import legend
+from minizero.lab.plots.style import STYLE, legend
 
 INCHES, DPI = 3.4, 192
 MOST_LETTERS = 14
@@ -43,6 +44,18 @@ def drawn(figure: Figure) -> dict[str, Any]:
         width, height = (round(96 * inches) for inches in figure.get_size_inches())
     image = base64.b64encode(file.getvalue()).decode()
     return {"png": image, "width": width, "height": height}
+
+
+def use() -> None:
+    """Set the style, and in a notebook the format; call it in the first cell."""
+    mpl.rcParams.update(STYLE)
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return
+    shell = get_ipython()
+    if shell is not None:
+        shell.display_formatter.formatters["image/png"].for_type(Figure, png)
 
 
 @contextmanager
