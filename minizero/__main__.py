@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,23 +17,16 @@ from minizero.scale import MACHINES, MODELS, Job, choose, machines, planner, sha
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None:
-            return action.help
-        return super()._get_help_string(action)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minizero", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, epilog: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(
-            name, help=help, description=help, epilog=epilog, formatter_class=_Help
-        )
+            name, help=help, description=help, epilog=epilog,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            argument_default=argparse.SUPPRESS,  # what is not given is not there
+        )  # fmt: skip
 
     guess = command("estimate", "bytes of model state on a rank, for each stage")
     guess.add_argument("--params", type=float, required=True, help="such as 7e9")
@@ -88,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--machine", default="h100-80gb", help="one of those below")
     plan.add_argument("--gpus", type=int, required=True)
     plan.add_argument("--sequence", type=int, default=2048, help="tokens")
-    plan.add_argument("--batch-tokens", default="4M", help="of a step, all GPUs")
+    plan.add_argument("--batch", type=int, default=2048, help="sequences, all GPUs")
     plan.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32")
     plan.add_argument(
         "--quantize", action="store_true", help="may send 8 and 4 bits (ZeRO++)"
@@ -142,7 +134,8 @@ def _train(options: argparse.Namespace) -> None:
         job.check(world_size())
         report = training.train(job)
     else:
-        ranks = default_ranks() if options.ranks is None else options.ranks
+        ranks = getattr(options, "ranks", None)
+        ranks = default_ranks() if ranks is None else ranks
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
         job.check(ranks)
@@ -158,50 +151,20 @@ def _consolidate(options: argparse.Namespace) -> None:
 
     dtype = getattr(torch, DTYPES[options.dtype])
     size = int(options.max_shard_size)
-    for path in export(options.folder, options.out, options.tag, dtype, size):
+    tag = getattr(options, "tag", None)
+    for path in export(options.folder, options.out, tag, dtype, size):
         print(path)
 
 
-def count(text: str) -> int:
-    """A number such as 4M or 500_000."""
-    unit = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    digits = text[:-1] if unit > 1 else text
-    try:
-        return int(float(digits) * unit)
-    except (ValueError, OverflowError):
-        raise ValueError(
-            f"tokens of a step are a number such as 4M, not {text!r}"
-        ) from None
-
-
-def sequences(tokens: int, sequence: int, gpus: int) -> int:
-    """Sequences that make about `tokens`, with equally many for every GPU.
-
-    Within 5 % it is the number for a GPU that most micro-batches divide.
-    """
-    wanted = tokens / (sequence * gpus)
-    near = range(math.ceil(wanted / 1.05), math.floor(wanted * 1.05) + 1)
-
-    def ways(n: int) -> tuple[int, float]:
-        sizes = range(1, min(n, planner.LARGEST) + 1)
-        return sum(n % size == 0 for size in sizes), -abs(n - wanted)
-
-    return gpus * max(near, key=ways, default=int(wanted))
-
-
 def _plan(options: argparse.Namespace) -> None:
-    machine, shape = machines.find(options.machine), shapes.find(options.model)
-    shapes.check_counts(gpus=options.gpus, sequence=options.sequence)
-    tokens = count(options.batch_tokens)
-    many = sequences(tokens, options.sequence, options.gpus)
     job = Job(
-        shape, machine, options.gpus, many or tokens // options.sequence,
-        options.sequence, options.precision, options.quantize,
+        shapes.find(options.model), machines.find(options.machine), options.gpus,
+        options.batch, options.sequence, options.precision, "quantize" in options,
     )  # fmt: skip
     choice = choose(job)
     print(planner.describe(choice))
     config = json.dumps(planner.ds_config(job, choice.best.candidate), indent=2)
-    if options.out is None:
+    if "out" not in options:
         print(config)
     else:
         options.out.write_text(config + "\n", "utf-8")
@@ -215,13 +178,12 @@ def _dryrun(options: argparse.Namespace) -> None:
     from minizero.scale.dryrun import Decoder, dryrun
 
     config: dict[str, Any] = json.loads(options.config.read_text("utf-8"))
-    given = {k: v for k, v in vars(options).items() if v is not None}
     planned: dict[str, Any] = {
         "machine": "h100-80gb",
         "sequence": 2048,
         "checkpointing": "none",
     }
-    planned |= config.pop("minizero_plan", {}) | given
+    planned |= config.pop("minizero_plan", {}) | vars(options)
     if "gpus" not in planned:
         raise ValueError("the config does not say how many GPUs; give --gpus")
     shape, machine = shapes.find(options.model), machines.find(planned["machine"])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from minizero.ranks.launch import Pool
+from minizero.ranks import Pool
 
 # Where there is no GPU, Triton interprets kernels if it finds this at its import.
 if not torch.cuda.is_available():

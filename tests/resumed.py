@@ -12,7 +12,7 @@ from nasty import HIDDEN, VOCABULARY, Block, groups
 from torch import Tensor, nn
 
 import minizero
-from minizero import Overlap, Plan, parallelize
+from minizero import Plan, parallelize
 from minizero.checkpoint import load, save
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import rank, world_size
@@ -51,8 +51,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
 }
 
@@ -70,7 +68,6 @@ def make(
     precision: str = "fp32",
     optimizer: str = "adamw",
     dropout: float = 0.0,
-    overlap: bool = False,
     **options: Any,
 ) -> DataParallel:
     """A net of any kind; its weights are rank 0's."""
@@ -93,7 +90,6 @@ def make(
         plan,
         storage=storage,
         precision=precision_of(precision),
-        schedule=Overlap() if overlap else None,
         **options,
     )
 

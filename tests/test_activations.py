@@ -21,7 +21,7 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.models.tensor_parallel import tensor_parallel
 from minizero.memory.labels import label, on_host
 from minizero.memory.tracker import Tracker
-from minizero.ranks.launch import Pool, rank, world_size
+from minizero.ranks import Pool, rank, world_size
 
 RANKS = (1, 2, 3)  # of `pool`; the plans are compared on 4 in test_exact
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from bench import gpu, runner
+from bench import gpu, planner, runner
 from bench.runner import Comparison, interleaved, table
+
+from minizero.activations import recompute_units
+from minizero.lab.models.gpt import GPT, GPTConfig
+from minizero.lab.toymachine import TOY, shape_of
+from minizero.scale.cost import Candidate, Costs, Job
+from minizero.scale.predict import layers_of
 
 
 def test_cases_take_turns_and_the_warm_up_is_dropped() -> None:
@@ -68,27 +74,53 @@ def test_bad_input(tmp_path: Path) -> None:
         interleaved({}, 0)
 
 
-def test_without_a_gpu_everything_is_left_out(
+def test_gpu_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """And said so; that is no failure."""
+    """Without a GPU all are left out; with one, what each found is written."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     gpu.main(["--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split(":")[0] for line in lines} == {p.name for p in gpu.parts()}
-    assert all("left out: it needs" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == [*gpu.commands()]
+    assert all("left out: 0 GPUs of" in line for line in lines)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_part_found_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As soon as it ends, whether it went well or not."""
-    commands = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
-    made = [gpu.Part(n, [sys.executable, "-c", c], 0) for n, c in commands.items()]
-    monkeypatch.setattr(gpu, "parts", lambda: made)
+    made = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "A Card"})
+    monkeypatch.setattr(
+        gpu, "commands", lambda: {n: ["-c", c] for n, c in made.items()}
+    )
     gpu.main(["--out", str(tmp_path)])
-    [path] = tmp_path.glob("gpu-*.json")
-    found = json.loads(path.read_text())["parts"]
+    found = json.loads((tmp_path / "gpu-a-card.json").read_text())["parts"]
     assert found["alone"]["ok"] and found["alone"]["found"] == {"up": 1.5}
     assert not found["bad"]["ok"] and "no card" in found["bad"]["said"]
+
+
+def waits(how: str) -> tuple[float, float, bool]:
+    """Seconds asked for in a step of two blocks, those counted, and equal gradients."""
+    sizes = GPTConfig(2, 32, 2, sequence=16)
+    torch.manual_seed(0)
+    model, tokens = GPT(sizes), torch.zeros(2, 16, dtype=torch.long)
+    model(tokens, tokens).backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    recompute_units(model, how)
+    costs = Costs(Job(shape_of(sizes), TOY, 2, 4, 16, "fp32"), tokens.numel())
+    asked: list[float] = []
+    with (
+        mock.patch.object(planner, "sleep_until", lambda t: asked.append(t)),
+        mock.patch.object(planner.time, "thread_time", lambda: 0.0),
+        mock.patch.object(planner.time, "perf_counter", lambda: 0.0),
+        planner.computing(costs, how),
+    ):
+        model(tokens, tokens).backward()
+    layers = layers_of(costs, Candidate(0, how), 0.0)
+    counted = sum(layer.forward + layer.backward for layer in layers)
+    same = all(map(torch.equal, plain, (p.grad for p in model.parameters())))
+    return sum(asked), counted, same
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_blocks_take_what_the_planner_counts(how: str) -> None:
+    asked, counted, same = waits(how)
+    assert asked == pytest.approx(counted) and same

@@ -15,8 +15,8 @@ from ds_example import EXAMPLE
 import minizero
 from minizero import Plan
 from minizero.config import Config, ConfigError, check_options, read
-from minizero.config.ignored import ANY, IGNORED
-from minizero.config.read import KEYS, known_keys
+from minizero.config.ignored import IGNORED
+from minizero.config.read import KEYS
 from minizero.engine.from_config import storage
 from minizero.engine.lr_schedules import WarmupDecayLR
 from minizero.kernels import muon_options, optimizer_call
@@ -56,7 +56,6 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
             "plan": Plan.stage(3, "cpu", "cpu"),
             "dtypes": ("float16", "float16", None),
             "files": None,
-            "zero_optimization.stage3_prefetch_bucket_size": 500_000_000,
         },
     ),
     # DeepSpeed's defaults
@@ -71,7 +70,6 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
             "dtypes": ("float32", "float32", None),
         },
     ),
-    (zero(3, overlap_comm=False), {"zero_optimization.overlap_comm": False}),
     # null is a key left out; whole numbers may be written as floats, or in quotes
     (top(fp16=None, gradient_clipping=None), {"gradient_clipping": 1.0}),
     (top(gradient_clipping="0.5"), {"gradient_clipping": 0.5}),
@@ -80,29 +78,17 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     # offload
     (zero(1, offload_optimizer={"device": "cpu"}), {"plan": Plan.stage(1, "cpu")}),
     (
-        zero(
-            3, offload_param=NVME | {"nvme_path": Path("disk")}, offload_optimizer=NVME
-        ),
+        zero(3, offload_param=NVME | {"nvme_path": Path("disk")})
+        | {"aio": {"queue_depth": 32}},
         {
-            "plan": Plan.stage(3, "nvme", "nvme"),
+            "plan": Plan.stage(3, None, "nvme"),
             "files": {
                 "folder": "disk",
                 "buffer_count": 5,
                 "buffer_size": 100_000_000,
                 "block_size": 1_048_576,
-                "queue_depth": 8,
-            },
-        },
-    ),
-    (
-        zero(1, offload_optimizer=NVME) | {"aio": {"queue_depth": 32}},
-        {
-            "files": {
-                "folder": "disk",
-                "buffer_count": 4,
-                "block_size": 1_048_576,
                 "queue_depth": 32,
-            }
+            },
         },
     ),
     # groups and quantized messages
@@ -114,18 +100,10 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (zero(1, zero_quantized_gradients=True), {"bits": (None, 4)}),
     # dtypes
     (
-        top(bf16={"enabled": True}, communication_data_type="FP32"),
-        {"dtypes": ("bfloat16", "float32", None)},
-    ),
-    (
         top(
             fp16={"enabled": True},
             communication_data_type="fp32",
-            data_types={
-                "grad_accum_dtype": "float32",
-                "param_dtype": "half",
-                "buffer_dtype": "bf16",
-            },
+            data_types={"param_dtype": "half", "buffer_dtype": "bf16"},
         ),
         {"dtypes": ("float16", "float32", "bfloat16")},
     ),
@@ -166,14 +144,13 @@ WARNED: list[tuple[Any, str]] = [
         "zero_optimization.offload_optimizer has no effect at stage 0: optimizer "
         "states are sharded from stage 1 on",
     ),
-    (zero(2, stage3_max_live_parameters=0), "stage3_max_live_parameters has no effect"),
     (
         zero(2, sub_group_size=1e8),
         "zero_optimization.sub_group_size = 100000000.0 has no effect: a collective "
         "moves whole units or buckets; choose their size",
     ),
-    (top(wandb={"enabled": True}), "wandb has no effect: use csv_monitor"),
-    (top(comms_logger={"verbose": True}), "comms_logger has no effect: use"),
+    (top(wandb={"enabled": True}), "wandb has no effect: use tensorboard"),
+    (top(csv_monitor={"enabled": True}), "csv_monitor has no effect: use tensorboard"),
     (
         top(fp16={"enabled": "auto"}),
         'fp16.enabled is "auto", but nothing fills it here; the default is used',
@@ -196,7 +173,6 @@ itself["train_batch_size"] = itself["zero_optimization"] = itself
 BAD: list[tuple[Any, str]] = [
     # sizes of a batch
     ({}, "give train_batch_size or train_micro_batch_size_per_gpu"),
-    ({"train_batch_size": 7}, "ranks = samples * 1 * 4: use 8, or leave one out"),
     (
         {
             "train_batch_size": 250,
@@ -207,14 +183,7 @@ BAD: list[tuple[Any, str]] = [
         "gradient_accumulation_steps * ranks = 4 * 16 * 4: use 256, or leave one out",
     ),
     # types and bounds
-    ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1"),
-    (top(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a va"),
     (top(gradient_clipping=-1), "must be greater than or equal to 0, not -1"),
-    (
-        top(gradient_clipping="lots"),
-        "gradient_clipping must be a valid number, unable ",
-    ),
-    (zero(4), "zero_optimization.stage must be less than or equal to 3, not 4"),
     (
         zero(offload_param={"device": "gpu"}),
         'zero_optimization.offload_param.device must be "none", "cpu" or "nvme", '
@@ -233,20 +202,17 @@ BAD: list[tuple[Any, str]] = [
         'write {"device": "cpu"}',
     ),
     (top(bf16=True), 'write {"enabled": true}'),
-    (top(optimizer="AdamW"), 'write {"type": "AdamW"}'),
     # unknown keys, at the top too
     (
         top(gradient_cliping=1.0),
         'the config has no key "gradient_cliping"; did you mean "gradient_clipping"?',
     ),
-    (top(Zero_Optimization={}), 'did you mean "zero_optimization"?'),
     (top(stage=3), 'the config has no key "stage"; it belongs in zero_optimization'),
     (zero(fp16={"enabled": True}), 'has no key "fp16"; it belongs in the top'),
     (zero(prefetch_bucket_size=1), 'did you mean "stage3_prefetch_bucket_size"?'),
     (top(optimizer={"type": "Adam", "lr": 1e-3}), "its keys are type, params"),
     # keys that DeepSpeed has and minizero does not
     (top(amp={"enabled": True}), "minizero does not support amp: do it in the script"),
-    (top(gradient_allreduce_op="sum"), 'gradient_allreduce_op = "sum": gradients are'),
     (zero(cpu_offload=True), 'write "offload_optimizer" or "offload_param": {"device'),
     # keys that contradict each other
     (top(fp16={"enabled": True}, bf16={"enabled": True}), "are both enabled; disable"),
@@ -263,7 +229,6 @@ BAD: list[tuple[Any, str]] = [
         zero(3, zero_hpz_partition_size=8),
         "zero_hpz_partition_size = 8, but 4 ranks cannot shard in groups of 8",
     ),
-    (zero(1, mics_shard_size=1), "use a number above 1 that divides them"),
     (zero(mics_shard_size=2, zero_hpz_partition_size=2), "both make groups; leave one"),
     (zero(mics_shard_size=2, offload_optimizer=NVME), "groups take no nvme"),
     (
@@ -274,10 +239,6 @@ BAD: list[tuple[Any, str]] = [
         top(communication_data_type="fp32", data_types={"grad_accum_dtype": "bf16"}),
         "differ, but gradients are sent in the dtype in which they are summed",
     ),
-    (
-        top(fp16={"enabled": True}, data_types={"param_dtype": "bf16"}),
-        "data_types.param_dtype = bfloat16, but by fp16.enabled",
-    ),
     # several at once
     (
         zero(stge=3, overlap_comm="maybe"),
@@ -287,7 +248,6 @@ BAD: list[tuple[Any, str]] = [
     ),
     # not a config at all
     (None, "a config is a dict, a path or JSON text, not None"),
-    ("", "the config is not JSON: Expecting value"),
     ("[1, 2]", "a config is an object in braces, not [1, 2]"),
     ('{"a": ' * 5000, "the config is not JSON: maximum recursion depth"),
     ('{\n "train_batch_size" 8\n}', "Expecting ':' delimiter: line 2 column 21"),
@@ -400,25 +360,6 @@ def test_options_are_those_of_the_class(options: dict[str, Any], words: str) -> 
 
 
 # DeepSpeed's keys, read from its source
-
-
-@pytest.mark.parametrize(
-    "section", [name for name in DEEPSPEED if "params" not in name]
-)
-def test_keys_and_defaults_are_deepspeeds(section: str) -> None:
-    known = known_keys()
-    empty = read(top(), 4)
-    for name, default in DEEPSPEED[section].items():
-        where = f"{section}.{name}".lstrip(".")
-        if section in WITHOUT:
-            continue
-        assert name in known[section], where
-        if where in IGNORED:
-            assert default is None or IGNORED[where][1] in (ANY, default), where
-        elif where in KEYS and KEYS[where] is None and "batch" not in where:
-            mine = value(empty, where)
-            if name not in ("overlap_comm", "gradient_accumulation_steps"):
-                assert mine == default or (mine == 0 and default is None), where
 
 
 def test_writing_out_deepspeeds_defaults_changes_nothing() -> None:

@@ -16,8 +16,8 @@ import nbformat
 import psutil
 import pytest
 
+from minizero.lab.course import __main__ as command
 from minizero.lab.course import build, drivers, exercise, grade, reader, syllabus
-from minizero.lab.course.__main__ import listing
 from minizero.lab.course.exercise import Exercise, every
 from minizero.lab.course.grade import Grader
 from minizero.lab.course.sandbox import ENDED, RAISES, Limits, Sandbox
@@ -110,7 +110,7 @@ def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) ->
             stated = exercise.statement(label)
             assert stated.hint and stated.minutes and "solution-" not in stated.text
     with capsys.disabled():
-        print("\n" + listing())
+        print("\n" + command.listing())
 
 
 def test_cases_are_drawn_for_a_student() -> None:
@@ -222,6 +222,25 @@ def test_the_class_goes_on_when_the_process_that_runs_answers_is_ended(
     how = {ENDED: "the process that ran it was ended"}
     assert box.run(EASY, EASY.reference, cases) == [how] * len(cases)
     assert box.run(EASY, EASY.reference, cases) == right
+
+
+def test_nothing_is_graded_where_the_reference_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer that hangs as the reference does is not right."""
+    grader, late = Grader("seed"), {ENDED: "late"}
+    monkeypatch.setattr(grader, "run", lambda _, text, cases: [late] * len(cases))
+    with pytest.raises(RuntimeError, match="ex-zero3-1 does not run: late"):
+        grader.grade(EASY, "ada", "while True: pass")
+
+
+def test_where_answers_are_not_confined_a_teacher_must_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "landlock", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["course", "grade", str(tmp_path), "--out", "x"])
+    with pytest.raises(SystemExit, match="add --trusting"):
+        command.main()
 
 
 def test_a_sandbox_leaves_no_folder() -> None:

@@ -52,18 +52,6 @@ def test_epochs(become: Callable[..., None]) -> None:
     assert all(map(torch.equal, loaders[0][0], loaders[0][1]))
 
 
-def test_batches(become: Callable[..., None]) -> None:
-    become(0, 2)
-    whole, dropped = Loader(range(14), 3), Loader(range(14), 3, drop_last=True)
-    assert [len(b) for b in whole] == [3, 3, 1] and len(whole) == 3
-    assert [len(b) for b in dropped] == [3, 3] and len(dropped) == 2
-    named = Loader(range(14), 3, collate_fn=lambda samples: {"x": samples})
-    assert [len(b["x"]) for b in named] == [3, 3, 1]
-    become(1, 2)
-    in_order = Loader(range(7), 2, shuffle=False)
-    assert [b.tolist() for b in in_order] == [[1, 3], [5, 0]]
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_resumed_in_mid_epoch_on_any_number_of_ranks(
     become: Callable[..., None], n: int

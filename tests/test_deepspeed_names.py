@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import logging
+import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,57 +17,38 @@ import minizero
 import minizero.deepspeed as deepspeed
 from minizero.ranks import Pool
 
-RANKS = (2,)
-
 
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def batch(i: int) -> tuple[Tensor, Tensor]:
-    """A micro-batch of this rank."""
-    g = torch.Generator().manual_seed(10 * i + minizero.comm.get_rank())
-    return torch.randn(4, 6, generator=g), torch.randint(0, 3, (4,), generator=g)
-
-
-def config(stage: int = 0, micro_batches: int = 1, **more: Any) -> dict[str, Any]:
-    return {
+def begin(model: nn.Module, stage: int = 0, **more: Any) -> Any:
+    """An engine of micro-batches of 4; `more`: keys of the config, and `given`."""
+    given = more.pop("given", {})
+    config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage},
-        **more,
     }
+    return deepspeed.initialize(model=model, config=config | more, **given)[0]
 
 
-def begin(model: nn.Module, settings: dict[str, Any], **more: Any) -> Any:
-    return deepspeed.initialize(model=model, config=settings, **more)[0]
+def step(engine: Any, i: int = 0) -> Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
 
 
-def whole(engine: Any) -> list[Tensor]:
-    with minizero.zero.GatheredParameters(engine.module.parameters()):
-        return [p.detach().clone() for p in engine.module.parameters()]
+def values(model: nn.Module) -> list[Tensor]:
+    with minizero.zero.GatheredParameters(model.parameters()):
+        return [p.detach().clone() for p in model.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# names
-
-
-def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    parser = argparse.ArgumentParser()
-    assert not hasattr(
-        deepspeed.add_config_arguments(parser).parse_args([]), "local_rank"
-    )
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    deepspeed.add_config_arguments(parser)
-    assert parser.parse_args([]).local_rank == 3
-    assert parser.parse_args(["--local_rank=1"]).local_rank == 1
+def same(a: list[Tensor], b: list[Tensor]) -> list[bool]:
+    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
 
 
 def test_names_are_the_things_themselves() -> None:
@@ -79,12 +59,10 @@ def test_names_are_the_things_themselves() -> None:
     from minizero.deepspeed.utils.logging import logger as same_logger
     from minizero.kernels import FusedAdam as Kernel
 
-    assert deepspeed.DeepSpeedEngine is minizero.Engine
     assert deepspeed.runtime.engine.DeepSpeedEngine is minizero.Engine
     assert Init is zero.Init and issubclass(Init, minizero.zero.Init)
     assert RepeatingLoader is minizero.utils.RepeatingLoader
-    assert logger is same_logger and isinstance(logger, logging.Logger)
-    assert comm.ReduceOp is torch.distributed.ReduceOp
+    assert logger is same_logger and comm.ReduceOp is torch.distributed.ReduceOp
     assert deepspeed.checkpointing is minizero.checkpointing
     p = nn.Parameter(torch.ones(3))
     for made in (FusedAdam([p], 0.1), DeepSpeedCPUAdam([p], lr=0.1)):
@@ -95,26 +73,24 @@ def test_names_are_the_things_themselves() -> None:
         import_module("minizero.deepspeed.moe.layer")
 
 
+def test_local_rank_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    deepspeed.add_config_arguments(parser)
+    assert parser.parse_args([]).local_rank == 3
+    assert parser.parse_args(["--local_rank=1"]).local_rank == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_accelerator_of_a_cpu() -> None:
     a = deepspeed.get_accelerator()
-    if a.device_name() != "cpu":
-        pytest.skip("there is a GPU")
     assert a.device_name(1) == a.current_device_name() == "cpu"
-    assert a.is_available() and a.is_bf16_supported()
+    assert a.is_available() and a.is_bf16_supported() and not a.empty_cache()
     assert a.memory_allocated() == 0 == a.max_memory_allocated(0)
     assert a.communication_backend_name() == "gloo"
-    assert not a.empty_cache() and a.synchronize() is None
     with pytest.raises(AttributeError, match="torch.cpu has no warp_drive"):
         a.warp_drive()
-
-
-def test_on_device() -> None:
-    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
-        layer = nn.Linear(3, 3)
-    with deepspeed.OnDevice(torch.float16, enabled=False):
-        plain = nn.Linear(3, 3)
-    assert layer.weight.is_meta and layer.weight.dtype is torch.bfloat16
-    assert not plain.weight.is_meta and plain.weight.dtype is torch.float32
 
 
 def talk() -> None:
@@ -127,112 +103,86 @@ def talk() -> None:
     assert dist.is_initialized() and one.tolist() == [2.0, 2.0]
     assert dist.get_local_rank() == dist.get_rank() == groups.get_data_parallel_rank()
     assert groups.get_data_parallel_world_size() == dist.get_world_size() == 2
-    assert groups.get_model_parallel_world_size() == 1
     log_dist("seen", ranks=[0])
 
 
 def build_sharded() -> None:
     """`zero.Init` and `GatheredParameters` with all their arguments."""
-    wanted = [p.detach().clone() for p in net().parameters()]
+    wanted = [*net().state_dict().values()]
     with deepspeed.OnDevice(torch.float64, "cpu"):  # random numbers are drawn in it
-        double = [*net().parameters()]
+        double = [*net().state_dict().values()]
     with deepspeed.zero.Init(remote_device="cpu", dtype=torch.float64, pin_memory=True):
         within = net()
     model = net()
-    deepspeed.zero.Init(module=model, config_dict_or_path=config(3))
-    for made, values in ((within, double), (model, wanted)):
-        assert all(p.isnan().all() for p in made.parameters() if made is model)
+    deepspeed.zero.Init(
+        module=model, config_dict_or_path={"zero_optimization": {"stage": 3}}
+    )
+    assert all(p.isnan().all() for p in model.parameters())
+    for made, expected in ((within, double), (model, wanted)):
         gathered = [*made.parameters(), None]
         with deepspeed.zero.GatheredParameters(gathered, fwd_module=made):
-            for p, q in zip(made.parameters(), values, strict=True):
-                assert p.dtype is q.dtype and torch.equal(p, q)
+            assert all(same([*made.parameters()], expected))
+            assert {p.dtype for p in made.parameters()} == {expected[0].dtype}
     with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
         assert model[0].weight.isnan().all()
-    assert all(
-        p.ds_status.name == "NOT_AVAILABLE" and p.ds_id for p in model.parameters()
-    )
-    engine = begin(model, config(3))
-    engine.backward(engine(batch(0)[0]).sum())
-    engine.step()
-    assert not same(whole(engine), wanted)
+    assert {p.ds_status.name for p in model.parameters()} == {"NOT_AVAILABLE"}
+    step(begin(model, 3))
+    assert not any(same(values(model), wanted))
 
 
-def test_on_ranks(pool: Pool) -> None:
-    pool.run(talk)
-    pool.run(build_sharded)
+def test_on_ranks(two: Pool) -> None:
+    two.run(talk)
+    two.run(build_sharded)
 
 
-# a script's own ways
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_the_optimizer_leaves_out_is_frozen(stage: int) -> None:
+    model = net()
+    before = values(model)
+    given = {"optimizer": torch.optim.AdamW(model[2].parameters(), 1e-2)}
+    with pytest.warns(UserWarning, match="no group with them: 0.weight, 0.bias"):
+        step(begin(model, stage, optimizer=None, given=given))
+    assert same(before, values(model)) == [True, True, False, False]
 
 
-def test_what_the_optimizer_leaves_out_is_frozen() -> None:
-    for stage in (0, 3):
-        model = net()
-        before = [p.detach().clone() for p in model.parameters()]
-        made = torch.optim.AdamW(model[2].parameters(), 1e-2)
-        with pytest.warns(UserWarning, match="no group with them: 0.weight, 0.bias"):
-            engine = begin(model, config(stage, optimizer=None), optimizer=made)
-        x, y = batch(0)
-        engine.backward(nn.functional.cross_entropy(engine(x), y))
-        engine.step()
-        pairs = zip(before, whole(engine), strict=True)
-        assert [torch.equal(a, b) for a, b in pairs] == [True, True, False, False]
-
-
-# keys that do the plain thing
-
-
-def rows(path: Path) -> list[list[str]]:
-    with path.open() as file:
-        return [*csv.reader(file)]
-
-
-def test_frozen_parameters_are_saved_too(tmp_path: Path) -> None:
+def test_checkpoints_become_fp32_files(tmp_path: Path) -> None:
+    """A frozen parameter is in them, too."""
     model = net()
     model[0].requires_grad_(False)
-    engine = begin(model, config())
-    engine.save_checkpoint(tmp_path, "all")
-    assert "0.weight" in minizero.consolidate(tmp_path, "all")
-    out = tmp_path / "fp32"
-    to_fp32 = deepspeed.utils.zero_to_fp32
-    to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, tag="all")
-    loaded = torch.load(out / "pytorch_model.bin")
-    safe = tmp_path / "safe"
-    to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+    begin(model).save_checkpoint(tmp_path, "all")
+    tool, out, safe = deepspeed.utils.zero_to_fp32, tmp_path / "out", tmp_path / "safe"
+    tool.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, tag="all")
+    tool.convert_zero_checkpoint_to_fp32_state_dict(
         tmp_path, safe, "5GB", safe_serialization=True, tag="all"
     )
     assert (safe / "model.safetensors").exists()
-    fresh = to_fp32.load_state_dict_from_zero_checkpoint(net(1), tmp_path, "all")
-    assert same([*loaded.values()], [*net().state_dict().values()])
-    assert same([*fresh.state_dict().values()], [*loaded.values()])
+    loaded = torch.load(out / "pytorch_model.bin")
+    fresh = tool.load_state_dict_from_zero_checkpoint(net(1), tmp_path, "all")
+    for state in (loaded, fresh.state_dict()):
+        assert all(same([*state.values()], [*net().state_dict().values()]))
 
 
-def test_values_are_written(tmp_path: Path) -> None:
-    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = begin(net(), config(0, 2, csv_monitor=monitor))
-    losses = []
-    for i in range(4):
-        x, y = batch(i)
-        loss = nn.functional.cross_entropy(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.monitor.write_events([("Eval/a b", 3.0, 7)])
-    name, *found = rows(tmp_path / "job" / "Train_Samples_train_loss.csv")
-    assert name == ["step", "train_loss"] and [row[0] for row in found] == ["8", "16"]
-    means = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
-    assert [float(row[1]) for row in found] == pytest.approx(means, rel=1e-6)
-    assert rows(tmp_path / "job" / "Train_Samples_lr.csv")[1:] == [
-        ["8", "0.01"],
-        ["16", "0.01"],
+def test_values_are_written_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean loss and rate of each step, by the samples so far, with torch's writer."""
+    name, rows = "torch.utils.tensorboard", list[tuple[Any, ...]]()
+
+    class SummaryWriter:
+        def __init__(self, *folder: Path) -> None:
+            self.add_scalar, self.flush = lambda *row: rows.append(row), list
+            rows.append(folder)
+
+    config = {"tensorboard": {"enabled": True, "output_path": "runs", "job_name": "a"}}
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.warns(UserWarning, match="no values for TensorBoard"):
+        begin(net(), **config)
+    fake: Any = ModuleType(name)
+    fake.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, name, fake)
+    engine = begin(net(), gradient_accumulation_steps=2, **config)
+    a, b, c, d = (step(engine, i).item() for i in range(4))
+    loss, rate = "Train/Samples/train_loss", "Train/Samples/lr"
+    assert rows == [
+        (Path("runs/a"),),
+        *((loss, pytest.approx((a + b) / 2), 8), (rate, 0.01, 8)),
+        *((loss, pytest.approx((c + d) / 2), 16), (rate, 0.01, 16)),
     ]
-    assert rows(tmp_path / "job" / "Eval_a_b.csv") == [["step", "a b"], ["7", "3.0"]]
-
-
-def test_tensorboard_is_written_if_it_is_there(tmp_path: Path) -> None:
-    monitor = {"enabled": True, "output_path": str(tmp_path)}
-    if find_spec("tensorboard"):
-        assert begin(net(), config(tensorboard=monitor)).monitor.enabled
-    else:
-        with pytest.warns(UserWarning, match="no values for TensorBoard"):
-            assert not begin(net(), config(tensorboard=monitor)).monitor.enabled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,15 +17,9 @@ from minizero.precision.float8 import (
     quantise,
     use_float8,
 )
-from minizero.ranks.launch import Pool, rank
+from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(E4M3, 3), (E5M2, 2)])

@@ -9,8 +9,6 @@ interpreter cuts off what a GPU rounds.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -178,93 +176,42 @@ def test_what_no_kernel_takes_is_torchs() -> None:
         kernels.cross_entropy(zeros(2, 3), torch.zeros(1, dtype=torch.int64))
 
 
-def program(text: str, interpret: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout + done.stderr
-
-
-@pytest.mark.thorough
-def test_nothing_is_imported_before_it_is_used() -> None:
-    """And without the interpreter, tensors on the host are torch's."""
-    told = program(
-        "import sys, torch, minizero, minizero.kernels as k; minizero.initialize\n"
-        "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2)\n"
-        "k.rms_norm(p, p); k.layer_norm(p, p)\n"
-        "k.cross_entropy(p[None], torch.tensor([1])).backward()\n"
-        "print({'triton', 'torch.utils.cpp_extension'} & {*sys.modules})\n"
-        "k.FusedAdam([p]).step()\n"
-        "print(*(m for m in sys.modules if 'triton_kernels' in m))",
-        "0",
-    )
-    # torch itself imports Triton when an optimizer is made
-    assert told == "set()\n\n"
-
-
-def pointers(kind: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, f"*{kind}")
+# pointers to what is stored and to fp32, whole numbers, fp32 numbers, constants
+KERNELS: list[tuple[str, str, str, str, str, dict[str, Any]]] = [
+    ("adam_step", "p_at grad_at m_at v_at", "", "n",
+     "beta1 rest1 beta2 rest2 rate root eps decay",
+     {"DECOUPLED": True, "BLOCK": 1024}),
+    *(("norm_forward", "x_at weight_at y_at", "mean_at rstd_at", "width", "eps",
+       {"CENTRE": centre, "BLOCK": 1024, "bias_at": None}) for centre in (True, False)),
+    *(("norm_backward", "x_at weight_at dy_at dx_at", "mean_at rstd_at dweight_at",
+       "rows width", "", {"CENTRE": centre, "BLOCK": 1024, "dbias_at": None})
+      for centre in (True, False)),
+    ("loss_forward", "logits_at", "total_at loss_at", "vocabulary ignored", "",
+     {"BLOCK": 4096}),
+    ("loss_backward", "logits_at dlogits_at", "total_at dloss_at", "vocabulary ignored",
+     "", {"BLOCK": 4096}),
+]  # fmt: skip
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_kernels_compile_for_a_gpu(kind: str) -> None:
     """16 bytes an access, and no product fused into a sum in Adam."""
-    rows = {**pointers("fp32", "mean_at", "rstd_at"), "width": "i32"}
-    losses = {"target_at": "*i64", "vocabulary": "i32", "ignored": "i32"}
-    losses |= pointers("fp32", "total_at")
-    module = "minizero.kernels.triton_kernels"
-    norms = [
-        kernel
-        for centre in (True, False)
-        for kernel in (
-            Compiled(
-                module,
-                "norm_forward",
-                rows | pointers(kind, "x_at", "weight_at", "y_at") | {"eps": "fp32"},
-                {"CENTRE": centre, "BLOCK": 1024, "bias_at": None},
-            ),
-            Compiled(
-                module,
-                "norm_backward",
-                rows
-                | pointers(kind, "x_at", "weight_at", "dy_at", "dx_at")
-                | pointers("fp32", "dweight_at")
-                | {"rows": "i32"},
-                {"CENTRE": centre, "BLOCK": 1024, "dbias_at": None},
-            ),
+    every = []
+    for name, stored, wide, whole, numbers, constants in KERNELS:
+        types = {"target_at": "*i64"} if "loss" in name else {}
+        columns = (
+            (stored, f"*{kind}"),
+            (wide, "*fp32"),
+            (whole, "i32"),
+            (numbers, "fp32"),
         )
-    ]
-    numbers = ("beta1", "rest1", "beta2", "rest2", "rate", "root", "eps", "decay")
-    adam, *others = ptx(
-        Compiled(
-            module,
-            "adam_step",
-            pointers(kind, "p_at", "grad_at", "m_at", "v_at")
-            | {"n": "i32"}
-            | dict.fromkeys(numbers, "fp32"),
-            {"DECOUPLED": True, "BLOCK": 1024},
-            {"enable_fp_fusion": False},
-        ),
-        *norms,
-        Compiled(
-            module,
-            "loss_forward",
-            losses | pointers(kind, "logits_at") | pointers("fp32", "loss_at"),
-            {"BLOCK": 4096},
-        ),
-        Compiled(
-            module,
-            "loss_backward",
-            losses
-            | pointers(kind, "logits_at", "dlogits_at")
-            | pointers("fp32", "dloss_at"),
-            {"BLOCK": 4096},
-        ),
-    )
+        for names, written in columns:
+            types |= dict.fromkeys(names.split(), written)
+        options = {"enable_fp_fusion": False} if name == "adam_step" else {}
+        module = "minizero.kernels.triton_kernels"
+        every.append(Compiled(module, name, types, constants, options))
+    adam, *others = ptx(*every)
     each = 1024 * (4 if kind == "fp32" else 2) // (128 * 16)  # by 128 threads
     assert adam.count("ld.global.v4.b32") == 4 * each
     assert adam.count("st.global.v4.b32") == 3 * each

@@ -6,58 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
 import minizero
 from minizero import NVMe, Offload, Overlap, Plan, comm, parallelize
 from minizero.comm import Call
-from minizero.engine.recording import innermost
 from minizero.lab.explorables.own import aligned
 from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.trace import Slice, Trace
-from minizero.ranks import Pool, rank
+from minizero.memory.trace import LANES, Trace
+from minizero.ranks import Pool
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32)
 
-NUMBER, TEXT, COUNT = {"type": "number"}, {"type": "string"}, {"type": "integer"}
-
-
-def kind(ph: str, **more: Any) -> dict[str, Any]:
-    """An event of the Trace Event Format (Google 2016): what all have, and its own."""
-    always = {
-        "ph": {"const": ph},
-        "name": TEXT,
-        "pid": COUNT,
-        "args": {"type": "object"},
-    }
-    every = always | {"tid": COUNT, "ts": NUMBER, "cat": TEXT} | more
-    needed = ["ph", "name", "pid", *more, *(["ts"] if ph != "M" else [])]
-    return {"properties": every, "required": needed, "additionalProperties": False}
-
-
-COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}}
-SCHEMA = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {
-        "displayTimeUnit": {"enum": ["ms", "ns"]},
-        "otherData": {"type": "object"},
-        "traceEvents": {
-            "type": "array",
-            "items": {
-                "oneOf": [
-                    kind("X", tid=COUNT, dur={"type": "number", "exclusiveMinimum": 0}),
-                    kind("i", tid=COUNT, s={"enum": ["t", "p", "g"]}),
-                    kind("C", args=COUNTS),
-                    kind("M", args={"type": "object", "minProperties": 1}),
-                ]
-            },
-        },
-    },
-    "additionalProperties": False,
+# of the Trace Event Format (Google 2016): what events of each kind have
+FIELDS = {
+    "X": {"tid", "ts", "cat", "dur"},
+    "i": {"tid", "ts", "cat", "s"},
+    "C": {"ts"},
+    "M": set[str](),
 }
 
 
@@ -91,13 +59,13 @@ def record(path: str | None = None, *where: Any) -> Recorded:
     with comm.ledger() as calls, minizero.Tracker() as tracker:
         with minizero.trace(net, path) as run:
             step(net)
+            peak = tracker.peak
     if hasattr(net.storage, "close"):
         net.storage.close()
-    mine = calls[1:-1] if path else calls[1:]  # but for its own start and end
+    mine = calls[1:]  # but for its own start
     begin = run.trace.moments[0].time - run.shift  # writes may end until then
     held = (sum(s.host.values()) for s in tracker.samples if s.time >= begin)
-    beside = aligned(run, path)
-    return run.trace, mine, run.shift, tracker.peak, max(held), beside
+    return run.trace, mine, run.shift, peak, max(held), aligned(run, path)
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +137,12 @@ def test_simulated_step_stands_beside_the_recorded_one(recorded: Any) -> None:
 
 def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
     chrome = recorded[1]
-    jsonschema.validate(chrome, SCHEMA)
-    events = chrome["traceEvents"]
+    assert chrome.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
     threads: dict[tuple[int, int], list[Any]] = {}
-    for event in events:
+    for event in chrome["traceEvents"]:
+        assert {"name", "pid", "args"} | FIELDS[event["ph"]] <= event.keys()
         if event["ph"] == "X":
+            assert event["dur"] > 0 and event["cat"] in LANES
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     assert len(threads) >= 6
     assert all(tid not in (0, pid) for pid, tid in threads)
@@ -191,45 +160,6 @@ def test_copies_are_in_it(two: Pool, on: str, tmp_path: Path) -> None:
         assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
         assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}
         assert trace.peak(r, "host") == peak
-
-
-def part(path: Path | str, of: int) -> Path:
-    return Path(f"{path}.rank{of}")
-
-
-def fails(path: str) -> str:
-    """Rank 1 leaves before a call that rank 0 makes."""
-    net = net_of(0)
-    try:
-        with minizero.trace(net, path):
-            if rank() == 1:
-                raise KeyError("gone")
-            work = comm.all_reduce(torch.ones(4), async_op=True)
-            raise KeyError(str(work.call))
-    except KeyError as error:
-        return str(error)
-    finally:
-        comm.all_reduce(torch.ones(4)) if rank() else work.wait()
-
-
-def test_failure_leaves_the_parts(two: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    two.run(fails, str(path))
-    assert not path.exists()
-    there = [json.loads(part(path, r).read_text())["traceEvents"] for r in (0, 1)]
-    calls = [[e["name"] for e in own if e.get("cat") == "reduce"] for own in there]
-    assert calls == [["all_reduce"], []]
-
-
-# --- Pieces ---
-
-
-def test_innermost() -> None:
-    spans = (0, 10, "a"), (2, 4, "b"), (3, 12, "c"), (20, 21, "d")
-    every = [Slice(0, "compute", begin, end, verb, "") for begin, end, verb in spans]
-    assert [(s.begin, s.end, s.verb) for s in innermost(every)] == [
-        (0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 10, "a"), (20, 21, "d"),
-    ]  # fmt: skip
 
 
 def test_every_source_is_a_line_of_its_file(recorded: Any) -> None:

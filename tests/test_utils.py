@@ -29,7 +29,6 @@ from minizero.deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
-    safe_update_full_grad_vectorized,
 )
 from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import Pool
@@ -325,7 +324,8 @@ def written(kind: str, locally: bool) -> tuple[Seen, dict[str, Tensor]]:
             safe_set_full_grad(p, values(p))
         assert torch.equal(safe_get_full_grad(p), values(p))
     rest = [p for name, p in own_grads.items() if name not in NAMES]
-    safe_update_full_grad_vectorized(rest, lambda grad, p: 0.5 * grad)
+    for p in rest:
+        safe_set_full_grad(p, 0.5 * safe_get_full_grad(p))
     net.step()
     for name in NAMES:
         p = own_grads[name]

@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero.activations import Recompute, SavedTensors, recompute_units
-from minizero.lab.course import Exercise, Wrong
+from minizero.lab.course import Exercise, Wrong, always_fails
 from minizero.lab.course.drivers import kills
 from minizero.lab.models.gpt import GPT, GPTConfig
 
@@ -276,12 +276,7 @@ def check_recomputation(recompute):
             "Nothing in your model is random, so a recomputation that draws other"
             " numbers is not seen.",
         ),
-        Wrong(
-            "always fails",
-            "assert torch.equal",
-            "assert not torch.equal",
-            "Your test fails where nothing is wrong.",
-        ),
+        always_fails("assert torch.equal"),
     )
     explain = (
         "Both: another mask, which nothing notices, and another branch, which saves"

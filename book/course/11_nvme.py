@@ -1,6 +1,6 @@
 """Chapter 11: state on disk."""
 
-from minizero.lab.course import Exercise, Wrong
+from minizero.lab.course import Exercise, Wrong, always_fails
 from minizero.lab.course.drivers import kills
 from minizero.offload.staging import StagingBuffers
 
@@ -115,12 +115,7 @@ def check_buffers(buffers):
             "Your test does not ask whether the uses are over when the buffer is handed"
             " out again.",
         ),
-        Wrong(
-            "always fails",
-            "assert all(",
-            "assert not all(",
-            "Your test fails where nothing is wrong.",
-        ),
+        always_fails("assert all("),
     )
     explain = "What the file holds afterwards, and why no error is raised."
 

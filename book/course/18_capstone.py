@@ -88,7 +88,7 @@ def smallest(job):
 
     def draw(self, rng):
         return [
-            {"ranks": n, "layers": rng.randint(3, 7), "hidden": rng.choice([48, 64])}
+            {"ranks": n, "layers": rng.randint(3, 7), "hidden": 16 * rng.randint(4, 6)}
             for n in (2, 3)
         ]
 

@@ -28,8 +28,8 @@ def ordered_sum(
 ) -> Tensor:  # fmt: skip
     """The sum of rows, or their mean, in one order; 16-bit rows in fp32.
 
-    Neighbours first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
-    group of neighbours may add its own rows before. `out`: memory for the
+    Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
+    group of neighbors may add its own rows first. `out`: memory for the
     result, used unless it is in fp32 for 16 bits.
     """
     n, first = len(parts), parts[0]

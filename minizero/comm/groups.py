@@ -42,9 +42,9 @@ def everyone() -> Group:
 
 
 class Groups:
-    """All ranks, or those of `among`, as a grid: each row is a group of neighbours.
+    """All ranks, or those of `among`, as a grid: each row is a group of neighbors.
 
-    `within`: this rank's row, `size` neighbours such as the GPUs of a server. `across`:
+    `within`: this rank's row, `size` neighbors such as the GPUs of a server. `across`:
     its column, the ranks at the same place of the other rows. Of a buffer of N shards
     that each row keeps once, the rank at place j keeps shards j·R to (j+1)·R - 1, where
     R, `copies`, is the number of rows.

@@ -42,7 +42,6 @@ class Config(Section):
     aio: schema.Aio = schema.Aio()
     activation_checkpointing: schema.Recompute = schema.Recompute()
     tensorboard: schema.Monitor = schema.Monitor()
-    csv_monitor: schema.Monitor = schema.Monitor()
     steps_per_print: Often = Field(0, ge=0)
     wall_clock_breakdown: bool = False
     dataloader_drop_last: bool = False

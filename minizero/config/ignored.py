@@ -51,8 +51,8 @@ NO_EFFECT: Rows = [
     ("call minizero.see_memory_usage, gc.disable or logging in the script", "", {
         "memory_breakdown": False, "dump_state": False, "log_level": None,
         "disable_python_gc": False, "vocabulary_size": None}),
-    ("use csv_monitor, tensorboard or minizero.comm.ledger", "", {
-        "wandb": None, "comet": None, "comms_logger": None}),
+    ("use tensorboard or minizero.comm.ledger, or write engine.get_lr() yourself", "", {
+        "csv_monitor": None, "wandb": None, "comet": None, "comms_logger": None}),
 ]
 
 REFUSED: Rows = [

@@ -8,7 +8,7 @@ None, as in DeepSpeed, and setting them is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -214,14 +214,3 @@ safe_set_local_fp32_param = partial(safe_set_full_fp32_param, local=True)
 safe_get_local_optimizer_state = partial(safe_get_full_optimizer_state, local=True)
 safe_set_local_optimizer_state = partial(safe_set_full_optimizer_state, local=True)
 safe_set_local_grad = partial(safe_set_full_grad, local=True)
-
-
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter],
-    update_func: Callable[[Tensor, nn.Parameter], Tensor],
-) -> None:
-    """Set each gradient to `update_func(gradient, parameter)`."""
-    for p in param_list:
-        grad = safe_get_full_grad(p)
-        if grad is not None:
-            safe_set_full_grad(p, update_func(grad, p))

@@ -20,9 +20,9 @@ class ShardSampler(DistributedSampler[Any]):
     seen. What follows does not depend on the number of ranks that saw them.
     """
 
-    def __init__(self, data: Any, shuffle: bool = True) -> None:
-        super().__init__(data, world_size(), rank(), shuffle)
-        self.whole = DistributedSampler[Any](data, 1, 0, shuffle)  # the permutation
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, world_size(), rank())
+        self.whole = DistributedSampler[Any](data, 1, 0)  # the permutation
         self.start = 0
 
     def __len__(self) -> int:
@@ -54,7 +54,6 @@ class Loader(DataLoader[Any]):
         batch_size: int,
         collate_fn: Collate | None = None,
         drop_last: bool = False,
-        shuffle: bool = True,
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(
@@ -64,7 +63,7 @@ class Loader(DataLoader[Any]):
             )
         if not len(dataset):
             raise ValueError("the training data is empty")
-        self.data_sampler = ShardSampler(dataset, shuffle)
+        self.data_sampler = ShardSampler(dataset)
         self.seen: int | None = None
         self._resumes = False  # whether a place has been loaded
         super().__init__(
@@ -83,14 +82,14 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
-        while True:
+        while True:  # again, if a place is loaded while this iterator is in use
             start, batches = sampler.start, super().__iter__()
             self.generator, self._resumes = None, False
             for number, batch in enumerate(batches, 1):
                 sampler.start = 0  # the next iterator begins the epoch anew
                 self.seen = min(start + number * each, len(sampler.whole))
                 yield batch
-                if self._resumes:  # a place was loaded meanwhile
+                if self._resumes:
                     break
             else:
                 sampler.start, self.seen = 0, None

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..comm import agreeing, gather_objects
-from ..config import MICRO, STEPS, TOTAL, Config, batch_sizes
+from ..config import MICRO, STEPS, TOTAL, Config
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
-from .data import Collate, Loader
-from .metrics import Monitor
+from .data import Loader
+from .metrics import writer
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
 # Methods of DeepSpeed's engine that read the config, and the attribute that they read.
-# Each key has one too, as `train_batch_size()` and `zero_reduce_bucket_size()`.
+# Each key at the top has one too, as `train_batch_size()`.
 _OPTIONS = {
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
@@ -34,6 +34,9 @@ _OPTIONS = {
     "zero_optimization_partition_gradients": "plan.gradients.sharded",
     "zero_optimization_partition_weights": "plan.parameters.sharded",
     "zero_optimization_stage": "zero_optimization.stage",
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
 }
 
 
@@ -42,12 +45,12 @@ class Engine(StepLoop, nn.Module):
 
     A module around `module`: calls, `train`, `eval` and `parameters` go through to it,
     its names have the prefix "module.", and what the engine lacks is looked up in it.
-    For each key of the config there is a method that reads it, as `steps_per_print()`.
+    Each key at the top of the config has a method that reads it: `steps_per_print()`.
 
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
-    Without an optimizer it evaluates only. `monitor`: writes values where the config
-    says; a script may use it too. `meter`: times of the steps since the last report.
+    Without an optimizer it evaluates only. `monitor`: torch's `SummaryWriter` on rank 0
+    if the config has `tensorboard`, else None. `meter`: times since the last report.
     """
 
     module: nn.Module
@@ -59,13 +62,12 @@ class Engine(StepLoop, nn.Module):
         optimizer: EngineOptimizer | None,
         scheduler: Any,
         loader: Loader | None,
-        collate_fn: Collate | None,
     ) -> None:
         nn.Module.__init__(self)
         StepLoop.__init__(self, config, net, optimizer, scheduler)
         self.module, self.device = net.model, device()
-        self.training_dataloader, self.collate_fn = loader, collate_fn
-        self.monitor, self._loss = Monitor(config), 0.0
+        self.training_dataloader = loader
+        self.monitor, self._loss = writer(config), 0.0
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
@@ -79,15 +81,8 @@ class Engine(StepLoop, nn.Module):
         except AttributeError:
             if "module" not in self.__dict__.get("_modules", {}):
                 raise
-        config, zero = self.config, self.config.zero_optimization
-        if name in _OPTIONS:
-            return partial(attrgetter(_OPTIONS[name]), config)
-        if name in type(config).model_fields:
-            return lambda: getattr(config, name)
-        key = name.removeprefix("zero_")
-        for option in (key, f"stage3_{key}") if name != key else ():
-            if option in type(zero).model_fields:
-                return lambda: getattr(zero, option)
+        if name in _OPTIONS or name in Config.model_fields:
+            return partial(attrgetter(_OPTIONS.get(name, name)), self.config)
         return getattr(self.module, name)
 
     # ---- training: forward, and what goes with `backward` and `step`
@@ -115,7 +110,7 @@ class Engine(StepLoop, nn.Module):
         self._failed = True
         share = super().backward(loss, retain_graph, scale_wrt_gas)
         self._failed = False
-        if self.monitor.enabled:
+        if self.monitor is not None:
             self._loss += share.item()
         return share
 
@@ -154,26 +149,26 @@ class Engine(StepLoop, nn.Module):
         """After a step: time it, and print and write what the config asks for."""
         config, every = self.config, self.config.steps_per_print
         self.meter.end_step(config.train_batch_size)
-        averaged = bool(every and self.global_steps % every == 0)
-        self.meter.reported = averaged or config.wall_clock_breakdown
-        if rank() != 0:
-            return
         assert self.optimizer is not None
-        if self.monitor.enabled:
+        scale = self.optimizer.loss_scale
+        if self.monitor is not None:
             seen = {"train_loss": self._loss, "lr": self.get_lr()[0]}
-            if config.fp16.enabled:
-                seen["loss_scale"] = self.optimizer.loss_scale
+            seen |= {"loss_scale": scale} if config.fp16.enabled else {}
             for name, value in seen.items():
-                event = f"Train/Samples/{name}", value, self.global_samples
-                self.monitor.write_events([event])
+                name = f"Train/Samples/{name}"
+                self.monitor.add_scalar(name, value, self.global_samples)
+            self.monitor.flush()
             self._loss = 0.0
+        averaged = bool(every and self.global_steps % every == 0)
+        if not (averaged or config.wall_clock_breakdown):
+            return
         parts = [f"step={self.global_steps}"]
         if averaged:
             parts += [f"skipped={self.skipped_steps}", f"lr={self.get_lr()}"]
-            parts += [f"mom={self.get_mom()}"]
-            parts += [f"loss_scale={self.optimizer.loss_scale:g}"]
-        if self.meter.reported:
-            print(", ".join(filter(None, [*parts, str(self.meter)])), flush=True)
+            parts += [f"mom={self.get_mom()}", f"loss_scale={scale:g}"]
+        parts += self.meter.report()
+        if rank() == 0:
+            print(", ".join(parts), flush=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside does not reduce; the next one outside does.
@@ -220,45 +215,9 @@ class Engine(StepLoop, nn.Module):
         groups = self.optimizer.param_groups if self.optimizer else []
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
-    def optimizer_name(self) -> str | None:
-        """The class of the optimizer in it."""
-        return type(self.optimizer.optimizer).__name__ if self.optimizer else None
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether there is a loss scale that adapts itself."""
-        return self.config.fp16.enabled and not self.config.fp16.loss_scale
-
-    # ---- batches
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step and of a micro-batch, and micro-batches of a step."""
         return tuple(getattr(self.config, name) for name in (TOTAL, MICRO, STEPS))
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """More or fewer micro-batches of the same size, from the next step on."""
-        if self._position or self.net.has_gradients:
-            raise RuntimeError("change the batch size between steps, after a step()")
-        micro = self.config.train_micro_batch_size_per_gpu
-        sizes = batch_sizes(world_size(), train_batch_size, micro, None)
-        if min(sizes) < 1:
-            raise ValueError(f"a batch has at least one sample, not {train_batch_size}")
-        new = dict(zip((TOTAL, MICRO, STEPS), sizes, strict=True))
-        self.config = self.config.model_copy(update=new)
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        collate_fn: Collate | None = None,
-    ) -> Loader:
-        """A loader of this rank's part of a dataset, by default in micro-batches.
-
-        `route`: "train" shuffles, "eval" and "predict" do not.
-        """
-        size = batch_size or self.config.train_micro_batch_size_per_gpu
-        collate, drop = collate_fn or self.collate_fn, self.config.dataloader_drop_last
-        return Loader(dataset, size, collate, drop, shuffle=route == "train")
 
     # ---- checkpoints
 
@@ -428,13 +387,6 @@ class Engine(StepLoop, nn.Module):
             raise ValueError("assign=True would take parameters out of flat buffers")
         with GatheredParameters(self.module.parameters(), modifier_rank=0):
             return super().load_state_dict(state_dict, strict)
-
-    def load_module_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> None:
-        """The same, names without that prefix."""
-        with GatheredParameters(self.module.parameters(), modifier_rank=0):
-            self.module.load_state_dict(state_dict, strict)
 
     # ---- the module
 

@@ -172,8 +172,6 @@ class OneCycle(Schedule):
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
     cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
     cycle_momentum: bool = True
     cycle_min_mom: Rates = 0.8
@@ -190,8 +188,7 @@ class OneCycle(Schedule):
 
     def height(self, step: int) -> tuple[float, float]:
         """How high a step is in the cycle, 0 to 1; intervals of decay since its end."""
-        up, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
-        down, stairs_down = self.cycle_second_step_size, self.cycle_second_stair_count
+        up, down = self.cycle_first_step_size, self.cycle_second_step_size
         cycle = up + (up if down is None else down)
         if step >= cycle:
             size = self.decay_step_size
@@ -199,9 +196,6 @@ class OneCycle(Schedule):
         done, length = (step + 1) % cycle, up
         if done > up:
             done, length = cycle - done, cycle - up
-            stairs = stairs if stairs_down is None else stairs_down
-        if stairs:
-            return math.floor(done * stairs / length) / stairs, 0.0
         return done / length, 0.0
 
     def rate(self, step: int, group: int) -> float:

@@ -33,32 +33,21 @@ def trace(
     """Record the steps inside the block: what a rank does, when, for which unit.
 
     Every rank enters it, at the same moment. Afterwards the result's `trace` is this
-    rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON. If
-    the block fails, each rank leaves its own part, `path` with `.rank0` and so on at its
-    end; calls that have not ended last until then.
+    rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON.
 
     The book's timeline draws the first 50,000 events of a file: a few steps of a model
     with some dozens of units. On a GPU, times of computing and copying are those of
     their launch. `tracker`: one that is running; else a new one counts live bytes.
     """
     record = Recording(engine.net if isinstance(engine, Engine) else engine)
-    parts = [Path(f"{path}.rank{r}") for r in range(world_size())]
-    try:
-        with record.recording(tracker):
-            yield record
-    finally:
-        if path is not None:
-            parts[rank()].write_text(json.dumps(record.trace.chrome()))
-    if path is None:
-        return
-    comm.barrier()
-    if rank() == 0:
-        whole, *others = (json.loads(part.read_text()) for part in parts)
+    with record.recording(tracker):
+        yield record
+    if path is not None:
+        whole, *others = comm.gather_objects(record.trace.chrome())
         for other in others:
             whole["traceEvents"] += other["traceEvents"]
-        Path(path).write_text(json.dumps(whole))
-        for part in parts:
-            part.unlink()
+        if rank() == 0:
+            Path(path).write_text(json.dumps(whole))
 
 
 class Recording:
@@ -82,19 +71,17 @@ class Recording:
 
     @contextmanager
     def recording(self, tracker: Tracker | None) -> Iterator[None]:
-        """Record what happens inside, and make the trace, whether it fails or not."""
+        """Record what happens inside, and make the trace."""
         with ExitStack() as stack:
             calls = stack.enter_context(comm.ledger())
             self._tracker = tracker or stack.enter_context(Tracker())
             self._tracker.mark("")
             first = len(self._tracker.samples) - 1
             self._watch(stack)
-            try:
-                yield
-            finally:
-                self._next_backward()
-                stack.close()
-                self.trace = self._made(calls, first)
+            yield
+            self._next_backward()
+            stack.close()
+            self.trace = self._made(calls, first)
 
     def _watch(self, stack: ExitStack) -> None:
         """Hooks on the units' modules, and around the methods that work."""
@@ -142,11 +129,10 @@ class Recording:
     def _timed(self, operation: str, function: Function, *args: Any, **kw: Any) -> Any:
         self._next_backward()
         begin = time.perf_counter()
-        try:
-            return function(*args, **kw)
-        finally:
-            self._next_backward()
-            self._computed.append(self._slice("compute", begin, operation))
+        result = function(*args, **kw)
+        self._next_backward()
+        self._computed.append(self._slice("compute", begin, operation))
+        return result
 
     def _last(self) -> tuple[str, str]:
         """The event that was marked last, and its unit."""
@@ -168,7 +154,7 @@ class Recording:
         return transfer
 
     def _made(self, calls: comm.Ledger, first: int) -> Trace:
-        """The trace; calls that have not ended end now."""
+        """The trace; a call that nobody has waited for ends now."""
         now, samples = time.perf_counter(), self._tracker.samples[first:]
         groups = comm.Groups(self.net.plan.group or world_size())
         peers = {g.name: g.ranks for g in (groups.within, groups.across)}

@@ -107,7 +107,7 @@ def initialize(
         warnings.warn("\n".join(said), stacklevel=2)
     net = wrap(model, made, settings, units)
     updates = None if made is None else EngineOptimizer(net, settings)
-    engine = Engine(settings, net, updates, scheduler, loader, collate_fn)
+    engine = Engine(settings, net, updates, scheduler, loader)
     return engine, updates, loader, scheduler
 
 

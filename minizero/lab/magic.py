@@ -18,7 +18,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from minizero.lab.cells import execute, lookup
-from minizero.ranks.launch import TIMEOUT, Pool, RankError, default_ranks
+from minizero.ranks import TIMEOUT, Pool, RankError, default_ranks
 
 __all__ = ["load_ipython_extension", "pull", "ranks"]
 
@@ -103,6 +103,6 @@ def _forget_if_ended() -> None:
 def _brief(error: BaseException) -> BaseException:
     """The error, to be shown without the frames of this process."""
     if isinstance(error, KeyboardInterrupt):
-        lines = [f"KeyboardInterrupt: {error}"]
+        lines = ["KeyboardInterrupt: the ranks were ended."]
         error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error

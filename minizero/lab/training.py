@@ -172,6 +172,9 @@ def train(job: Job) -> dict[str, Any]:
         if job.resume and checkpoint.exists(job.checkpoints):
             _, state = engine.load_checkpoint(job.checkpoints)
             losses = list((state or {})["losses"])
+            for group in optimizer.param_groups:  # there may be more --steps now
+                updates = engine.lr_scheduler.last_epoch
+                group["lr"] = job.lr * learning_rate(updates, job.steps)
         first, seconds = len(losses), []
         bar = tqdm(total=job.steps, initial=first, disable=rank() != 0, unit="step")
         # two updates show all there is; the later steps need not pay for the counting

@@ -30,7 +30,7 @@ class Placement:
 
     `sharded`: each rank keeps 1/N of it (else every rank keeps all of it).
     `on`: "device", "cpu" (host memory) or "nvme" (files).
-    `group`: how many neighbours share one copy; None: all ranks.
+    `group`: how many neighbors share one copy; None: all ranks.
     """
 
     sharded: bool = False

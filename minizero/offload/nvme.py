@@ -238,9 +238,9 @@ class NVMe(Offload):
                 state = optimizer.state[part.flat.master]
                 part.show(state)
                 self.step([part.flat], optimizer, precision)
-                blank = placeholder(self._stored[part.flat.master], self.at)
+                stand_in = placeholder(self._stored[part.flat.master], self.at)
                 labels.mark("update", part.unit.name)
-                part.launch_writes(state, blank)
+                part.launch_writes(state, stand_in)
                 self.buffers.give(part.buffer, part.writes)
                 is_last = todo[i + 1 :] == [] or todo[i + 1].unit is not part.unit
                 if is_last and self.plan.parameters.on != "nvme":

@@ -114,36 +114,36 @@ class StagedTensor:
     def launch_read(self, section: Tensor) -> None:
         """Launch what brings the elements to `room` bytes of a buffer."""
         self.section = section
-        self.near = stored = self.tensor[self.a : self.b]
+        self.staged = stored = self.tensor[self.a : self.b]
         if self.room:
-            self.near = section.view(self.tensor.dtype)[: self.b - self.a]
+            self.staged = section.view(self.tensor.dtype)[: self.b - self.a]
         if self.swapped is not None and self.read:
             record = self.a // self.swapped.step
             self.reading = self.swapped.read(record, section)
         elif self.room and self.read:
-            self.near.copy_(stored)
+            self.staged.copy_(stored)
 
     def arrive(self) -> None:
         """Wait until the elements are `here`."""
         if self.reading is not None:
             self.reading.wait()
-        self.here = self.near
+        self.here = self.staged
         if self.goes_up:
-            copied = self.near.to(device(), copy=True)
+            copied = self.staged.to(device(), copy=True)
             self.here = labels.label(copied, "buffers", on="device")
 
     def launch_write(self) -> Transfer | None:
         """Send the elements back; the transfer, if it is one to the disk."""
-        here, self.here = self.here, self.near
+        here, self.here = self.here, self.staged
         if not self.written:
             return None
-        if here is not self.near:
-            self.near.copy_(here)
+        if here is not self.staged:
+            self.staged.copy_(here)
         if self.swapped is not None:
             record = self.a // self.swapped.step
             return self.swapped.write(record, self.section)
         if self.room:
-            self.tensor[self.a : self.b].copy_(self.near)
+            self.tensor[self.a : self.b].copy_(self.staged)
         return None
 
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
@@ -191,13 +191,13 @@ class Slice:
         if not self.fresh:
             state.update({key: s.here for key, s in self.states.items()})
 
-    def launch_writes(self, state: dict[str, Any], blank: Tensor) -> None:
+    def launch_writes(self, state: dict[str, Any], stand_in: Tensor) -> None:
         """Launch all writes; the optimizer is left with placeholders."""
         for key, staged in self.states.items():
             if state[key].data_ptr() != staged.here.data_ptr():
                 staged.here.copy_(state[key])
             state[key] = staged.tensor
-        self.flat.master.data = blank
+        self.flat.master.data = stand_in
         del self.flat.staged_shard
         launched = [tensor.launch_write() for tensor in self.tensors]
         self.writes = [write for write in launched if write]

@@ -5,28 +5,10 @@ in them), `reports` (why they are stuck) and `rendezvous` (how they meet). Impor
 other part of minizero.
 """
 
-from .launch import (
-    TIMEOUT,
-    Pool,
-    RankError,
-    default_ranks,
-    device,
-    init_distributed,
-    launch,
-    rank,
-    report,
-    world_size,
-)
+from .launch import device, launch, rank, world_size
+from .pool import Pool, RankError, default_ranks
+from .rendezvous import TIMEOUT, init_distributed
+from .reports import report
 
-__all__ = [
-    "Pool",
-    "RankError",
-    "TIMEOUT",
-    "default_ranks",
-    "device",
-    "init_distributed",
-    "launch",
-    "rank",
-    "report",
-    "world_size",
-]
+__all__ = ["Pool", "RankError", "TIMEOUT", "default_ranks", "device"]
+__all__ += ["init_distributed", "launch", "rank", "report", "world_size"]

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .pool import Pool as Pool
-from .pool import RankError as RankError
-from .pool import default_ranks as default_ranks
-from .rendezvous import TIMEOUT as TIMEOUT
-from .rendezvous import init_distributed as init_distributed
-from .reports import report as report
+from .pool import Pool
 from .worker import pack
 
 ACCELERATOR = "cuda"  # tests have one that is not there
@@ -67,4 +62,4 @@ def launch(
     """
     task = pack(fn, *args, **kwargs)
     with Pool(nprocs, backend, timeout) as pool:
-        return pool.call(task, keep=False)
+        return pool.call(task)

@@ -12,31 +12,31 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
+import socket
 import sys
-import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from . import worker
 from .rendezvous import START, check_timeout, choose_backend, join
-from .reports import Report, unlike, verdict
+from .reports import Post, explain, posted, verdict
 from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
-INTERRUPT = 3.0  # seconds in which a rank must react
-GONE = "\n\nAll ranks were ended, and their names are gone."
+HERE = "127.0.0.1"
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
 """What starts a rank; that of "fork" is quicker, where one thread has imported torch."""
 
@@ -76,16 +76,14 @@ def _starting() -> Iterator[None]:
 class Child:
     """A rank seen from its parent: its process, the pipes to it, what it has printed."""
 
-    def __init__(
-        self, rank: int, folders: list[Path], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, rank: int, folder: str, environment: dict[str, str]) -> None:
         self.rank, self.text, self._rest = rank, "", b""
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
         self._given = tasks, output
         self.process = Process(
-            target=worker.serve, args=(rank, folders, environment, *self._given)
+            target=worker.serve, args=(rank, folder, environment, *self._given)
         )
 
     def start(self) -> None:
@@ -117,9 +115,6 @@ class Child:
             return pickle.loads(self.tasks.recv_bytes())
         except (EOFError, OSError):
             self.process.join(PATIENCE)
-        except KeyboardInterrupt:  # a part of a reply is of no use
-            self.tasks.close()
-            raise
         self.kill()  # a rank that lives on, but has closed its pipe, is lost too
         return None
 
@@ -141,9 +136,13 @@ class Child:
         self.process.kill()  # it may not have made its process group yet
 
 
-def _end(children: list[Child], folder: Path, owner: int) -> None:
+def _end(children: list[Child], owner: int) -> None:
     if os.getpid() != owner:
         return  # in a fork of the ranks' parent
+    usual = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and usual is not None
+    if mine:  # who presses Ctrl-C again would keep it from ending them
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     for each in children:
         each.kill()
     for each in children:
@@ -152,7 +151,8 @@ def _end(children: list[Child], folder: Path, owner: int) -> None:
         each.tasks.close()
         each.output.close()
     children.clear()
-    shutil.rmtree(folder, ignore_errors=True)
+    if mine:
+        signal.signal(signal.SIGINT, usual)
 
 
 class Pool:
@@ -182,25 +182,33 @@ class Pool:
             )
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="minizero-"))
         self._children: list[Child] = []
-        self._end = weakref.finalize(self, _end, self._children, folder, os.getpid())
+        self._end = partial(_end, self._children, os.getpid())
+        weakref.finalize(self, self._end)
         atexit.register(self._end)  # before multiprocessing's, which waits for them
         try:
-            with _starting():
-                folders, n = [folder], str(nprocs)
-                if multiprocessing.parent_process() is None:  # else it is its parent's
-                    folders.append(Path(util.get_temp_dir()))
+            with _starting(), socket.create_server((HERE, 0)) as server:
+                port, n = server.getsockname()[1], str(nprocs)
+                nested = multiprocessing.parent_process()  # then it is its parent's
+                folder = "" if nested else util.get_temp_dir()
+                own = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+                own |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
+                # as under torchrun
+                own["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+                own["TORCHELASTIC_RESTART_COUNT"] = "0"
                 for rank in range(nprocs):
-                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    own |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+                    own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     # in the list first: if it is interrupted as it starts, it must end
-                    self._children.append(Child(rank, folders, os.environ | own))
+                    self._children.append(Child(rank, folder, os.environ | own))
                     self._children[-1].start()
+                # after the ranks, which may be forks: it has a thread
+                store = TCPStore(
+                    HERE, port, is_master=True, wait_for_workers=False,
+                    master_listen_fd=server.detach(),
+                )  # fmt: skip
+                self._board = PrefixStore("minizero/watch/0", store)
             # the parent, which can explain a hang, should speak before torch gives up
-            store = str(folder / "store")
-            task = worker.pack(join, backend, self.timeout + 3600, store)
-            self.call(task, False, START)
+            self.call(worker.pack(join, backend, self.timeout + 3600), START)
         except BaseException:
             self._end()
             raise
@@ -222,8 +230,9 @@ class Pool:
 
         Raises:
             RankError: a rank has raised, ended or hung. If every rank has come back the
-                pool lives on; if not it has ended, and the message says so.
-            KeyboardInterrupt: the parent was interrupted, and with it every rank.
+                pool lives on. If not it has ended, as after any error of the parent,
+                KeyboardInterrupt included: a rank that waits for another in a
+                collective cannot be called back.
         """
         return self.call(worker.pack(function, *args, **kwargs))
 
@@ -245,27 +254,16 @@ class Pool:
             with contextlib.suppress(OSError):  # it is dead, as will be noticed
                 each.tasks.send_bytes(task)
 
-    def call(
-        self, task: bytes, keep: bool = True, timeout: float | None = None
-    ) -> list[Any]:
-        """Give a task to the ranks, and stay with them until all have replied.
-
-        `keep`: they are meant to live on after an error.
-        """
+    def call(self, task: bytes, timeout: float | None = None) -> list[Any]:
+        """Give a task to the ranks, and stay with them until all have replied."""
         if not self._children:
             raise RuntimeError("these ranks have ended; start new ones.")
         replies: dict[int, Reply] = {}
         try:
-            self._follow(task, replies, timeout or self.timeout, keep)
-        except KeyboardInterrupt:
-            what = "The ranks were interrupted."
-            if not self._recall(replies):
-                who = sorted(self._waiting(replies))
-                what = f"Ranks {who} did not react to the interrupt.{GONE}"
-            raise KeyboardInterrupt(what) from None
-        finally:
-            if self._waiting(replies):  # a later reply would answer another task
-                self._end()
+            self._follow(task, replies, timeout or self.timeout)
+        except BaseException:  # a later reply would answer another task
+            self._end()
+            raise
         if any(reply.result is None for reply in replies.values()):
             raise RankError(*_cause(replies))
         return [cloudpickle.loads(replies[rank].result) for rank in range(self.size)]
@@ -273,9 +271,7 @@ class Pool:
     def _waiting(self, replies: dict[int, Reply]) -> set[int]:
         return set(range(self.size)) - set(replies)
 
-    def _follow(
-        self, task: bytes, replies: dict[int, Reply], timeout: float, keep: bool
-    ) -> None:
+    def _follow(self, task: bytes, replies: dict[int, Reply], timeout: float) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come."""
         since = active = looked = time.monotonic()  # before any rank can report
         self._send(task)
@@ -286,21 +282,19 @@ class Pool:
             dead = [each for each in self._children if not each.process.is_alive()]
             for each in dead:
                 replies[each.rank] = Reply(now, summary=each.how_it_ended())
-            waiting = self._waiting(replies)
             failed = [each for each in replies.values() if each.result is None]
             # of an echo the cause will follow
             patience = LEAVE if all(each.is_echo for each in failed) else PATIENCE
-            late = waiting and any(now - each.time > patience for each in failed)
+            late = any(now - each.time > patience for each in failed)
             why, rank = "", None
-            if dead or (late and not (keep and self._recall(replies))):
+            if dead or (late and self._waiting(replies)):
                 why, rank = _cause(replies)
             elif not failed and now - looked > LOOK:
                 looked = now
                 why = self._examine(replies, since, active, timeout)
             if why:
                 self._show(set())
-                self._end()
-                raise RankError(why + GONE * keep, rank)
+                raise RankError(why, rank)
 
     def _listen(self, replies: dict[int, Reply]) -> bool:
         """Wait a moment for replies and output; whether there was any."""
@@ -325,41 +319,18 @@ class Pool:
         sys.stdout.flush()
         return any(came)
 
-    def _recall(self, replies: dict[int, Reply]) -> bool:
-        """Interrupt the ranks at work; whether all have come back.
-
-        Again and again, since a rank ignores what comes before its task has begun.
-        """
-        limit = time.monotonic() + INTERRUPT
-        while (waiting := self._waiting(replies)) and time.monotonic() < limit:
-            for rank in waiting:
-                process = self._children[rank].process
-                if process.is_alive():
-                    os.kill(process.pid or 0, signal.SIGINT)  # not what it has started
-            self._listen(replies)
-        return not self._waiting(replies)
-
     def _examine(
         self, replies: dict[int, Reply], since: float, active: float, timeout: float
     ) -> str:
         """Why the ranks at work will never return, with what each does; "" if they may."""
-        # what a rank has posted may be older than its reply
-        reports = {rank: each.reports for rank, each in replies.items()}
-        lines = dict.fromkeys(range(self.size), "")
-        for rank in (waiting := self._waiting(replies)):
-            with contextlib.suppress(OSError):  # it has posted nothing yet
-                posted = (self._folder / f"reports{rank}").read_bytes()
-                reports[rank], lines[rank] = pickle.loads(posted)
-        for rank, made in reports.items():
-            reports[rank] = [each for each in made if each.time >= since]
-        if not (why := verdict(reports, waiting, active, timeout)):
-            return ""
-        differ = unlike(reports)
-        for rank, line in lines.items():
-            last = differ.get(rank, [Report(), *reports.get(rank, ())][-1])
-            what = f"{last}{line}" if rank in waiting else "has returned"
-            why += f"\n  rank {rank} {what}"
-        return why
+        posts, waiting = posted(self._board, self.size), self._waiting(replies)
+        for rank, post in posts.items():
+            # what a rank has posted may be older than its reply
+            made = replies[rank].reports if rank in replies else post.reports
+            made = [each for each in made if each.time >= since]
+            posts[rank] = Post(time.monotonic(), made, post.line)
+        why = verdict(posts, waiting, active, timeout)
+        return why and explain(why, posts, waiting)
 
 
 def _cause(replies: dict[int, Reply]) -> tuple[str, int]:

@@ -14,7 +14,6 @@ import uuid
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
-    FileStore,
     HashStore,
     PrefixStore,
     Store,
@@ -103,8 +102,8 @@ def choose_interface() -> None:
 def _fresh_store() -> Store:
     """Where the ranks of this start find each other.
 
-    Torchrun has a store for that, but keeps it when it starts ranks anew: a quick rank
-    would read the address of a dead one (PyTorch's issue 135712). So each rank leaves
+    A pool and torchrun have a store for that. Torchrun keeps it when it starts ranks anew:
+    a quick rank would read the address of a dead one (PyTorch's issue 135712). So each rank leaves
     its own mark in a part of the store that rank 0 names, and rank 0 confirms all
     marks. Ranks may start at very different times, whatever a collective's timeout.
     """
@@ -131,11 +130,8 @@ def _fresh_store() -> Store:
     )
 
 
-def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
-    """Make this process one of the ranks, as its environment names it.
-
-    The ranks find each other through the file `rendezvous`, or else as torchrun says.
-    """
+def join(backend: str, timeout: float) -> None:
+    """Make this process one of the ranks, as its environment says: see torchrun's."""
     choose_interface()
     # torch reads this at its first large tensor: a new buffer costs far fewer page faults
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -144,9 +140,7 @@ def join(backend: str, timeout: float, rendezvous: str | None = None) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     store: Store | None = None
-    if rendezvous is not None:
-        store = FileStore(rendezvous, ranks)
-    elif "WORLD_SIZE" not in os.environ:
+    if "WORLD_SIZE" not in os.environ:
         store = HashStore()  # alone
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _fresh_store()

@@ -1,9 +1,8 @@
 """Reports of what each rank is doing, and what they prove when ranks are stuck.
 
-Each rank keeps its last reports, and a thread of it posts them. A pool's parent reads
-them from files. Where there is no parent that looks, as under torchrun, stuck ranks post
-them to torch's store, and rank 0 compares: else they would wait in silence until the
-backend's timeout.
+A thread of each rank posts its last reports to the store by which the ranks have met. A
+pool's parent reads them there. Where there is no parent that looks, as under torchrun,
+rank 0 compares them: else stuck ranks would wait in silence until the backend's timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -56,23 +55,30 @@ class Report(NamedTuple):
     history: int = 0
     ranks: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        if not self.number:
-            return "has entered no collective"
-        call = f"collective {self.number}, {self.what}"
-        if self.state == "waits":
-            return f"has waited {time.monotonic() - self.time:.1f} s in {call}"
-        return f"has {'finished' if self.state == 'done' else self.state} {call}"
+
+class Post(NamedTuple):
+    """What a rank posts: its clock, its last reports, and the line that it is at."""
+
+    now: float = 0.0
+    reports: Sequence[Report] = ()  # from old to new
+    line: str = ""
+
+    def text(self, differs: Report | None) -> str:
+        """What the rank does; `differs`: the call to name, if it is not the last."""
+        last = differs or [Report(), *self.reports][-1]
+        if not last.number:
+            return f"has entered no collective{self.line}"
+        call = f"collective {last.number}, {last.what}{self.line}"
+        if last.state == "waits":
+            return f"has waited {self.now - last.time:.1f} s in {call}"
+        return f"has {'finished' if last.state == 'done' else last.state} {call}"
 
 
-Reports = Mapping[int, Iterable[Report]]  # of each rank, from old to new
-
-
-def unlike(reports: Reports) -> dict[int, Report]:
+def unlike(posts: Mapping[int, Post]) -> dict[int, Report]:
     """The earliest collective that ranks of a group have called differently, by rank."""
     calls: dict[tuple[int, tuple[int, ...]], dict[int, Report]] = {}
-    for rank, made in reports.items():
-        for each in made:
+    for rank, post in posts.items():
+        for each in post.reports:
             calls.setdefault((each.number, each.ranks), {})[rank] = each
     for _, by_rank in sorted(calls.items()):
         if len({each.history for each in by_rank.values()}) > 1:
@@ -80,20 +86,23 @@ def unlike(reports: Reports) -> dict[int, Report]:
     return {}
 
 
-def verdict(reports: Reports, waiting: set[int], active: float, timeout: float) -> str:
+def verdict(
+    posts: Mapping[int, Post], waiting: set[int], active: float, timeout: float
+) -> str:
     """Why the ranks that are waited for will never return; "" if they may.
 
     `active`: when ranks last printed or returned, or when the task began.
     """
-    now, differ = time.monotonic(), unlike(reports).values()
+    now, differ = time.monotonic(), unlike(posts).values()
     if differ and now - max(each.time for each in differ) > SOON:
         return DIFFERENT
-    last = [[Report(), *reports.get(rank, ())][-1] for rank in waiting]
+    made = {rank: post.reports for rank, post in posts.items()}
+    last = [[Report(), *made.get(rank, ())][-1] for rank in waiting]
     for call in last:
         if call.state == "waits" and now - call.time > LATE:
             for rank in set(call.ranks) - waiting:
-                made = [r for r in reports.get(rank, ()) if r.ranks == call.ranks]
-                if max((r.number for r in made), default=0) < call.number:
+                own = [r for r in made.get(rank, ()) if r.ranks == call.ranks]
+                if max((r.number for r in own), default=0) < call.number:
                     return ALONE
     if now - max([active, *(call.time for call in last)]) > timeout:
         return (
@@ -101,6 +110,34 @@ def verdict(reports: Reports, waiting: set[int], active: float, timeout: float) 
             "If they were only slow, give a larger timeout."
         )
     return ""
+
+
+def explain(why: str, posts: Mapping[int, Post], waiting: set[int]) -> str:
+    """The verdict, and what each rank does."""
+    differ = unlike(posts)
+    for rank, post in sorted(posts.items()):
+        what = post.text(differ.get(rank)) if rank in waiting else "has returned"
+        why += f"\n  rank {rank} {what}"
+    return why
+
+
+def connect(name: str) -> Store:
+    """A part of the ranks' store, which only ranks of this life use.
+
+    Torchrun keeps the store when it starts ranks anew. The connection is its own: the
+    main thread may wait for an answer on another.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    soon = timedelta(seconds=10)  # rank 0 may not have made it yet
+    store = TCPStore(host, port, is_master=False, timeout=soon)
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"minizero/{name}/{life}", store)
+
+
+def posted(board: Store, ranks: int) -> dict[int, Post]:
+    """What all ranks have posted; nothing of one that has not begun."""
+    there = {r: board.check([str(r)]) for r in range(ranks)}
+    return {r: pickle.loads(board.get(str(r))) if there[r] else Post() for r in there}
 
 
 recent: deque[Report] = deque(maxlen=KEPT)
@@ -114,46 +151,52 @@ def report(
     recent.append(Report(time.monotonic(), state, number, what, history, ranks))
     world = dist.group.WORLD
     if _watched not in (world, "pool") and world is not None and world.size() > 1:
-        if dist.get_backend() != "fake":
+        if dist.get_backend() != "fake" and "MASTER_ADDR" in os.environ:
             one_rank_speaks()
-            watch(world, peers())
+            watch(world)
 
 
-def watch(whose: Any, post: Callable[[], None]) -> None:
-    """Call `post` again and again in a thread, until another is watched."""
+def watch(whose: Any) -> None:
+    """Post what this rank does, in a thread, until another group is watched.
+
+    `whose`: "pool", whose parent looks at what is posted, or a process group. There
+    rank 0 looks, and ranks post only when they are stuck: there may be thousands.
+    """
     global _watched
-    _watched = whose
-
-    over = threading.Event()
+    _watched, over = whose, threading.Event()
+    me, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def run() -> None:
+        board, before = None, None
         while not over.wait(PERIOD) and _watched is whose:
-            with contextlib.suppress(RuntimeError, OSError):  # a full disk may empty
-                post()
-
-    thread = threading.Thread(target=run, name="minizero watch", daemon=True)
-    thread.start()
+            with contextlib.suppress(RuntimeError, OSError):  # the store is lost
+                board = board or connect("watch")
+                last, now = [Report(), *recent][-1], time.monotonic()
+                stuck = last.state not in ("", "done") and now - last.time > LATE
+                if stuck or whose == "pool":
+                    line = position() if last == before else ""
+                    post = pickle.dumps(Post(now, list(recent), line))
+                    board.set(str(me), post)  # type: ignore[arg-type]
+                if stuck and whose != "pool" and me == 0:
+                    judge(posted(board, ranks))
+                before = last
 
     def end() -> None:
         over.set()
         thread.join()
 
+    thread = threading.Thread(target=run, name="minizero watch", daemon=True)
+    thread.start()
     # Python would abort a process whose thread is in a call of the store at its end
     atexit.register(end)
 
 
-def post_to(path: Path) -> Callable[[], None]:
-    """What a rank of a pool does again and again: write its reports to a file."""
-    new, last = path.with_suffix(".new"), Report()
-
-    def post() -> None:
-        nonlocal last
-        before, last = last, recent[-1] if recent else last
-        here = position() if last is before else ""
-        new.write_bytes(pickle.dumps((list(recent), here)))
-        new.replace(path)  # at once for its readers
-
-    return post
+def judge(posts: Mapping[int, Post]) -> None:
+    """End this rank, and so all, if they have called differently."""
+    if unlike(posts):
+        print(explain(DIFFERENT, posts, set(posts)), file=sys.stderr, flush=True)
+        connect("errors").add("causes", 1)  # what others say is an echo
+        os._exit(1)
 
 
 def position() -> str:
@@ -170,50 +213,6 @@ def position() -> str:
     return ""
 
 
-def peers() -> Callable[[], None]:
-    """What a rank does again and again for ranks that no parent looks at.
-
-    Each posts its reports when it is stuck. Rank 0 compares them; if calls differ it
-    prints them, and all stuck ranks end, rank 0 last: that they lose it is no news.
-    """
-    me, everyone = dist.get_rank(), range(dist.get_world_size())
-    # on a connection of its own: the main thread may wait for the store in new_group
-    default: Any = dist.distributed_c10d._get_default_store()
-    store = _part("watch", default.clone())
-    posted, seen = Report(), 0
-
-    def post() -> None:
-        nonlocal posted, seen
-        last = recent[-1]
-        stuck = last.state != "done" and time.monotonic() - last.time > LATE
-        if stuck and last is not posted:
-            posted, line = last, f"  rank {me} {last}{position()}"
-            store.set(str(me), pickle.dumps((list(recent), line)).hex())
-            store.add("stuck", 1)
-        if stuck and store.check(["verdict"]):
-            os._exit(1)
-        if me or (now := store.add("stuck", 0)) == seen:
-            return
-        seen = now
-        there = {r: store.get(str(r)) for r in everyone if store.check([str(r)])}
-        found = {r: pickle.loads(bytes.fromhex(m.decode())) for r, m in there.items()}
-        if unlike({r: made for r, (made, _) in found.items()}):
-            lines = [DIFFERENT, *(line for _, line in found.values())]
-            print("\n".join(lines), file=sys.stderr, flush=True)
-            sys.excepthook = lambda *_: None
-            store.set("verdict", "")
-            time.sleep(4 * PERIOD)
-            os._exit(1)
-
-    return post
-
-
-def _part(name: str, store: Store) -> Store:
-    """What only ranks of this life use, if torchrun starts them anew."""
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"minizero/{name}/{life}", store)
-
-
 def one_rank_speaks() -> None:
     """Under torchrun, let one rank print an error that several have, or cause."""
     own = sys.excepthook is not sys.__excepthook__
@@ -224,10 +223,7 @@ def one_rank_speaks() -> None:
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            soon = timedelta(seconds=10)  # rank 0 may not have made it yet
-            kept = TCPStore(host, port, is_master=False, timeout=soon)
-            store, text = _part("errors", kept), f"{kind.__name__}: {error}"
+            store, text = connect("errors"), f"{kind.__name__}: {error}"
             if re.search(ECHO, text, re.IGNORECASE):
                 time.sleep(1.0)  # the cause may follow
                 if store.add("causes", 0):

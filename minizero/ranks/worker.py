@@ -1,7 +1,7 @@
 """What runs in a rank that a pool has started: take a task, run it, send the reply.
 
 Three things join a rank and its parent: a pipe for tasks and replies, a pipe for all
-that the rank prints, and a file to which a thread of it posts what it is doing.
+that the rank prints, and the store to which a thread of it posts what it is doing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .rendezvous import leave
-from .reports import ECHO, Report, post_to, recent, watch
+from .reports import ECHO, Report, recent, watch
 
 
 class Reply(NamedTuple):
@@ -47,27 +48,26 @@ class Reply(NamedTuple):
     @property
     def is_echo(self) -> bool:
         """Whether it only follows from the end of another rank."""
-        echo = ECHO + "|raised KeyboardInterrupt"
-        return bool(re.search(echo, self.summary, re.IGNORECASE))
+        return bool(re.search(ECHO, self.summary, re.IGNORECASE))
 
 
 def serve(
     rank: int,
-    folders: list[Path],
+    folder: str,
     environment: dict[str, str],
     tasks: Connection,
     output: Connection,
 ) -> None:
     """The life of a rank, from its start to an empty task.
 
-    `folders`: of the pool, and multiprocessing's; they go with a parent that is killed.
+    `folder`: multiprocessing's, which must go with a parent that is killed.
     """
     gc.freeze()  # a collection would copy the pages that are shared with the server
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # all ranks have the server's state
+    _forget_exits()
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
-    signal.signal(signal.SIGINT, _interrupt)
-    end = threading.Thread(target=_end_with_parent, args=(folders,), daemon=True)
+    end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
     end.start()
     for fd, name in (1, "stdout"), (2, "stderr"):  # so also what C++ libraries print
         os.dup2(output.fileno(), fd)
@@ -79,14 +79,14 @@ def serve(
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     share = cores // int(environment["WORLD_SIZE"])
     torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
-    watch("pool", post_to(folders[0] / f"reports{rank}"))
+    watch("pool")
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
     try:
         while task := tasks.recv_bytes():
             tasks.send_bytes(pickle.dumps(attempt(task)))
     except (EOFError, OSError):
-        end.join()  # the parent is gone, and its folders must be too
+        end.join()  # the parent is gone, and its folder must be too
     with contextlib.suppress(RuntimeError, ValueError):  # a task may have left
         dist.barrier()  # nobody leaves while another still talks
         leave()
@@ -96,7 +96,17 @@ def serve(
     os._exit(0)  # torch takes a while to be torn down, and may crash
 
 
-def _end_with_parent(folders: list[Path]) -> None:
+def _forget_exits() -> None:
+    """Not this rank's, but the fork server's; torch's take a third of a second."""
+    finalize: Any = weakref.finalize
+    atexit._clear()
+    for each in list(finalize._registry):
+        each.atexit = False
+    for function in (util._exit_function, finalize._exitfunc):  # type: ignore
+        atexit.register(function)
+
+
+def _end_with_parent(folder: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     end = parent.sentinel
@@ -106,9 +116,8 @@ def _end_with_parent(folders: list[Path]) -> None:
         end = os.pidfd_open(parent.pid)
     wait([end])
     for _ in range(1000):  # others still write there
-        for folder in (left := list(filter(os.path.exists, folders))):
-            shutil.rmtree(folder, ignore_errors=True)
-        if not left:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
             break
         time.sleep(0.01)
     os.killpg(0, signal.SIGKILL)  # and what this rank has started
@@ -120,29 +129,11 @@ def _flush() -> None:
             stream.flush()
 
 
-def _interrupt(*_: object) -> None:
-    """Interrupt a task, once: its parent repeats the signal until it has come back."""
-    global _interruptible
-    if _interruptible:
-        _interruptible = False
-        raise KeyboardInterrupt
-
-
-_interruptible = False
-
-
 def attempt(task: bytes) -> Reply:
     """Run a task; whatever it raises becomes a reply too."""
-    global _interruptible
-    signal.signal(signal.SIGINT, _interrupt)  # the task before may have set another
     try:
-        try:
-            _interruptible = True
-            reply = Reply(time.monotonic(), _perform(task))
-        except BaseException as error:
-            reply = _failure(error)
-        _interruptible = False
-    except KeyboardInterrupt as error:  # it came at the task's end
+        reply = Reply(time.monotonic(), _perform(task))
+    except BaseException as error:
         reply = _failure(error)
     _flush()
     return reply._replace(reports=list(recent))

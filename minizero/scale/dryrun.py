@@ -36,7 +36,7 @@ from ..offload.swap_file import Transfer
 from .shapes import Shape
 
 aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default  # what C++ asks twice for each operation
+DEVICE = torch.ops.prim.device.default
 
 
 class Values(TorchDispatchMode):
@@ -61,7 +61,7 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is DEVICE:
+        if func is DEVICE:  # asked for twice an operation: the short way
             return args[0].device
         return super().__torch_dispatch__(func, types, args, kwargs)
 

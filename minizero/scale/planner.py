@@ -52,21 +52,10 @@ class Result:
     candidate: Candidate
 
     @cached_property
-    def costs(self) -> Costs:
-        """What a micro-batch costs."""
-        return Costs(self.job, self.candidate.micro_batch * self.job.sequence)
-
-    @cached_property
     def memory(self) -> Memory:
         """Bytes of a rank."""
-        return Memory.of(self.costs, self.candidate)
-
-    @property
-    def least(self) -> float:
-        """Seconds of a step that only computes: it never takes less."""
-        block = self.costs.block(self.candidate.checkpointing)
-        computed = self.job.shape.layers * sum(block) + sum(self.costs.head())
-        return self.candidate.accumulation * computed
+        costs = Costs(self.job, self.candidate.micro_batch * self.job.sequence)
+        return Memory.of(costs, self.candidate)
 
     @property
     def allowed(self) -> bool:
@@ -130,7 +119,11 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
     kinds: dict[str, list[Result]] = {}
     for candidate in among or candidates(job):
         kinds.setdefault(candidate.kind, []).append(Result(job, candidate))
-    found = [_best(kind) for kind in kinds.values()]
+    found = [
+        min((r for r in kind if r.fits), key=lambda r: r.seconds, default=None)
+        or min(kind, key=lambda r: r.memory.total)
+        for kind in kinds.values()
+    ]
     found.sort(key=lambda r: r.seconds if r.fits else inf)
     allowed = [r for r in found if r.allowed]
     if not allowed[0].fits:
@@ -149,21 +142,6 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
     return Choice(job, best, [r for r in found if r is not best])
 
 
-def _best(kind: list[Result]) -> Result:
-    """The fastest that fits, else the smallest.
-
-    A plan that computes for longer than the fastest one takes is not simulated.
-    """
-    fitting = sorted((r for r in kind if r.fits), key=lambda r: r.least)
-    if not fitting:
-        return min(kind, key=lambda r: r.memory.total)
-    best = fitting[0]
-    for result in fitting[1:]:
-        if result.least < best.seconds:
-            best = min(best, result, key=lambda r: r.seconds)
-    return best
-
-
 def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     """The config of a candidate, for `minizero.initialize` or DeepSpeed.
 
@@ -173,8 +151,10 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     the GPUs, their machine, the sequence, and what the model recomputes.
     """
     shape = job.shape
-    unit = max(shape.block, shape.root)
-    live = shape.root + 2 * shape.block + 3 * job.gpus  # with padding
+    learned = 0 if shape.gated else job.sequence * shape.hidden  # positions
+    each = 32 * job.gpus  # elements of which a padded unit has a multiple
+    root, block = (-(-n // each) * each for n in (shape.root + learned, shape.block))
+    unit, live = max(root, block), root + 2 * block
     zero: dict[str, Any] = {
         "stage": how.stage,
         "overlap_comm": True,

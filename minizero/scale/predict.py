@@ -102,9 +102,9 @@ class Prediction:
     """One step of training, predicted; all of one rank.
 
     `exposed_seconds`: spent in waits for collectives. `mfu`: the share of
-    peak that 6 operations a parameter and token, and 12 for each score and
-    element of a head, would take. `timeline`: the last micro-batch and the
-    update.
+    peak of the model's own operations: 6 a parameter and token, and those of
+    the scores, without what is recomputed. `timeline`: the last micro-batch
+    and the update.
     """
 
     step_seconds: float

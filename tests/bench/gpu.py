@@ -15,8 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
 }
-Step = Callable[[], float]
 
 
 def trainer(
@@ -159,60 +157,35 @@ def cards() -> dict[str, list[Any]]:
     return {way: launch(_stages, ranks, "nccl", way, backend="nccl") for way in ways}
 
 
-PARTS: dict[str, tuple[Callable[[], Any], int]] = {
-    "alone": (alone, 1),
-    "waits": (waits, 1),
-    "shared": (shared, 1),
-    "cards": (cards, 2),
-}
-TESTS = "comm launch offload nvme activations float8 precision zero3 engine checkpoint"
+PARTS: dict[str, Callable[[], Any]] = {
+    "alone": alone, "waits": waits, "shared": shared, "cards": cards
+}  # fmt: skip
+FILES = "comm launch offload nvme activations float8 precision zero3 engine checkpoint"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A command, and the GPUs that it needs."""
-
-    name: str
-    command: list[str]
-    gpus: int = 1
-
-
-def parts() -> Iterator[Part]:
-    """All of them."""
-    python = sys.executable
-    for name, (_, gpus) in PARTS.items():
-        yield Part(name, [python, "tests/bench", "gpu", "--part", name], gpus)
-    for name in TESTS.split():
-        yield Part(
-            f"tests {name}", [python, "-m", "pytest", "-q", f"tests/test_{name}.py"]
-        )
-    for notebook in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")):
-        command = [python, "-m", "pytest", "-q", str(notebook)]
-        yield Part(f"notebook {notebook.stem}", command)
+def commands() -> dict[str, list[str]]:
+    """All parts: those above, the tests that know of GPUs, notebooks, benchmarks."""
+    here, test = ["tests/bench", "gpu", "--part"], ["-m", "pytest", "-q"]
+    found = {name: [*here, name] for name in PARTS}
+    for name in FILES.split():
+        found[f"tests {name}"] = [*test, f"tests/test_{name}.py"]
+    for path in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")):
+        found[f"notebook {path.stem}"] = [*test, str(path)]
     for name in NAMES:
-        if name.startswith("peers"):
-            continue  # of processors, on gloo; and it takes longer than `LIMIT`
-        out = f"runs/gpu/{name}.json"
-        command = [python, "tests/bench", name, "--repeats", "3"]
-        yield Part(f"bench {name}", [*command, "--out", out])
+        if not name.startswith("peers"):  # of processors; and longer than `LIMIT`
+            found[f"bench {name}"] = ["tests/bench", name, "--repeats", "3"]
+    return found
 
 
-def run(part: Part) -> dict[str, Any]:
+def run(name: str, command: list[str]) -> dict[str, Any]:
     """What the part found, or the end of what it said; and whether it went well."""
-    gpus = torch.cuda.device_count()
-    if gpus < part.gpus:
-        return {"left out": f"it needs {part.gpus} GPUs, and there are {gpus}"}
     start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            part.command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "said": f"it took more than {LIMIT} s"}
+    command = ["timeout", str(LIMIT), sys.executable, *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found: dict[str, Any] = {"ok": done.returncode == 0}
     found["seconds"] = round(time.perf_counter() - start, 1)
     last = done.stdout.strip().rpartition("\n")[2]
-    if found["ok"] and part.name in PARTS:
+    if found["ok"] and name in PARTS:
         found["found"] = json.loads(last)
     else:
         found["said"] = last if found["ok"] else (done.stdout + done.stderr)[-3000:]
@@ -229,24 +202,19 @@ def main(arguments: list[str] | None = None) -> None:
     if options.part:
         if options.part not in ("shared", "cards"):
             minizero.init_distributed()
-        print(json.dumps(PARTS[options.part][0]()), flush=True)
+        print(json.dumps(PARTS[options.part]()), flush=True)
         return
-    wanted = tuple(options.names) or ("",)
-    results: dict[str, Any] = {}
-    card = str(machine()["gpu"])
-    path = Path(options.out) / f"gpu-{re.sub('[^a-z0-9]+', '-', card.lower())}.json"
-    for part in (part for part in parts() if part.name.startswith(wanted)):
-        this = results[part.name] = run(part)
-        if "left out" in this:
-            print(f"{part.name}: left out: {this['left out']}", flush=True)
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), "parts": results}, indent=1))
-        state = "done" if this["ok"] else "FAILED"
-        print(f"{part.name}: {state} in {this.get('seconds', LIMIT)} s", flush=True)
-    if path.exists():
-        print(f"written to {path}")
-
-
-if __name__ == "__main__":
-    main()
+    wanted, gpus = tuple(options.names) or ("",), torch.cuda.device_count()
+    about, results = machine(), dict[str, Any]()
+    card = re.sub("[^a-z0-9]+", "-", str(about["gpu"]).lower())
+    path = Path(options.out) / f"gpu-{card}.json"
+    for name, command in commands().items():
+        needs = 2 if name == "cards" else 1
+        if name.startswith(wanted) and gpus < needs:
+            print(f"{name}: left out: {gpus} GPUs of {needs}", flush=True)
+        elif name.startswith(wanted):
+            results[name] = this = run(name, command)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"machine": about, "parts": results}, indent=1))
+            state = "done" if this["ok"] else "FAILED"
+            print(f"{name}: {state} in {this['seconds']} s", flush=True)

@@ -30,7 +30,7 @@ import minizero
 from bench.runner import Comparison, interleaved
 from minizero import comm
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.ranks.launch import Pool, launch, rank, world_size
+from minizero.ranks import Pool, launch, rank, world_size
 
 Step = Callable[[], None]
 Measured = dict[str, float]

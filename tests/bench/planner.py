@@ -30,7 +30,7 @@ from minizero.lab.models.gpt import GPT, Block
 from minizero.lab.recorded import CASES, MODEL, Case
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import paced, sleep_until
-from minizero.ranks.launch import Pool, rank
+from minizero.ranks import Pool, rank
 from minizero.scale.cost import Candidate, Costs, Job
 from minizero.scale.planner import candidates, choose, ds_config
 from minizero.scale.predict import layers_of

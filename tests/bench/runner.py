@@ -22,7 +22,7 @@ import torch
 NAMES = tuple(
     info.name
     for info in pkgutil.iter_modules([str(Path(__file__).parent)])
-    if info.name not in ("runner", "gpu", "fit", "__main__")
+    if info.name not in ("runner", "gpu", "__main__")
 )
 
 

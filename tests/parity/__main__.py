@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 sys.path.insert(0, str(TESTS))
 
-from parity import rates  # noqa: E402
+from parity import cases, rates  # noqa: E402
 from parity.cases import CASES  # noqa: E402
 from parity.compare import differs, farthest, first, rounded  # noqa: E402
 
@@ -45,22 +45,22 @@ def run(module: str, names: list[str]) -> dict[str, Any]:
     return {found["case"]: found["seen"] for found in map(json.loads, lines)}
 
 
-def in_lines(name: str, values: list[Any]) -> str:
-    lines = ",\n".join(json.dumps(value) for value in values)
-    return f"{json.dumps(name)}: [\n{lines}\n]"
+def keep(path: Path, version: str, **lists: list[Any]) -> None:
+    """A value a line."""
+    parts = [f'{{"deepspeed": "{version}"']
+    for name, values in lists.items():
+        lines = ",\n".join(json.dumps(value) for value in values)
+        parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    path.write_text(",\n".join(parts) + "}\n")
 
 
 def record(version: str, seen: dict[str, Any]) -> None:
-    runs = [{"case": CASES[n], "name": n, "seen": rounded(seen[n])} for n in CASES]
-    head = f'{{"deepspeed": "{version}",\n'
-    text = head + in_lines("runs", runs) + "}\n"
-    TESTS.joinpath("deepspeed_runs.json").write_text(text)
+    runs = [run | {"seen": rounded(seen[run["name"]])} for run in cases.RECORD["runs"]]
+    keep(cases.FILE, version, runs=runs)
     from deepspeed.runtime import lr_schedules
 
-    sequences = [rates.short(rates.sequence(lr_schedules, *s)) for s in rates.SETTINGS]
-    text = head + in_lines("settings", rates.SETTINGS)
-    text += ",\n" + in_lines("sequences", sequences) + "}\n"
-    TESTS.joinpath("deepspeed_schedules.json").write_text(text)
+    sequences = [rates.sequence(lr_schedules, *s) for s in rates.SETTINGS]
+    keep(rates.FILE, version, settings=rates.SETTINGS, sequences=sequences)
 
 
 def main() -> int:

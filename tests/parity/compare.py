@@ -95,31 +95,9 @@ def farthest(case: Config, ours: Seen, theirs: Seen, name: str) -> float | None:
 
 
 def rounded(seen: Any) -> Any:
-    """For the record: nine digits, and one value for what is always the same."""
+    """For the record: nine digits."""
     if isinstance(seen, dict):
-        short = {name: rounded(values) for name, values in seen.items()}
-        return {
-            name: {"always": values[0]} if same(values) else values
-            for name, values in short.items()
-        }
+        return {name: rounded(values) for name, values in seen.items()}
     if isinstance(seen, list):
         return [rounded(value) for value in seen]
-    if not isinstance(seen, float):
-        return seen
-    return float(f"{seen:.9g}") if abs(seen) < float("inf") else str(seen)
-
-
-def same(values: list[Any]) -> bool:
-    return len(values) > 2 and all(value == values[0] for value in values)
-
-
-def unrounded(record: dict[str, Any], case: Config) -> Seen:
-    """The inverse, but for the digits."""
-    steps = case["steps"]
-    turns = case["config"]["gradient_accumulation_steps"] + case.get("held", 0)
-    return {
-        name: [values["always"]] * steps * (turns if name == "returned" else 1)
-        if isinstance(values, dict)
-        else values
-        for name, values in record.items()
-    }
+    return float(f"{seen:.9g}") if isinstance(seen, float) else seen

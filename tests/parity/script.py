@@ -128,8 +128,9 @@ def train(deepspeed: Any, case: dict[str, Any]) -> dict[str, list[Any]]:
 
     taken = 0
     for step in range(case["steps"]):
-        for group in optimizer.param_groups if step in case.get("rates", {}) else ():
-            group["lr"] = case["rates"][step]
+        rate = case.get("rates", {}).get(str(step))
+        for group in optimizer.param_groups if rate is not None else ():
+            group["lr"] = rate
         gain = 1e30 if step in case.get("poison", []) else 1.0
         held = case.get("held", 0)
         for turn in range(held + engine.gradient_accumulation_steps()):

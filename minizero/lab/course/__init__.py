@@ -5,7 +5,7 @@ answer in a process of its own), `grade` (a class), `build` (what students are g
 The exercises themselves stand in `book/course/`, their statements in the chapters.
 """
 
-from .exercise import Exercise, Wrong
+from .exercise import Exercise, Wrong, always_fails
 from .reader import check
 
-__all__ = ["Exercise", "Wrong", "check"]
+__all__ = ["Exercise", "Wrong", "always_fails", "check"]

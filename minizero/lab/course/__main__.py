@@ -7,8 +7,11 @@ from pathlib import Path
 
 from .exercise import ROOT, chapters, labels, load
 from .grade import grade, gradescope, totals
+from .sandbox import landlock
 
-OUT = ROOT / "_build" / "course"
+OUT = ROOT / "_build"
+OPEN = """This system has no Landlock (Linux 5.13 or later), so an answer can read the
+exercises' references, and write where you can."""
 
 
 def main() -> None:
@@ -19,20 +22,21 @@ def main() -> None:
     marks = commands.add_parser("grade", help="a folder with a folder for each student")
     marks.add_argument("submissions", type=Path)
     marks.add_argument("--jobs", type=int, default=1, help="answers at a time")
+    marks.add_argument("--trusting", action="store_true", help="without Landlock, too")
     upload = commands.add_parser("gradescope", help="what Gradescope's zip runs")
     upload.add_argument("folder", type=Path)
     sample = commands.add_parser("sample", help="write five submissions to try it on")
     sample.add_argument("folder", type=Path)
     for each in (make, marks, upload):
         each.add_argument("--seed", default="course", help="what cases are drawn from")
-    for each in (make, marks):
-        each.add_argument("--out", type=Path, default=None)
+    make.add_argument("--out", type=Path, default=OUT / "course")
+    marks.add_argument("--out", type=Path, default=OUT / "grades")
     commands.add_parser("list", help="which exercises are graded")
     told = parser.parse_args()
     if told.command == "build":
         from .build import build, dry_run
 
-        out = (told.out or OUT).resolve()
+        out = told.out.resolve()
         build(out, told.seed, pages=not told.no_pages)
         tests = dry_run(out / "gradescope.zip", ["01_memory"])
         got, of = (sum(t[key] for t in tests) for key in ("score", "max_score"))
@@ -41,12 +45,15 @@ def main() -> None:
         if got < of:
             raise SystemExit(f"the references do not get full points: {tests}")
     elif told.command == "grade":
-        out = (told.out or OUT.parent / "grades").resolve()
-        class_ = grade(told.submissions, out, told.seed, told.jobs)
+        if not landlock() and not told.trusting:
+            raise SystemExit(f"{OPEN} If you trust all students, add --trusting.")
+        class_ = grade(told.submissions, told.out, told.seed, told.jobs)
         for student, mine in class_.items():
             print("{:20} {:g} of {}".format(student, *totals(mine)))
-        print(f"{len(class_)} students: {out / 'grades.csv'}")
+        print(f"{len(class_)} students: {told.out / 'grades.csv'}")
     elif told.command == "gradescope":
+        if not landlock():
+            print(OPEN)  # only teachers see it
         gradescope(told.folder, told.seed)
     elif told.command == "sample":
         from .build import sample as write_sample

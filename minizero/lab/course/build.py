@@ -51,7 +51,10 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
             write(otter_notebook(chapter), out / "otter" / f"{chapter}.ipynb")
     for name in SYLLABI:
         (out / f"syllabus-{name}.md").write_text(syllabus(name))
-    shutil.copy(SOURCES / "rubrics.md", out)
+    graded = [each for chapter in chapters() for each in load(chapter)]
+    rows = [f"- `{each.label}`: {each.explain}" for each in graded if each.explain]
+    rubrics = (SOURCES / "rubrics.md").read_text() + "\n".join(rows) + "\n"
+    (out / "rubrics.md").write_text(rubrics)
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
@@ -114,54 +117,53 @@ def student_notebook(chapter: str) -> Any:
     return new_notebook(cells=cells)
 
 
+HIDDEN = """from minizero.lab.course.exercise import every
+from minizero.lab.course.reader import complaint
+wrong = complaint(every()["{label}"], {answer})
+assert not wrong, wrong"""
+
+
 def otter_notebook(chapter: str) -> Any:
     """The same with solutions, as `otter assign` of otter-grader reads it."""
 
-    def raw(text: str) -> Any:
-        return new_raw_cell(text)
+    def block(kind: str, *inside: Any, config: str = "") -> list[Any]:
+        begin, end = new_raw_cell(f"# BEGIN {kind}{config}"), f"# END {kind}"
+        return [begin, *inside, new_raw_cell(end)]
 
-    config = {"name": chapter, "init_cell": "false", "export_cell": "false"}
-    lines = [f"{key}: {value}" for key, value in config.items()]
-    cells = [raw("\n".join(["# ASSIGNMENT CONFIG", *lines])), opening(chapter)]
+    def test(points: int, text: str) -> Any:
+        """For no points it is shown to students."""
+        config = f"points: {points}\nhidden: {bool(points)}".lower()
+        head = f'""" # BEGIN TEST CONFIG\n{config}\n""" # END TEST CONFIG\n'
+        return new_code_cell(head + text.strip())
+
+    config = f"# ASSIGNMENT CONFIG\nname: {chapter}\nexport_cell: false"
+    cells = [new_raw_cell(config), opening(chapter)]
     for label, asked in asked_in(chapter):
-        name, manual = label.replace("-", "_"), not asked or bool(asked.explain)
-        points = asked.points if asked else 4
+        name = label.replace("-", "_")
         if asked:
-            cells += [
-                raw(f"# BEGIN QUESTION\nname: {name}\npoints: {points}"),
-                new_markdown_cell(heading(label, points)),
-                raw("# BEGIN SOLUTION"),
-                new_code_cell(
-                    f'# {label}\n""" # BEGIN PROMPT\n{asked.starter.strip()}\n'
-                    f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
-                    f"{asked.reference.strip()}\n# END SOLUTION"
-                ),
-                raw("# END SOLUTION"),
-                raw("# BEGIN TESTS"),
-                new_code_cell(
-                    '""" # BEGIN TEST CONFIG\npoints: 0\n""" # END TEST CONFIG\n'
-                    + asked.public.strip()
-                ),
-                new_code_cell(
-                    f'""" # BEGIN TEST CONFIG\npoints: {points}\nhidden: true\n'
-                    '""" # END TEST CONFIG\nfrom minizero.lab.course import check\n'
-                    f'assert check("{label}", {asked.answer})'
-                ),
-                raw("# END TESTS"),
-                raw("# END QUESTION"),
-            ]
-        if manual:
-            told = asked.explain if asked else "See the rubric."
-            cells += [
-                raw(f"# BEGIN QUESTION\nname: {name}_why\npoints: 2\nmanual: true"),
-                new_markdown_cell(
-                    f"### Explain `{label}`" if asked else heading(label, 0)
-                ),
-                raw("# BEGIN SOLUTION"),
-                new_markdown_cell(told),
-                raw("# END SOLUTION"),
-                raw("# END QUESTION"),
-            ]
+            answer = new_code_cell(
+                f'# {label}\n""" # BEGIN PROMPT\n{asked.starter.strip()}\n'
+                f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
+                f"{asked.reference.strip()}\n# END SOLUTION"
+            )
+            hidden = HIDDEN.format(label=label, answer=asked.answer)
+            cells += block(
+                "QUESTION",
+                new_markdown_cell(heading(label, asked.points)),
+                *block("SOLUTION", answer),
+                *block("TESTS", test(0, asked.public), test(asked.points, hidden)),
+                config=f"\nname: {name}\npoints: {asked.points}",
+            )
+        if not asked or asked.explain:
+            points, told = (2, asked.explain) if asked else (4, "See the rubric.")
+            title = f"### Explain `{label}`" if asked else heading(label, 0)
+            cells += block(
+                "QUESTION",
+                new_markdown_cell(title),
+                *block("PROMPT", explanation(label)),
+                *block("SOLUTION", new_markdown_cell(told)),
+                config=f"\nname: {name}_why\npoints: {points}\nmanual: true",
+            )
     return new_notebook(cells=cells)
 
 

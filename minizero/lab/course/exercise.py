@@ -46,6 +46,13 @@ class Wrong:
     thought: str
 
 
+def always_fails(check: str) -> Wrong:
+    """A typical wrong answer where a test is asked for: `check` is turned round."""
+    inverted = check.replace("assert", "assert not")
+    thought = "Your test fails where nothing is wrong."
+    return Wrong("always fails", check, inverted, thought)
+
+
 class Exercise:
     """One graded exercise; subclasses stand in `book/course/`, in order of the chapter.
 
@@ -184,7 +191,7 @@ def unequal(seen: Observation, expected: Observation) -> str:
     if isinstance(seen, dict) and ENDED in seen:
         return str(seen[ENDED])
     if isinstance(seen, dict) and RAISES in seen:
-        return f"it raises {seen[RAISES]}"
+        return "it raises " + str(seen[RAISES]).split("\n")[0].rstrip(".")
     if isinstance(seen, dict) and isinstance(expected, dict):
         parts = [k for k in expected if not equal(seen.get(k), expected[k])]
         return "not right: " + ", ".join(

@@ -21,6 +21,8 @@ from queue import Queue
 from typing import Any
 
 from .exercise import (
+    ENDED,
+    RAISES,
     SOURCES,
     Case,
     Exercise,
@@ -35,7 +37,7 @@ from .exercise import (
 )
 from .sandbox import Sandbox
 
-MARK = re.compile(r"^# *(ex-[\w-]+)", re.M)
+MARK = re.compile(r"# *(ex-[\w-]+)")
 EXPLANATION = "**Your explanation**"
 MOST = 100_000  # characters of an answer that are read
 
@@ -94,6 +96,10 @@ class Grader:
         cases = asked.cases(self.seed, student)
         seen = self.run(asked, text, cases)
         expected = self.trusted(asked, asked.reference, cases)
+        for each in expected:
+            if isinstance(each, dict) and {RAISES, ENDED} & each.keys():
+                fault = f"the reference of {asked.label} does not run: "
+                raise RuntimeError(fault + unequal(each, None))
         right = list(map(equal, seen, expected))
         points = round(asked.points * sum(right) / len(cases), 2)
         if all(right):
@@ -103,7 +109,7 @@ class Grader:
             f"With {described(cases[i])[:500]}: {unequal(seen[i], expected[i])[:800]}."
         )
         if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
-            remark += f" {wrong.thought}"
+            remark += f"\n\n{wrong.thought}"
         return Record(asked.label, points, asked.points, remark)
 
     def likely(
@@ -117,28 +123,16 @@ class Grader:
         return None
 
 
-def answers(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The answers and the explanations in a student's file, by label.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+def answers(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
+    """Answers and explanations in a student's notebook, by label; why it has none."""
     found: dict[str, str] = {}
     explained: dict[str, str] = {}
     try:
-        text = path.read_text(errors="replace")
-        if path.suffix == ".py":
-            starts = [m.start() for m in MARK.finditer(text)]
-            ends = [*starts[1:], len(text)]
-            cells = [("code", text[a:b]) for a, b in zip(starts, ends, strict=True)]
-        else:
-            cells = [
-                (str(c["cell_type"]), "".join(c["source"]))
-                for c in json.loads(text)["cells"]
-            ]
+        cells = json.loads(path.read_text(errors="replace"))["cells"]
+        texts = [(c["cell_type"], "".join(c["source"])) for c in cells]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error!r}") from error
-    for kind, source in cells:
+        return {}, {}, f"{path.name} cannot be read: {error!r}"
+    for kind, source in texts:
         if kind == "code" and (mark := MARK.match(source)):
             label = mark[1]
             found[label] = (found.get(label, "") + source + "\n")[:MOST]
@@ -146,18 +140,16 @@ def answers(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             if label_ := re.search(r"ex-[\w-]+", source):
                 body = source.split("\n", 1)[-1].strip()
                 explained[label_[0]] = body[:MOST]
-    return found, explained
+    return found, explained, ""
 
 
 def submitted(folder: Path) -> Iterator[tuple[str, str, Path]]:
     """Each student's files: the student, the chapter, the file."""
     for student in sorted(p for p in folder.iterdir() if p.is_dir()):
         for chapter in chapters():
-            for suffix in (".ipynb", ".py"):
-                path = student / f"{chapter}{suffix}"
-                if path.is_file() and load(chapter):
-                    yield student.name, chapter, path
-                    break
+            path = student / f"{chapter}.ipynb"
+            if path.is_file() and load(chapter):
+                yield student.name, chapter, path
 
 
 def grade(folder: Path, out: Path, seed: str, jobs: int = 1) -> dict[str, list[Record]]:
@@ -169,10 +161,7 @@ def grade(folder: Path, out: Path, seed: str, jobs: int = 1) -> dict[str, list[R
     tasks = []
     for student, chapter, path in submitted(folder):
         source = (SOURCES / f"{chapter}.py").read_bytes()
-        try:
-            (found, explained), fault = answers(path), ""
-        except ValueError as error:
-            found, explained, fault = {}, {}, str(error)
+        found, explained, fault = answers(path)
         for asked in load(chapter):
             text = found.get(asked.label)
             name = f"{seed}\0{student}\0{text}\0{fault}".encode() + source
@@ -256,13 +245,10 @@ def gradescope(folder: Path, seed: str) -> None:
     tests = []
     with Grader(seed) as grader:
         for chapter in chapters():
-            paths = sorted((folder / "submission").glob(f"{chapter}.*"))
-            if not paths:
+            path = folder / "submission" / f"{chapter}.ipynb"
+            if not path.exists():
                 continue
-            try:
-                found, fault = answers(paths[0])[0], ""
-            except ValueError as error:
-                found, fault = {}, str(error)
+            found, _, fault = answers(path)
             for asked in load(chapter):
                 record = grader.grade(asked, student, found.get(asked.label))
                 tests.append(

@@ -97,24 +97,20 @@ class Sandbox:
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
         known = {"job": str(job), "modules": modules(asked)}
         order = json.dumps(known | {"limits": asdict(limits)})
-        self._process = self._process or self._start()
-        how = self._obey(self._process, order)
+        process = self._process = self._process or self._start()
+        assert process.stdin and process.stdout
+        how = ""
+        with contextlib.suppress(OSError):
+            process.stdin.write(order + "\n")
+            process.stdin.flush()
+            how = process.stdout.readline().strip()
         if not how:  # something has ended the process, perhaps the answer
-            self._process.wait()
+            process.wait()
             self._process = None
             how = "the process that ran it was ended"
         seen = list(results(job / RESULT))[: len(cases)]
         shutil.rmtree(job, ignore_errors=True)
         return seen + [{ENDED: how}] * (len(cases) - len(seen))
-
-    def _obey(self, process: subprocess.Popen[str], order: str) -> str:
-        """Let the process carry out an order; what came of it, "" if it is gone."""
-        assert process.stdin and process.stdout
-        with contextlib.suppress(OSError):
-            process.stdin.write(order + "\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
-        return ""
 
 
 def modules(asked: Exercise) -> list[str]:
@@ -317,18 +313,22 @@ def prctl(option: int, value: int, more: int = 0) -> None:
         ctypes.CDLL(None).prctl(option, value, more, 0, 0)
 
 
-def forbid(read: list[Path], write: list[Path]) -> bool:
-    """Forbid files elsewhere and signals outward, by Landlock; whether it could.
+def landlock() -> int:
+    """The version of Landlock that this system has; 0 for none."""
+    linux = sys.platform.startswith("linux")
+    return max(0, ctypes.CDLL(None).syscall(444, None, 0, 1)) if linux else 0
+
+
+def forbid(read: list[Path], write: list[Path]) -> None:
+    """Forbid files elsewhere and signals outward, by Landlock.
 
     So an answer finds no reference on the disk, and leaves no file outside its folder.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    call = ctypes.CDLL(None, use_errno=True).syscall
+    version = landlock()
+    if not version:
+        return
+    call = ctypes.CDLL(None).syscall
     create, add, restrict = 444, 445, 446
-    version = call(create, None, 0, 1)
-    if version < 1:
-        return False
     reading = 0b1101  # execute, read a file, list a folder
     every = (1 << min(13 + (version > 1) + (version > 2) + (version > 4), 16)) - 1
     rights = every & ~(1 << 15)  # not ioctl on devices, which terminals need
@@ -351,7 +351,7 @@ def forbid(read: list[Path], write: list[Path]) -> bool:
                 call(add, rules, 1, ctypes.byref(Beneath(only, folder)), 0)
                 os.close(folder)
     prctl(38, 1)  # gain no rights
-    return call(restrict, rules, 0) == 0
+    call(restrict, rules, 0)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from .exercise import chapters, labels, load, statement
 SYLLABI = {
     "two-weeks": (
         "Two weeks, ten days",
+        "day",
         70,
         """
         01_memory, 02_ranks, 03_data_parallel, 05_zero1, 06_zero2, 07_zero3, 08_overlap,
@@ -17,6 +18,7 @@ SYLLABI = {
     ),
     "thirteen-weeks": (
         "Thirteen weeks",
+        "week",
         1_000,
         """
         01_memory, 02_ranks, 03_data_parallel, 04_precision, 05_zero1 06_zero2,
@@ -26,7 +28,7 @@ SYLLABI = {
         """,
     ),
 }
-"""By name: title, most minutes of exercises in a unit, the chapters of each unit."""
+"""By name: title, what a unit is, most minutes of its exercises, units' chapters."""
 
 
 def reading(chapter: str) -> int:
@@ -50,23 +52,25 @@ def chosen(chapter: str, most: int) -> list[str]:
 
 def syllabus(name: str) -> str:
     """A syllabus as a page."""
-    title, most, units = SYLLABI[name]
+    title, unit, most, units = SYLLABI[name]
     parts = [
         f"# {title}\n",
-        "Minutes are the chapters' own. An exercise that is marked `*` is not graded "
-        "by a program.\n",
-        "| | chapters | read and run | exercises | minutes |\n|---|---|---|---|---|",
+        "Minutes are the chapters' own; points are those that the program gives. An "
+        "exercise that is marked `*` is graded by a person.\n",
+        f"| {unit} | chapters | read and run | exercises | minutes | points |",
+        "|---|---|---|---|---|---|",
     ]
     every = 0
-    for number, unit in enumerate(units.split(","), 1):
-        names = unit.split()
+    for number, some in enumerate(units.split(","), 1):
+        names = some.split()
         read = sum(map(reading, names))
-        graded = {asked.label for each in names for asked in load(each)}
+        graded = {a.label: a.points for each in names for a in load(each)}
         picked = [label for each in names for label in chosen(each, most)]
         work = sum(statement(label).minutes for label in picked)
         every += read + work
         shown = ", ".join(label + "*" * (label not in graded) for label in picked)
-        row = (number, ", ".join(names), read, f"{shown} ({work})", read + work)
+        points = sum(graded.get(label, 0) for label in picked)
+        row = (number, ", ".join(names), read, f"{shown} ({work})", read + work, points)
         parts.append("| " + " | ".join(map(str, row)) + " |")
     parts.append(f"\nIn all {every} minutes, about {round(every / 60)} hours.")
     if name == "thirteen-weeks":
