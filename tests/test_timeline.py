@@ -225,9 +225,7 @@ def test_time_is_lost_to_what_a_chapter_explains(browser: Any, show: Show) -> No
         for lane, b, e, *what in every
     ]
     script = "(file) => ((t) => [t.ranks, lost(t, 0)])(fromChrome(file))"
-    ((ranks, lost),) = in_page(
-        browser, show, SOURCE, script, Trace(2, slices).chrome()
-    )
+    ((ranks, lost),) = in_page(browser, show, SOURCE, script, Trace(2, slices).chrome())
     assert ranks == 2
     assert {kind: ms for kind, *ms in lost} == {
         "late": [15_000, 0], "reduce": [10_000, 0], "idle": [3_000, 0],

@@ -155,7 +155,7 @@ def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
 def test_copies_are_in_it(two: Pool, on: str, tmp_path: Path) -> None:
     lane = {"cpu": "to host", "nvme": "to disk"}[on]
     runs = two.run(record, None, 3, on, str(tmp_path))
-    for r, (trace, *_, peak) in enumerate(runs):
+    for r, (trace, *_, peak, _) in enumerate(runs):
         copies = [s for s in trace.slices if s.lane == lane]
         assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
         assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}

@@ -75,9 +75,9 @@ class Timeline(Explorable):
         each block. micro_batches: 1 or, without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
-    n_params: of the model whose blocks these are, 1e8 to 1e12; the simulated step is that
-        of one of 7 billion, scaled: a block's parameters and its times by the square of
-        the hidden size, its activations by that.
+    n_params: of the model whose blocks these are, 1e8 to 1e12. Simulated is one of 7
+        billion; parameters and times are scaled by the square of the hidden size,
+        activations by the hidden size.
     zoom: into how many parts the axis is cut, of which the one of the moment is shown.
     point: said of the moment, as long as the plan is the one it opens with.
     shown: what is there before the reader asks for everything: of "lanes", "curve",

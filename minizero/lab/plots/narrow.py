@@ -106,10 +106,11 @@ def _fit(figure: Figure, old: Legend) -> None:
     """Put another legend in the place of one, with fewer columns."""
     names = [text.get_text() for text in old.texts]
     room = round(12 * INCHES / (max(map(len, names)) + 5))
-    for handle, name in zip(old.legend_handles, names, strict=True):
+    handles: Any = old.legend_handles
+    for handle, name in zip(handles, names, strict=True):
         handle.set_label(name)
     figure.legends.remove(old)
-    legend(figure, old.legend_handles, max(1, min(room, len(names))))
+    legend(figure, handles, max(1, min(room, len(names))))
     figure.legends[-1].set_title(old.get_title().get_text())
 
 
@@ -120,6 +121,6 @@ def _leave_out(axes: Axes, stack: ExitStack) -> None:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
         around = [bar.width for bar in bars if bar.contains(x, y)]
-        if text.get_ha() == "center" and around and own.width > min(around):
+        if text.get_horizontalalignment() == "center" and around and own.width > min(around):
             stack.callback(text.set_visible, True)
             text.set_visible(False)
