@@ -124,8 +124,8 @@ const numbers = (get) => numbersOf(chosen(get), get);
 
 const ms = (trace, ticks) => `${short(1e3 * ticks * trace.tick)} ms`;
 /** What the colours of a trace mean. */
-function legend(trace, verbs) {
-  const copies = trace.slices.some((s) => s.lane.startsWith("to "));
+function legend(trace, verbs, offloads) {
+  const copies = offloads || trace.slices.some((s) => s.lane.startsWith("to "));
   const { in: comes, out: goes, ...rest } = verbs;
   const computed = Object.entries(rest).filter(([name]) => !LANES.includes(name));
   const box = key({ ...Object.fromEntries(computed),
@@ -420,7 +420,7 @@ function render({ model, el }) {
     const only = Object.entries(categories).filter(([name]) => !every && shows(name));
     const told = `${settingOf(get)}${get("source")}${get("n_params")}`;
     controls.update(file);
-    colours.replaceChildren(legend(one, get("verbs")));
+    colours.replaceChildren(legend(one, get("verbs"), shows("offload")));
     const compared = file || one.simulated;
     if (compared) lostTable.replaceChildren(losses(one, rank()));
     lostTable.hidden = !compared;
@@ -455,7 +455,7 @@ function render({ model, el }) {
   };
 
   const chart = make("div", { class: "chart" }, colours, shown.lanes, scrub, buttons.box, words,
-    lostTable, shown.blocks, code, own.box, every ? "" : more);
+    shown.blocks, code, lostTable, own.box, every ? "" : more);
   own.drops(chart);
   const end = mount({ model, el }, {
     title: "A step of each rank", names: NAMES, style: STYLE, update: changed,

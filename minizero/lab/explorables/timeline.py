@@ -146,6 +146,7 @@ class Timeline(Explorable):
                 continue
             for place, category, _, nbytes in changes:
                 nbytes *= wide if category == "activations" else wide * wide
+                nbytes = int(nbytes)
                 now[place] += nbytes
                 if place == "device":
                     now[category] += nbytes

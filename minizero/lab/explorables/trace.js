@@ -23,7 +23,7 @@ function complete({ ranks, tick, slices, moments, alike = false }) {
  *  square of their parameters, and take as many times as long. */
 function unpack(tables, packed, wide = 1) {
   const sized = ([place, category, unit, bytes]) =>
-    [place, category, unit, bytes * (category === "activations" ? wide : wide * wide)];
+    [place, category, unit, Math.trunc(bytes * (category === "activations" ? wide : wide * wide))];
   const known = tables.changes.map(sized);
   const [slices, moments] = [[], []];
   let [all, time] = [packed.slices, 0];

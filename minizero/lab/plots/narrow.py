@@ -67,11 +67,10 @@ def narrow(figure: Figure) -> Iterator[None]:
         stacked = _stack(figure, stack)
         for axes in figure.axes:
             _break_names(axes, stack)
-        figure.set_size_inches(INCHES, height * stacked)
         legends = figure.legends[:]
         stack.callback(setattr, figure, "legends", legends)
-        for old in legends:
-            _fit(figure, old)
+        more = sum([_fit(figure, old) - 1 for old in legends])
+        figure.set_size_inches(INCHES, height * stacked + 0.2 * more)
         figure.draw_without_rendering()
         for axes in figure.axes:
             _leave_out(axes, stack)
@@ -102,16 +101,18 @@ def _break_names(axes: Axes, stack: ExitStack) -> None:
         axes.set_yticks(ticks, [textwrap.fill(name, MOST_LETTERS) for name in names])
 
 
-def _fit(figure: Figure, old: Legend) -> None:
-    """Put another legend in the place of one, with fewer columns."""
+def _fit(figure: Figure, old: Legend) -> int:
+    """Put another legend in the place of one, with fewer columns; its lines."""
     names = [text.get_text() for text in old.texts]
     room = round(12 * INCHES / (max(map(len, names)) + 5))
     handles: Any = old.legend_handles
     for handle, name in zip(handles, names, strict=True):
         handle.set_label(name)
     figure.legends.remove(old)
-    legend(figure, handles, max(1, min(room, len(names))))
+    columns = max(1, min(room, len(names)))
+    legend(figure, handles, columns)
     figure.legends[-1].set_title(old.get_title().get_text())
+    return -(-len(names) // columns)
 
 
 def _leave_out(axes: Axes, stack: ExitStack) -> None:
@@ -121,6 +122,10 @@ def _leave_out(axes: Axes, stack: ExitStack) -> None:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
         around = [bar.width for bar in bars if bar.contains(x, y)]
-        if text.get_horizontalalignment() == "center" and around and own.width > min(around):
+        if (
+            text.get_horizontalalignment() == "center"
+            and around
+            and own.width > min(around)
+        ):
             stack.callback(text.set_visible, True)
             text.set_visible(False)
