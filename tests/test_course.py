@@ -272,7 +272,9 @@ def test_a_class_is_graded_and_goes_on_after_a_stop(
     nothing = dict.fromkeys(("cleo", "dan", "eva", "fay"), 0)
     assert points == {"ada": 4, "ben": 0} | nothing
     assert "cannot be read" in (out / "fay.md").read_text()
-    assert asked[0].wrong[0].thought in (out / "ben.md").read_text()
+    told = (out / "ben.md").read_text()
+    assert "entry 2=" in told and asked[0].wrong[0].thought in told
+    assert "starter, unchanged" in (out / "cleo.md").read_text()
     rows = list(csv.DictReader((out / "grades.csv").open()))
     assert [row["points"] for row in rows] == ["4", "0", "0", "0", "0", "0"]
 

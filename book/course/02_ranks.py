@@ -78,7 +78,7 @@ def bucket(alpha, beta, share):
             "of the bytes' time",
             "(1 - share) / share",
             "(1 / share if share < 1 else 0)",
-            "Latency is a share of the whole time, in which it is contained itself.",
+            "The share is of the whole time, and latency is part of that time.",
         ),
         Wrong(
             "upside down",

@@ -87,9 +87,8 @@ def peak(layers, block, rest, norm, ranks):
             "root forgotten",
             "block + norm)",
             "block)",
-            "The final norm belongs to the root: its gradient is the first to be born"
-            " and"
-            " waits for the root's turn, the last.",
+            "The final norm belongs to the root: its gradient is computed first, and "
+            "waits for the root's turn, which comes last.",
         ),
         Wrong(
             "block over N",
@@ -102,7 +101,8 @@ def peak(layers, block, rest, norm, ranks):
             "one shard",
             "whole // ranks + block + norm",
             "whole // ranks",
-            "You counted the shards alone: a unit's gradients are born in full.",
+            "You counted the shards alone: a unit's gradients are there in full before "
+            "they are reduced.",
         ),
     )
     explain = "Towards what the ratio goes with more and more layers."

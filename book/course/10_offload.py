@@ -34,8 +34,8 @@ def kept(params, ranks):
             "gradients on the device",
             "(device, (2 + 12) * share,",
             "(device + 2 * share, 12 * share,",
-            "You left the gradients on the device: they follow the optimizer, who alone"
-            " reads them.",
+            "You left the gradients on the device: they follow the optimizer, because "
+            "nothing else reads them.",
         ),
         Wrong(
             "parameters sharded",

@@ -221,7 +221,7 @@ def scaled(config, ranks):
             "changed in place",
             '    params = params | {"lr": params["lr"] * factor}\n',
             '    params["lr"] *= factor\n',
-            "You change the caller's dict: who calls it again scales the rate twice.",
+            "You change the caller's dict: a second call scales the rate twice.",
         ),
         Wrong(
             "ranks forgotten",

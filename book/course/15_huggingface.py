@@ -179,13 +179,13 @@ def save(trainer, folder):
             "trainer.save_model(folder)",
             "if trainer.is_world_process_zero():\n        trainer.save_model(folder)",
             "`save_model` gathers, which every rank has to join; the `if` keeps all "
-            "but one away. It knows itself who writes.",
+            "but one away. It decides by itself which rank writes.",
         ),
         Wrong(
             "a folder a rank",
             "trainer.save_model(folder)",
             "trainer.save_model(f'{folder}-rank')",
-            "`save_model` knows who writes: give it the folder that was asked for.",
+            "`save_model` decides which rank writes: give it the folder itself.",
         ),
     )
     explain = (

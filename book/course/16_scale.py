@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 from minizero.lab.course import Exercise, Wrong
+from minizero.scale import MODELS, Candidate, Job
 from minizero.scale.machines import MACHINES
+from minizero.scale.planner import Result
 from minizero.scale.published import rows
 
 
@@ -157,3 +159,83 @@ def fit(machine, published, model, sequences):
         start = replace(MACHINES["a100-80gb"], matmul=0.9, attention=0.9)
         found = answer(start, some, model, sequences)
         return dict(zip(("matmul", "attention"), found, strict=True))
+
+
+def on_h100s(model, gpus, sequence):
+    """One sequence a GPU, on H100s."""
+    return Job(MODELS[model], MACHINES["h100-80gb"], gpus, gpus, sequence)
+
+
+class WhatTheScriptLeavesOut(Exercise):
+    label = "ex-scale-3"
+    answer = "left_out"
+    starter = """
+from minizero.memory import estimate
+from minizero.scale import Candidate, Job
+from minizero.scale.planner import Result
+
+
+def left_out(job: Job) -> tuple[float, float, bool]:
+    # Of a GPU under ZeRO-3, with one sequence and all blocks recomputed: bytes of the
+    # units in use, which the script leaves out; bytes of the activations; and whether
+    # the job fits, with a tenth of the GPU left free.
+    return 0.0, 0.0, estimate(job.shape.parameters, job.gpus, 3).total < 80e9
+"""
+    public = """
+from minizero.scale import MACHINES, MODELS, Job
+
+units, activations, fits = left_out(
+    Job(MODELS["llama-8b"], MACHINES["h100-80gb"], 8, 8, 2048)
+)
+assert fits
+"""
+    reference = """
+from minizero.memory import estimate
+from minizero.scale import Candidate
+from minizero.scale.planner import Result
+
+
+def left_out(job):
+    result = Result(job, Candidate(3, "full"))
+    state = estimate(job.shape.parameters, job.gpus, 3).total
+    held = result.memory
+    return held.total - state - held.activations, held.activations, result.fits
+"""
+    wrong = (
+        Wrong(
+            "one number",
+            "held.total - state - held.activations",
+            "held.total - state",
+            "You counted the activations among the units: take them off.",
+        ),
+        Wrong(
+            "all kept",
+            'Candidate(3, "full")',
+            "Candidate(3)",
+            "You kept all activations: this run computes its blocks again.",
+        ),
+        Wrong(
+            "no tenth free",
+            "result.fits",
+            "held.total <= job.machine.memory",
+            "You filled the GPU to the last byte: leave a tenth of it free.",
+        ),
+    )
+    explain = "Why these bytes are as many on 64 GPUs as on 8, unlike the state."
+
+    def draw(self, rng):
+        rooms = {0.9: [], 1.0: [], 2.0: []}  # by the share of a GPU
+        for model in ("llama-8b", "llama-70b"):
+            for gpus in range(2, 65):
+                for sequence in (1024, 2048, 3072, 4096):
+                    job = on_h100s(model, gpus, sequence)
+                    used = Result(job, Candidate(3, "full")).memory.total
+                    most = next((m for m in rooms if used < m * job.machine.memory), 0)
+                    if most:
+                        case = {"model": model, "gpus": gpus, "sequence": sequence}
+                        rooms[most].append(case)
+        return [rng.choice(cases) for cases in rooms.values()]
+
+    @staticmethod
+    def run(answer, model, gpus, sequence):
+        return answer(on_h100s(model, gpus, sequence))

@@ -293,8 +293,8 @@ def choices(params, ranks, node, groups):
             "gathers across",
             "between = 2 *",
             "between = 3 *",
-            "Three collectives cross in ZeRO-3. Between groups it is two: gradients "
-            "and what is published, or one all-reduce of shards.",
+            "Three collectives cross in ZeRO-3. Between groups there are two, of "
+            "gradients and of what is published, or one all-reduce of shards.",
         ),
     )
     explain = "Which g, and what is grouped; what changes if groups may span nodes."

@@ -194,7 +194,7 @@ def way(job):
     return Candidate(3, "full", 1, job.each, "cpu", "cpu")
 """,
             "It fits, and is slower than it need be: you moved or computed again what "
-            "has room.",
+            "would have fitted.",
         ),
         Wrong(
             "fewer rows",

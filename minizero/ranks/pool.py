@@ -36,6 +36,7 @@ from .reports import Post, explain, posted, verdict
 from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
+GONE = "\n\nAll ranks were ended, and their names are gone."
 HERE = "127.0.0.1"
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
 """What starts a rank; that of "fork" is quicker, where one thread has imported torch."""
@@ -234,7 +235,12 @@ class Pool:
                 KeyboardInterrupt included: a rank that waits for another in a
                 collective cannot be called back.
         """
-        return self.call(worker.pack(function, *args, **kwargs))
+        try:
+            return self.call(worker.pack(function, *args, **kwargs))
+        except RankError as error:
+            if not self._children:
+                raise RankError(f"{error}{GONE}", error.rank) from None
+            raise
 
     def close(self) -> None:
         """End the ranks. To close them again does nothing."""

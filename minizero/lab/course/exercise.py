@@ -181,7 +181,7 @@ def alike(seen: Observation, wrong: Observation, right: Observation) -> bool:
 def described(case: Case) -> str:
     """A case in words."""
     return ", ".join(
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
+        f"{name}={value:.10g}" if isinstance(value, float) else f"{name}={value!r}"
         for name, value in case.items()
     )
 
@@ -191,12 +191,20 @@ def unequal(seen: Observation, expected: Observation) -> str:
     if isinstance(seen, dict) and ENDED in seen:
         return str(seen[ENDED])
     if isinstance(seen, dict) and RAISES in seen:
-        return "it raises " + str(seen[RAISES]).split("\n")[0].rstrip(".")
+        said = re.sub(r"<answer [-\d]+>", "your answer", str(seen[RAISES]))
+        return "it raises " + said.split("\n")[0].rstrip(".")
+    if isinstance(seen, list) and isinstance(expected, list):
+        if len(seen) != len(expected):
+            return f"this has {len(seen)} entries, and should have {len(expected)}"
+        both = (seen, expected)
+        seen, expected = ({f"entry {i}": v for i, v in enumerate(b, 1)} for b in both)
     if isinstance(seen, dict) and isinstance(expected, dict):
-        parts = [k for k in expected if not equal(seen.get(k), expected[k])]
-        return "not right: " + ", ".join(
-            k if str(seen.get(k)).startswith(BITS) else f"{k} ({seen.get(k)})"
-            for k in parts
+        parts = {
+            k: seen.get(k) for k in expected if not equal(seen.get(k), expected[k])
+        }
+        return "this is not right: " + ", ".join(
+            name if str(value).startswith(BITS) else described({name: value})
+            for name, value in parts.items()
         )
     return f"{seen} is not right"
 
