@@ -1,16 +1,13 @@
-"""A small model with everything that breaks sharding, and a loop that trains it."""
+"""A small model with everything that breaks sharding, its optimizer, and its data."""
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minizero import Plan, comm, parallelize
 from minizero.ranks import rank, world_size
 
 VOCABULARY, HIDDEN, STEPS = 17, 12, 20
@@ -101,57 +98,3 @@ def batches(steps: int, micro_batches: int, rows: int) -> list[tuple[Tensor, Ten
 
 def own(t: Tensor, rows: int) -> Tensor:
     return t[rank() * rows : (rank() + 1) * rows]
-
-
-@dataclass
-class Run:
-    losses: Tensor
-    norms: Tensor
-    weights: dict[str, Tensor]
-
-
-def train(
-    stage: int | Plan,
-    micro_batches: int = 1,
-    postpone: bool = False,
-    make_optimizer: Any = adamw,
-    algorithm: str | None = None,
-    steps: int = STEPS,
-    **options: Any,
-) -> Run:
-    """Clipped steps of the nasty model; `postpone` reduces at the boundary only.
-
-    `stage`: a stage of ZeRO, or a whole plan.
-    """
-    plan = stage if isinstance(stage, Plan) else Plan.stage(stage)
-    torch.manual_seed(rank())  # rank 0's values must win
-    model = Nasty()
-    net = parallelize(model, make_optimizer(groups(model)), plan, **options)
-    losses, norms = [], []
-    data = batches(steps, micro_batches, rows=2)
-    chosen = comm.algorithm(algorithm) if algorithm else contextlib.nullcontext()
-    with chosen:
-        for step in range(steps):
-            model.step = step
-            for micro in range(micro_batches):
-                x, y = data[step * micro_batches + micro]
-                last = micro == micro_batches - 1
-                waits = postpone and not last
-                with net.no_sync() if waits else contextlib.nullcontext():
-                    loss = net(own(x, 2), own(y, 2))
-                    net.backward(loss / micro_batches)
-                losses.append(loss.detach())
-            norms.append(net.clip_grad_norm(0.5))
-            net.step()
-        return Run(torch.stack(losses), torch.stack(norms), net.state_dict())
-
-
-def same(a: list[Run], b: list[Run]) -> bool:
-    """Bit for bit the same, on every rank."""
-    return all(
-        torch.equal(x.losses, y.losses)
-        and torch.equal(x.norms, y.norms)
-        and x.weights.keys() == y.weights.keys()
-        and all(torch.equal(x.weights[k], y.weights[k]) for k in x.weights)
-        for x, y in zip(a, b, strict=True)
-    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from nasty import HIDDEN, VOCABULARY, Block, groups
+from nasty import HIDDEN, VOCABULARY, Nasty, groups
 from torch import Tensor, nn
 
 import minizero
@@ -16,24 +16,19 @@ from minizero import Plan, parallelize
 from minizero.checkpoint import load, save
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import rank, world_size
-from minizero.zero import DataParallel
+from minizero.zero import DataParallel, Muon
 
 ROWS = 12  # of a global batch: as many for each of 1, 2, 3 or 4 ranks
 Run = tuple[list[Tensor], dict[str, Tensor]]
 
 
-class Small(nn.Module):
-    """Tied, partly frozen and unused, with buffers and a block used twice."""
+class Small(Nasty):
+    """Half of the nasty model, with dropout, and buffers that change."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.places = nn.Embedding(8, HIDDEN).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(HIDDEN)
+        self.blocks = self.blocks[:2]
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(HIDDEN))
 
@@ -52,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "muon": lambda p: Muon([{**p[0], "use_muon": True, "lr": 0.02}, p[1]]),
 }
 
 

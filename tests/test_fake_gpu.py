@@ -10,15 +10,11 @@ import json
 import subprocess
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from itertools import product
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.thorough
 
@@ -41,14 +37,6 @@ CASES: list[Case] = [
     *product(PLACES, ("fp32", "fp16, overlap")),
     *product([(1, "late", "none"), (3, "cpu", "cpu")], ["bf16, overlap"]),
 ]
-# Faults that there were, put back: a case in which each shows, and as what.
-MUTANTS: dict[str, tuple[Case, str]] = {
-    "a flush follows nothing": (((1, "late", "none"), "fp32"), "faults"),
-    "record_stream": (((3, "none", "cpu"), "fp32"), "faults"),
-    "a gather follows nothing": (((3, "none", "cpu"), "fp16, overlap"), "faults"),
-    "reads are waited for": (((3, "none", "nvme"), "fp32"), "waits"),
-    "clipping asks the device": (((1, "none", "none"), "fp32"), "waits"),
-}
 
 
 def config(place: Place, how: str) -> dict[str, Any]:
@@ -71,39 +59,6 @@ def config(place: Place, how: str) -> dict[str, Any]:
 
 
 # In a process with the GPU.
-
-
-@contextmanager
-def mutated(name: str) -> Iterator[None]:
-    """One of `MUTANTS`."""
-    from minizero.offload import CopyStream, Delayed
-    from minizero.zero import DataParallel
-
-    copy, flush = CopyStream.copy, Delayed.flush
-    clip = DataParallel.clip_grad_norm
-    nothing = mock.patch.object(CopyStream, "follow", lambda *streams: None)
-
-    def flushed(storage: Delayed) -> Any:
-        with nothing:
-            return flush(storage)
-
-    def recorded(stream: CopyStream, out: Any, source: Any) -> None:
-        copy(stream, out, source)
-        out.record_stream(stream.stream)
-
-    patches: dict[str, Any] = {
-        "a flush follows nothing": mock.patch.object(Delayed, "flush", flushed),
-        "record_stream": mock.patch.object(CopyStream, "copy", recorded),
-        "a gather follows nothing": nothing,
-        "reads are waited for": mock.patch.object(
-            CopyStream, "copy", lambda stream, out, source: out.copy_(source)
-        ),
-        "clipping asks the device": mock.patch.object(
-            DataParallel, "clip_grad_norm", lambda net, most: clip(net, most).cpu()
-        ),
-    }
-    with patches[name]:
-        yield
 
 
 def steps(case: Case) -> Found:
@@ -137,7 +92,7 @@ def steps(case: Case) -> Found:
         engine, *_ = minizero.initialize(model=net, config=settings)
         batch = torch.zeros(2, 4, dtype=torch.long, device=fakegpu.NAME)
         for _ in range(2):
-            waits.clear()  # the first step looks for parameters that were misused
+            waits.clear()
             for _ in range(engine.gradient_accumulation_steps()):
                 gpu.syncs.clear()
                 loss = engine(batch).float().sum()
@@ -179,14 +134,11 @@ def main() -> None:
 
     fakegpu.install(0, 2)
     found: dict[str, Found] = {}
-    work = [(str(case), case, "") for case in CASES]
-    work += [(name, case, name) for name, (case, _) in MUTANTS.items()]
-    for name, case, mutant in work:
+    for case in CASES:
         try:
-            with mutated(mutant) if mutant else nullcontext():
-                found[name] = steps(case)
+            found[str(case)] = steps(case)
         except Exception:
-            found[name] = {"raised": [traceback.format_exc()]}
+            found[str(case)] = {"raised": [traceback.format_exc()]}
     found["activations"] = activations()
     print(json.dumps(found), flush=True)
 
@@ -205,14 +157,10 @@ def found() -> dict[str, Found]:
 def test_nothing_races_or_waits(found: dict[str, Found], case: Case) -> None:
     """A forward and a backward wait for no copy. A step in 16 bit reads a flag; one on
     the host waits for gradients, and takes over one number."""
-    this, ((stage, states, _), how) = found[str(case)], case
+    this, ((_, states, _), how) = found[str(case)], case
     assert not this.get("raised"), this["raised"][0]
     assert not this["faults"], this["faults"][:5]
     waits, most = this["waits"], {}  # of each, how often; None: no matter
-    if stage == 3:  # whether the last backward's loss was NaN
-        most["pass: _local_scalar_dense"] = None
-    elif how != "fp32" or states != "none":
-        most["step: equal"] = 1  # whether the script has written to parameters
     if "fp16" in how:
         most["step: _local_scalar_dense"] = 1  # overflow
     if states in ("cpu", "late") or "nvme" in case[0]:
@@ -233,13 +181,6 @@ def test_offloaded_activations_race_and_wait_for_nothing(
 ) -> None:
     this = found["activations"]
     assert (this["faults"], this["waits"]) == ([], [])
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_fault_that_is_put_back_is_found(found: dict[str, Found], name: str) -> None:
-    case, shows = MUTANTS[name]
-    assert not found[name].get("raised"), found[name]["raised"][0]
-    assert set(found[name][shows]) - set(found[str(case)][shows])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, Run, batches, own, same
+from nasty import Nasty, batches, own
+from test_equal import Case, muon, train
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
@@ -26,10 +27,9 @@ from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS as BYTES
-from minizero.overlap import Overlap
 from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import Pool, RankError, rank, world_size
-from minizero.zero import Muon, Storage
+from minizero.zero import Storage
 
 RANKS = (2, 3)  # with --all
 STATE = ("parameters", "gradients", "optimizer")
@@ -285,39 +285,29 @@ class Late(Storage):
             group["lr"] = rate
 
 
-def muon(groups: list[dict[str, Any]]) -> Muon:
-    return Muon([{**groups[0], "use_muon": True}, groups[1]])
-
-
-def train(plan: Plan, storage: type[Storage] | None, bf16: bool, **options: Any) -> Run:
-    return nasty.train(
-        plan,
-        storage=storage and storage(plan),
-        precision=MixedPrecision() if bf16 else None,
-        schedule=Overlap() if plan is FULL else None,
-        steps=6,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("bf16, optimizer", [(False, muon), (True, nasty.adamw)])
-def test_delay_is_one_step(two: Pool, bf16: bool, optimizer: Any) -> None:
+def test_delay_is_one_step(
+    two: Pool, tmp_path: Path, bf16: bool, optimizer: Any
+) -> None:
     """Against an optimizer that keeps each gradient for a step itself.
 
     In mixed precision the factor of clipping is that of the gradients' step.
     """
-    options = {"micro_batches": 1 + bf16, "make_optimizer": optimizer}
-    expected = two.run(train, Plan.stage(1), Late, bf16, **options)
-    at_once = two.run(train, Plan.stage(1), None, bf16, **options)
-    assert not torch.equal(expected[0].losses, at_once[0].losses)
+    how = {"precision": "bf16" if bf16 else "fp32", "micro": 1 + bf16}
+    case = partial(Case, **how, optimizer=optimizer)  # type: ignore[arg-type]
+    expected, _ = two.run(train, case(Plan.stage(1), storage=Late), tmp_path)[0]
+    at_once, _ = two.run(train, case(Plan.stage(1)), tmp_path)[0]
+    assert expected != at_once
     for plan in DELAYED:
-        got = two.run(train, plan, Delayed, bf16, **options)
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a.losses, b.losses), name(plan)
-            assert torch.equal(a.norms, b.norms), name(plan)
+        ahead = (10**9, 10**9, 0) if plan is FULL else None
+        late = case(plan, storage="Delayed", overlap=ahead)
+        assert two.run(train, late, tmp_path)[0][0] == expected, name(plan)
 
 
-def stepping(plan: Plan, make: Callable[[Plan], Storage], look: bool = False) -> Run:
+Seen = tuple[list[float], dict[str, Tensor]]
+
+
+def stepping(plan: Plan, make: Callable[[Plan], Storage], look: bool = False) -> Seen:
     """The learning rate halves after each step; `look` at the weights in between."""
     torch.manual_seed(0)
     model = Nasty()
@@ -332,19 +322,22 @@ def stepping(plan: Plan, make: Callable[[Plan], Storage], look: bool = False) ->
         schedule.step()
         if look:
             net.state_dict()
-        losses.append(loss.detach())
-    return Run(torch.stack(losses), torch.zeros(1), net.state_dict())
+        losses.append(loss.item())
+    return losses, net.state_dict()
 
 
 def test_an_update_keeps_the_options_of_its_step(two: Pool) -> None:
     """And nothing is late where a step waits."""
     got, expected = (
-        two.run(stepping, *how) for how in ((FULL, Delayed), (Plan.stage(0), Late))
+        two.run(stepping, *how)[0] for how in ((FULL, Delayed), (Plan.stage(0), Late))
     )
-    assert torch.equal(got[0].losses, expected[0].losses)
-    plain, plan = two.run(stepping, Plan.stage(2), Storage), Plan.stage(2, "cpu")
-    assert same(two.run(stepping, plan, partial(Delayed, start=5)), plain)
-    assert same(two.run(stepping, plan, Delayed, look=True), plain)
+    assert got[0] == expected[0]
+    plan = Plan.stage(2, "cpu")
+    losses, weights = two.run(stepping, Plan.stage(2), Storage)[0]
+    for late in ((partial(Delayed, start=5),), (Delayed, True)):
+        found, ended = two.run(stepping, plan, *late)[0]
+        assert found == losses
+        assert all(torch.equal(ended[name], weights[name]) for name in weights)
 
 
 def skipped(storage: type[Offload]) -> list[Tensor]:

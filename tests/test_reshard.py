@@ -114,6 +114,7 @@ RESUMES: dict[str, tuple[int, Kind, Kind, Kind]] = {
     "at the start": (0, {"precision": "bf16"}, {"stage": 2}, {"stage": 3}),
     # with states that are numbers
     "nadam": (4, {"optimizer": "nadam"}, {"stage": 1}, {"stage": 2, "where": "cpu"}),
+    "muon": (4, {"optimizer": "muon"}, {"stage": 1}, {"stage": 3}),
     "dropout": (4, {"dropout": 0.3, "optimizer": "fused"}, {"stage": 1}, {"stage": 3}),
     # an update that is under way arrives when the run is saved
     "late": (4, {"where": "delayed"}, {"stage": 1}, {"stage": 3}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minizero import Plan, Tracker, comm, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.ranks import Pool, RankError, rank
+from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=40)
 
@@ -51,22 +51,6 @@ def test_init_gives_the_same_model_without_holding_it(two: Pool) -> None:
         assert peak < full / 2 + 1.5 * block
 
 
-def storages() -> tuple[int, int]:
-    """Bytes of all storages that a shape of this size needs, and that live after."""
-    with zero.Init():
-        layer = nn.Linear(1000, 500, bias=False)
-        nn.Sequential(layer)
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
-    every = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return layer.weight.numel() * 4, sum(n for n in every.values() if n >= 10**5)
-
-
-def test_init_leaves_shards_alone(two: Pool) -> None:
-    for full, live in two.run(storages):
-        assert live == full // 2
-
-
 class Fussy(nn.Module):
     """Initialises again, from outside, what has been sharded already."""
 
@@ -82,6 +66,8 @@ class Fussy(nn.Module):
         bias = self.layers[0].bias
         with zero.GatheredParameters(bias, modifier_rank=0), torch.no_grad():
             bias[2:].fill_(3.0)
+        self.register_buffer("mean", self.layers[1].weight.data.mean())
+        self.register_buffer("row", self.layers[1].weight.detach()[0])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -90,7 +76,7 @@ class Fussy(nn.Module):
 
 
 def fussy(inside: bool) -> dict[str, Tensor]:
-    torch.manual_seed(5)
+    torch.manual_seed(5 if rank() == 0 else 6)  # rank 0's values must win
     with zero.Init(enabled=inside):
         model = Fussy()
     return parallelize(model, sgd(model)).state_dict()
@@ -103,14 +89,10 @@ def test_init_lets_a_model_initialise_itself_again(two: Pool) -> None:
         assert torch.equal(weight, inside[name]), name
 
 
-def test_init_and_other_stages() -> None:
+def test_init_at_other_stages_does_nothing() -> None:
     with zero.Init(config={"zero_optimization": {"stage": 2}}):
         model = nn.Sequential(nn.Linear(3, 3))
     assert not zero.is_sharded(model[0].weight)
-    with zero.Init():
-        model = nn.Sequential(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="built inside zero.Init"):
-        parallelize(model, sgd(model), Plan.stage(1))
 
 
 def evaluate(mode: str) -> tuple[Tensor, Tensor, int]:
@@ -132,27 +114,3 @@ def test_evaluation(two: Pool, mode: str) -> None:
     for plain, out, calls in two.run(evaluate, mode):
         assert torch.equal(plain, out)
         assert calls == CONFIG.layers + 1
-
-
-class Experts(nn.Module):
-    """Each rank calls another of two units that are alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[rank()](x).sum()
-
-
-def other_units() -> None:
-    model = Experts()
-    net = parallelize(model, sgd(model))
-    net.backward(net(torch.ones(1, 4)))
-
-
-def test_units_of_one_size_are_not_mixed() -> None:
-    with Pool(2) as pool, pytest.raises(RankError) as error:
-        pool.run(other_units)
-    assert "out of step" in str(error.value)
-    assert "experts.0" in str(error.value) and "experts.1" in str(error.value)

@@ -42,10 +42,12 @@ class Init(zero.Init):
         *,
         remote_device: str | None = None,
         dtype: torch.dtype | None = None,
+        config_dict_or_path: Source | None = None,
         mem_efficient_linear: bool = True,
         pin_memory: bool = False,
         **options: Any,
     ) -> None:
+        options.setdefault("config", config_dict_or_path)
         if options.get("enabled", True):
             find_ranks()
         if remote_device == "cpu":

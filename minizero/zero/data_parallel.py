@@ -51,10 +51,7 @@ class DataParallel(Net):
     def reduced(self, flat: Flat) -> None:
         """Called when the mean has arrived: add it to earlier ones."""
         mean = self.owned(flat.full_grad(), flat)
-        if flat.mean is None:
-            flat.mean = mean
-        else:
-            flat.mean.add_(mean)
+        flat.mean = mean if flat.mean is None else flat.mean.add_(mean)
 
     def publish(self, unit: Unit) -> None:
         """Launch what sends updated shards: not needed here."""
@@ -91,8 +88,7 @@ class DataParallel(Net):
         self._left = list(self.units)  # the last unit's gradients come first
         self._reduced.clear()
         for unit in self.units:
-            slots = [slot for flat in unit.trainable for slot in flat.slots]
-            unit.missing = {slot.parameter for slot in slots}
+            unit.missing = {p for f in unit.trainable for p in f.parameters}
             for flat in unit.trainable:
                 self.set_aside(flat)
 
@@ -158,8 +154,8 @@ class DataParallel(Net):
         if self.plan.gradients.sharded:
             raise RuntimeError(
                 f"{type(self).__name__} shards gradients, so every "
-                "micro-batch is reduced; call backward without no_sync, or "
-                "use a plan with replicated gradients (stage 0 or 1)"
+                "micro-batch is reduced; leave no_sync out, or use "
+                "stage 0 or 1"
             )
         before, self.syncing = self.syncing, False
         try:
@@ -174,14 +170,13 @@ class DataParallel(Net):
         The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
+            pairs = zip(self.trained, self._means(), strict=True)
             norms = [
                 torch.linalg.vector_norm(
-                    mean.view(-1, flat.size // flat.copies), dim=1,
+                    mean.view(-1, flat.piece), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
-                for flat, mean in zip(
-                    self.trained, self._means(), strict=True
-                )
+                for flat, mean in pairs
             ]
             if not norms:
                 return torch.zeros(())
@@ -238,12 +233,11 @@ class DataParallel(Net):
             comm.check_sequence()
             self.flush()
             ready = self.precision.can_step(means)
-            update = self.storage.update(
-                self.units if ready else [], self.optimizer, self.precision
-            )
+            due = self.units if ready else []
+            update = self.storage.update(due, self.optimizer, self.precision)
             with closing(update):  # type: ignore[type-var]
-                for units in update:
-                    self._updated(units)
+                for arrived in update:
+                    self._updated(arrived)
             labels.label_states(self.optimizer)
         self.zero_grad()
         self.note_writes()

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .flat import Flat, Layout, in_order
 from .muon import Muon
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
+) -> Optimizer:
     """The same optimizer, with one group's options, over other parameters."""
     twin = copy.copy(optimizer)
     # a small learning rate, or none in a warm-up, would hide any difference
@@ -26,49 +27,40 @@ def _twin(
     return twin
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer whose update of an element depends on others.
 
     A shard is a piece of flattened parameters, so the optimizer must do the same to a
     matrix as to its pieces. This tries each group of options on a small matrix.
     """
-    name = type(optimizer).__name__
-    advice = "use an element-wise optimizer such as AdamW or SGD"
-    if isinstance(optimizer, torch.optim.Muon):
-        advice = "use minizero.zero.Muon, which leaves matrices whole"
     for group in optimizer.param_groups:
         if isinstance(optimizer, Muon) and group["use_muon"]:
             continue
+        problem = "it would update the pieces of a matrix otherwise than the matrix"
         try:
-            same = _same_on_pieces(optimizer, group)
+            if _same_on_pieces(optimizer, group):
+                continue
         except Exception as error:
-            raise ValueError(
-                f"{name} does not work on one-dimensional pieces of parameters "
-                f"({error}); {advice}"
-            ) from error
-        if not same:
-            raise ValueError(
-                f"{name} needs the shape of a parameter: its update of a matrix and of "
-                f"the matrix's pieces differ, and shards are pieces; {advice}"
-            )
+            problem = str(error)
+        advice = "use an element-wise optimizer such as AdamW or SGD"
+        if isinstance(optimizer, torch.optim.Muon):
+            advice = "use minizero.zero.Muon, which leaves matrices whole"
+        raise ValueError(
+            f"{type(optimizer).__name__} needs the shape of a parameter, and shards are "
+            f"pieces of flattened ones ({problem}); {advice}"
+        )
 
 
-def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether a matrix and its flat pieces get the same updates."""
     generator = torch.Generator().manual_seed(0)
     # where the parameters are: a capturable optimizer works nowhere else
-    places = {p.device for p in group["params"] if not p.is_meta}
-    where = next(iter(places), torch.device("cpu"))
-
-    def draw() -> Tensor:
-        return torch.randn(4, 6, generator=generator).to(where)
-
-    matrix = nn.Parameter(draw())
-    cut = matrix.detach().flatten().split([10, 14])
-    pieces = [nn.Parameter(part.clone()) for part in cut]
+    where = next((p.device for p in group["params"]), None)
+    start, *grads = torch.randn(4, 4, 6, generator=generator).to(where)
+    matrix = nn.Parameter(start)
+    pieces = [nn.Parameter(part.clone()) for part in start.flatten().split([10, 14])]
     twins = [_twin(optimizer, group, params) for params in ([matrix], pieces)]
-    for _ in range(3):
-        matrix.grad = draw()
+    for matrix.grad in grads:
         pieces[0].grad, pieces[1].grad = matrix.grad.flatten().split([10, 14])
         for twin in twins:
             twin.step()
@@ -76,7 +68,7 @@ def _same_on_pieces(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 
 
 def state_layout(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor
+    optimizer: Optimizer, group: dict[str, Any], like: Tensor
 ) -> dict[str, torch.dtype]:
     """Names and dtypes of the states that have one value for each element.
 
@@ -90,9 +82,7 @@ def state_layout(
     return {k: v.dtype for k, v in state if isinstance(v, Tensor) and v.shape == (3,)}
 
 
-def groups_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, int]:
+def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:
     """The optimizer group of each parameter of the model."""
     groups = enumerate(optimizer.param_groups)
     group_of = {p: index for index, group in groups for p in group["params"]}
@@ -105,7 +95,7 @@ def groups_of(
     return group_of
 
 
-def layout_of(optimizer: torch.optim.Optimizer, group: int | None) -> Layout:
+def layout_of(optimizer: Optimizer, group: int | None) -> Layout:
     """How to lay out a flat buffer of one of the optimizer's groups."""
     options = optimizer.param_groups[group] if group is not None else {}
     if isinstance(optimizer, Muon) and options.get("use_muon"):
@@ -114,28 +104,25 @@ def layout_of(optimizer: torch.optim.Optimizer, group: int | None) -> Layout:
     return partial(in_order, multiple=32) if options.get("fused") else in_order
 
 
-def take_state(optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Any]:
-    """Move the states of a buffer's parameters out, in the buffer's layout.
+def initial_state(optimizer: Optimizer, flat: Flat) -> dict[str, Tensor]:
+    """For a shard, the state that Adagrad has made at construction; {} of most others.
 
-    {} where there is no state yet. A state that has not one value for each element,
-    such as a step counter, must be the same for all parameters of the buffer.
+    ValueError for an optimizer that has made steps.
     """
     states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
-    if not any(states):
-        return {}
-    group = optimizer.param_groups[flat.group or 0]
-    elementwise = state_layout(optimizer, group, flat.full)
-    merged: dict[str, Any] = {}
-    for slot, state in zip(flat.slots, states, strict=True):
-        for key, value in state.items():
-            if key in elementwise and isinstance(value, Tensor):
-                if key not in merged:
-                    merged[key] = value.new_zeros(flat.padded)
-                slot.view(merged[key]).copy_(value)
-            elif merged.setdefault(key, value) != value:
-                raise ValueError(
-                    f"the optimizer's state {key!r} of {slot.name!r} is {value}, and "
-                    f"{merged[key]} for others that share its buffer; wrap the model "
-                    "before parameters have made unequal steps"
-                )
-    return merged
+    made: dict[str, Tensor] = {}
+    for key in states[0]:
+        values = torch.cat([torch.as_tensor(s[key]).flatten() for s in states])
+        first = values[:1].sum()  # 0 where there are no elements
+        if (values != first).any() or (key == "step" and first):
+            raise ValueError(
+                f"{type(optimizer).__name__} has made steps, and its state cannot be "
+                "sharded any more; wrap the model before, or load a checkpoint after"
+            )
+        made[key] = first
+    if made:
+        group = optimizer.param_groups[flat.group or 0]
+        for key, dtype in state_layout(optimizer, group, flat.master).items():
+            value = made[key].item()
+            made[key] = torch.full_like(flat.master, value, dtype=dtype)
+    return made

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm import Group, Work, everyone
+from ..comm import Groups, Work, everyone
 from ..memory.labels import label
 
 Named = list[tuple[str, nn.Parameter]]
@@ -58,8 +59,8 @@ class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them. `copies`: how many groups
-    of ranks have all shards; shards are as many pieces each (chapter 17).
+    N `ranks`; `place` is this one's among them. `grid`: groups of ranks, of
+    which each has all shards: a shard is a `piece` for each (chapter 17).
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -78,6 +79,7 @@ class Flat:
     staged_shard: Tensor
     staged_grad: Tensor
     start = 0
+    gathered: Callable[[], AbstractContextManager[None]] = nullcontext
 
     # continued: zero-flat-init
     def __init__(
@@ -85,13 +87,14 @@ class Flat:
         named: Named,
         group: int | None,
         layout: Layout = in_order,
-        ranks: Group | None = None,
-        copies: int = 1,
+        grid: Groups | None = None,
     ) -> None:
-        self.ranks, self.copies = ranks or everyone(), copies
+        self.grid = grid or Groups(everyone().size)
+        self.ranks = self.grid.within
         n, self.place = self.ranks.size, self.ranks.rank
-        offsets, piece = layout([p for _, p in named], n * copies)
-        self.size = piece * copies
+        self.parameters = [p for _, p in named]
+        offsets, self.piece = layout(self.parameters, n * self.grid.copies)
+        self.size = self.piece * self.grid.copies
         self.slots = [
             Slot(name, p, p.shape, offset)
             for (name, p), offset in zip(named, offsets, strict=True)
@@ -122,8 +125,15 @@ class Flat:
 
         By `.data`, since modules, optimizers and hooks hold the parameters.
         """
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.parameter.data = tensor
+        with torch._C.DisableTorchFunction():  # `zero.Init` would gather
+            for slot, tensor in zip(self.slots, tensors, strict=True):
+                slot.parameter.data = tensor
+        self.known_writes = self.writes()
+
+    def writes(self) -> list[tuple[int, int]]:
+        """How often each parameter was written to, and where it lies."""
+        with torch._C.DisableTorchFunction():
+            return [(p._version, p.data_ptr()) for p in self.parameters]
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         """Hold the values in another dtype, and gradients in yet another."""
@@ -157,7 +167,7 @@ class Flat:
             grad[end : slot.offset].zero_()  # padding between parameters
             end = slot.offset + slot.numel
         grad[end:].zero_()
-        self.uninitialized = {slot.parameter for slot in self.slots}
+        self.uninitialized = {*self.parameters}
 
     def collect(self, slot: Slot) -> None:
         """Move the gradient that autograd has left in `.grad` to the buffer.
@@ -176,16 +186,16 @@ class Flat:
     def full_grad(self) -> Tensor:
         """The gradient buffer, with zeros for unused parameters: [padded]."""
         grad = self.grad_buffer()
-        for slot in self.slots if self.uninitialized else ():
-            if slot.parameter in self.uninitialized:
-                slot.view(grad).zero_()
+        unused = [s for s in self.slots if s.parameter in self.uninitialized]
+        for slot in unused:
+            slot.view(grad).zero_()
         self.uninitialized.clear()
         return grad
 
     def changed(self) -> None:
         """Call it after an update: then autograd refuses older graphs."""
-        every = [slot.parameter for slot in self.slots]
-        torch.autograd.graph.increment_version(every)
+        torch.autograd.graph.increment_version(self.parameters)
+        self.known_writes = self.writes()
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-unit
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ group, then across (`Net.averaged`). Where only parameters have a group (hpZ, Wa
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -26,10 +25,6 @@ class CopiedFlat(ShardedFlat):
     """
 
     _sending: Work | None = None
-
-    def __init__(self, grid: comm.Groups, *args: Any) -> None:
-        self.grid = grid
-        super().__init__(*args)
 
     def _updated(self, kept: Tensor) -> Tensor:
         """The piece, of those that are kept, that this rank updates."""
@@ -56,7 +51,3 @@ class CopiedFlat(ShardedFlat):
         )  # fmt: skip
         self._sending = work.then(partial(self.shard.copy_, own))
         return [self._sending]
-
-    def exact(self, kept: Tensor) -> Tensor:
-        comm.all_gather(kept, self.shard.clone(), group=self.grid.across)
-        return kept

@@ -8,8 +8,8 @@ copied or saved raises here; what is refused in a step, in `net`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,26 +29,17 @@ def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
 
 def check_model(model: nn.Module, plan: Plan) -> None:
     """Raise ValueError for a model that cannot be wrapped."""
-    params = list(model.parameters())
-    if nets_of(params):
-        gc.collect()  # a net that nobody holds any more
-    if nets_of(params):
+    if nets_of(model.parameters()):
         raise ValueError(
             "the model is wrapped already; build another, with the weights of "
             "net.state_dict()"
         )
-    sharded = any(hasattr(p, "sharded_in") for p in params)
+    sharded = any(hasattr(p, "sharded_in") for p in model.parameters())
     if sharded and not plan.parameters.sharded:
         raise ValueError(
             "the model was built inside zero.Init, so its parameters are sharded; use a "
             "plan that shards parameters (stage 3), or build it outside"
         )
-    for name, buffer in model.named_buffers() if sharded else ():
-        if buffer.is_floating_point() and buffer.isnan().any():
-            raise ValueError(
-                f"buffer {name!r} has NaNs: it was computed from sharded parameters; "
-                "compute it inside zero.GatheredParameters"
-            )
     for name, module in model.named_modules() if plan.parameters.sharded else ():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ValueError(
@@ -56,26 +47,31 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 "and freed cannot be part of a graph; wrap the model first, then call "
                 "engine.compile(), which compiles unit by unit"
             )
-    _check_apart(model)
-
-
-def _check_apart(model: nn.Module) -> None:
-    """Refuse two parameters that share memory: one would get the other's values."""
-    spans = []
-    for name, p in model.named_parameters():
-        if p.numel() and not p.is_meta and not hasattr(p, "sharded_in"):
-            last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            start, memory = int(p.storage_offset()), p.untyped_storage()._cdata
-            spans.append((memory, start, start + last + 1, name))
-    shared, end, before = 0, 0, ""
-    for memory, start, stop, name in sorted(spans):
-        if memory == shared and start < end:
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "the model is on the meta device, without values; build it inside zero.Init, "
+            "which shards each layer as soon as that has its values"
+        )
+    names: dict[tuple[int, int], str] = {}
+    for name, p in model.named_parameters() if not sharded else ():
+        place = p.untyped_storage()._cdata, int(p.storage_offset())
+        if names.setdefault(place, name) != name and p.numel():
             raise ValueError(
-                f"parameters {before!r} and {name!r} are two that share memory, and "
-                "would be pulled apart; to tie them, assign one parameter to both "
+                f"parameters {names[place]!r} and {name!r} are two that share memory, "
+                "and would be pulled apart; to tie them, assign one parameter to both "
                 "modules (head.weight = embedding.weight)"
             )
-        shared, end, before = memory, stop, name
+
+
+class Hook(partial[Any]):
+    """A method of a net as a hook on a module; a copy of the module calls nothing."""
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    """What the hooks of a copied module call."""
 
 
 def refuse_sharded_state(module: nn.Module) -> None:

@@ -55,10 +55,6 @@ def GatheredParameters(
     their values anyway. All ranks must enter, with the same parameters.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
-    if modifier_rank is not None and not 0 <= modifier_rank < comm.everyone().size:
-        raise ValueError(
-            f"modifier_rank must be below {comm.everyone().size}, not {modifier_rank!r}"
-        )
     flats, nets = owners(params), nets_of(params)
     for net in nets:
         net.synchronize()  # an update that arrived later would undo a write
@@ -90,9 +86,9 @@ class Init(TorchFunctionMode):
     others. Every rank runs the same code; rank 0's values are taken. A model on the meta
     device is sharded as it is loaded, as by `from_pretrained` of transformers.
 
-    `config` (or `config_dict_or_path`): DeepSpeed's: a dict, a path, or JSON text; below
-    stage 3 the block does nothing, nor without `enabled`. `storage`: stores the shards
-    (default: on the device, or in host memory if `config` has `offload_param`).
+    `config`: DeepSpeed's: a dict, a path, or JSON text; below stage 3 the block does
+    nothing, nor without `enabled`. `storage`: stores the shards (default: on the device,
+    or in host memory if `config` has `offload_param`).
     """
 
     def __init__(
@@ -100,16 +96,13 @@ class Init(TorchFunctionMode):
         config: Source | None = None,
         storage: Storage | None = None,
         *,
-        config_dict_or_path: Source | None = None,
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        plan = _plan_of(config_dict_or_path if config is None else config)
+        plan = _plan_of(config)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
-        # buffers that are unsharded, and the module that they were made for
-        self._held: list[ShardedFlat] = []
-        self._module: nn.Module | None = None
+        self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -143,25 +136,19 @@ class Init(TorchFunctionMode):
                 self._registered(module, key, p)
 
     def _registered(self, module: nn.Module, name: str, p: Any) -> None:
-        """Shard a parameter; while it is its module's turn, it stays unsharded.
+        """Shard a parameter.
 
         If it takes the place of one on the meta device, it has been loaded: each rank
-        keeps its shard of what it has read itself. Nothing is sent, so ranks may load in
-        any order.
+        keeps its shard of what it has read itself, so ranks may load in any order.
         """
         if p is None or p.is_meta or is_sharded(p):
             return
-        before = module._parameters.get(name)
-        is_loaded = before is not None and before.is_meta
-        if not is_loaded and module is not self._module:
-            self._hold([])
-            self._module = module
         p.data = p.data.to(device())
         refuse_sharded_state(module)
         flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
-        if not is_loaded:
-            flat.holders = 1
-            self._held.append(flat)
+        before = module._parameters.get(name)
+        if before is None or not before.is_meta:
+            comm.broadcast(flat.full)
         flat.keep(self.storage)
 
     def __torch_function__(
@@ -180,7 +167,7 @@ class Init(TorchFunctionMode):
         """Unshard these, and shard those again that code touched before."""
         if flats and all(flat in self._held for flat in flats):
             return
-        held, self._held, self._module = self._held, flats, None
+        held, self._held = self._held, flats
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
                 flat.take_over(0)

@@ -65,10 +65,10 @@ class Muon(torch.optim.Optimizer):
     matrices: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
-        groups = [dict(group) for group in params]
-        for group in groups:
-            group.setdefault("use_muon", False)
-            group["params"] = list(group["params"])
+        groups = []
+        for given in params:
+            group = {"use_muon": False, **given, "params": list(given["params"])}
+            kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
             bad = [p for p in group["params"] if group["use_muon"] and p.ndim != 2]
             if bad:
                 raise ValueError(
@@ -76,21 +76,26 @@ class Muon(torch.optim.Optimizer):
                     f"{tuple(bad[0].shape)}, and Muon updates matrices; put it into a "
                     "group without, which AdamW updates"
                 )
-        super().__init__([_complete(group) for group in groups], {})
+            options = {
+                k: v for k, v in given.items() if k not in ("use_muon", "params")
+            }
+            try:
+                probe = kind([nn.Parameter(torch.empty(1, 1))], **options)
+            except TypeError as error:
+                raise ValueError(f"a group of {kind.__name__}: {error}") from None
+            groups.append({**probe.param_groups[0], **group})
+        super().__init__(groups, {})
         self.owners = Owners()
 
-    def take(self, master: Tensor, flat: Flat) -> None:
-        """Update the matrices of a flat that lie in this rank's `master`."""
+    def take(self, flat: Flat) -> None:
+        """Update the matrices of a buffer that lie in this rank's part, its master."""
         places = ((slot.offset - flat.start, slot.shape) for slot in flat.slots)
-        self.matrices[master] = [at for at in places if 0 <= at[0] < master.numel()]
+        end = flat.master.numel()
+        self.matrices[flat.master] = [at for at in places if 0 <= at[0] < end]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter, or every matrix of a shard, that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             if group["use_muon"]:
                 for p in group["params"]:
@@ -100,7 +105,6 @@ class Muon(torch.optim.Optimizer):
                 adam = torch.optim.AdamW(group["params"])
                 adam.param_groups, adam.state = [group], self.state
                 adam.step()
-        return loss
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """Let torch's Muon update the matrices that lie in `p`."""
@@ -119,18 +123,6 @@ class Muon(torch.optim.Optimizer):
             matrices["params"].append(value)
             muon.state[value] = {"momentum_buffer": momentum}
         muon.step()
-
-
-def _complete(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with all options of its optimizer, which checks those given."""
-    kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
-    rest = {"params": group["params"], "use_muon": group["use_muon"]}
-    given = {k: v for k, v in group.items() if k not in rest}
-    try:
-        probe = kind([nn.Parameter(torch.empty(1, 1))], **given)
-    except TypeError as error:
-        raise ValueError(f"a group of {kind.__name__}: {error}") from None
-    return {**probe.param_groups[0], **rest}
 
 
 def muon_groups(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,35 +12,13 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from ..memory.plan import Plan
-from .elementwise import check_elementwise, groups_of, layout_of, take_state
+from ..ranks import device
+from .elementwise import check_elementwise, groups_of, initial_state, layout_of
 from .flat import Flat, Slot, Unit
 from .guards import OWNERS, check_model
 from .muon import Muon
 from .seams import Action, Precision, Schedule, Storage
-from .units import Policy, assign, find_units, materialise, split
-
-
-class Hook:
-    """Calls a method of a net; the same hook of a copied module calls nothing.
-
-    `weak`: the hook does not keep the net alive.
-    """
-
-    def __init__(
-        self,
-        method: Callable[..., Any] | None = None,
-        *first: Any,
-        weak: bool = False,
-    ) -> None:
-        self.method = weakref.WeakMethod(method) if weak and method else lambda: method
-        self.first = first
-
-    def __call__(self, *args: Any) -> Any:
-        method = self.method()
-        return method(*self.first, *args) if method else None
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
+from .units import Policy, assign, find_units, split
 
 
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -72,7 +48,6 @@ class Net:
 
     `has_gradients`: whether a backward has run since the last step.
     `where`: of each parameter, its unit, flat buffer and slot.
-    `handles`: of the hooks on the model.
     `grid`: the groups of ranks that have a copy each of what is sharded: one, of all
         ranks, if the plan has no groups.
     `levels`: between which ranks shards are divided, the innermost group last.
@@ -80,8 +55,8 @@ class Net:
 
     running = 0  # how many backwards are, of any net
     plan = Plan.stage(0)
-    flat_type: Callable[..., Any] = Flat
-    copied_type: Callable[..., Any]  # of stage 3, where groups have copies
+    flat_type: type[Flat] = Flat
+    copied_type: type[Flat]  # of stage 3, where groups have copies
     # `DataParallel` has these
     _on_grad: Callable[[nn.Parameter], None]
     zero_grad: Callable[[], None]
@@ -108,15 +83,11 @@ class Net:
         copied = self.plan.parameters.group and not self.plan.optimizer.group
         if copied and self.grid.copies > 1:
             self.levels.insert(0, self.grid.across)
-            self.flat_type = partial(self.copied_type, self.grid)
+            self.flat_type = self.copied_type
         self.weight_bits = weight_bits
         self.quantized = comm.Quantized(gradient_bits) if gradient_bits else None
         check_model(model, self.plan)
         check_elementwise(optimizer)
-        if bucket_size < 1:
-            raise ValueError(
-                f"bucket_size must be at least 1 element, not {bucket_size!r}"
-            )
         self.model, self.optimizer = model, optimizer
         self.bucket_size = bucket_size
         self.precision = precision or Precision()
@@ -138,44 +109,38 @@ class Net:
         self.units: list[Unit] = []
         with comm.phase("init"):
             for name, params in assign(self.model, modules).items():
-                materialise(self.model, [p for _, p in params])
+                for _, p in params:
+                    p.data = p.data.to(device())
                 unit = Unit(name or "root", modules[name])
                 for group, part in split(params, group_of):
                     layout = layout_of(self.optimizer, group)
-                    grid = self.grid
-                    flat = self.flat_type(part, group, layout, grid.within, grid.copies)
+                    flat: Any = self.flat_type(part, group, layout, self.grid)
                     if self.weight_bits:
-                        piece = flat.size // flat.copies
-                        flat.quantized = comm.Quantized(self.weight_bits, piece)
+                        flat.quantized = comm.Quantized(self.weight_bits, flat.piece)
                     comm.broadcast(flat.full, group=self.group)
                     own = self.owned(flat.full, flat)
                     flat.start = int(own.storage_offset())
                     copy = self.precision.attach(flat, own)
+                    flat.shard = self.owned(flat.full, flat)
                     self.place(flat)
                     flat.master = flat.shard
                     if flat.trainable:
                         flat.master = self.storage.master(flat, copy)
+                    if isinstance(self.optimizer, Muon):
+                        self.optimizer.take(flat)
                     unit.flats.append(flat)
                 self.units.append(unit)
-            materialise(self.model, list(self.model.buffers()))
-            every = {
-                buffer: module
-                for module in self.model.modules()
-                for buffer in module.buffers(recurse=False)
-            }
-            for buffer, module in every.items():
-                values = buffer.contiguous()
-                comm.broadcast(values, group=self.group)
-                if values is not buffer:  # expanded ones have no memory
-                    buffer.data = torch.empty_like(buffer).copy_(values)
-                labels.label(buffer, "buffers")
-                self.precision.attach_buffer(buffer, module)
+            for module in self.model.modules():
+                for buffer in module.buffers(recurse=False):
+                    buffer.data = buffer.data.to(device()).contiguous()
+                    comm.broadcast(buffer, group=self.group)
+                    labels.label(buffer, "buffers")
+                    self.precision.attach_buffer(buffer, module)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
 
     def place(self, flat: Flat) -> None:
         """Allocate what this plan keeps of a buffer between steps."""
-        flat.shard = self.owned(flat.full, flat)
         if flat.trainable:
             flat.grad_buffer()
 
@@ -186,7 +151,12 @@ class Net:
     def _register_hooks(self) -> None:
         """Let autograd report each parameter's gradient to `_on_grad`."""
         self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
-        self.handles: list[Any] = []
+        on_grad = weakref.WeakMethod(self._on_grad)  # hooks keep no net alive
+
+        def hook(p: Any) -> None:
+            if (alive := on_grad()) is not None:
+                alive(p)
+
         for unit in self.units:
             for flat in unit.flats:
                 for slot in flat.slots:
@@ -194,33 +164,22 @@ class Net:
                     self.where[p] = unit, flat, slot
                     OWNERS[p] = weakref.ref(self)
                     if flat.trainable:
-                        hook = Hook(self._on_grad, weak=True)
-                        handle = p.register_post_accumulate_grad_hook(hook)
-                        self.handles.append(handle)
+                        p.register_post_accumulate_grad_hook(hook)
         self.note_writes()
 
     def _adopt_optimizer(self) -> None:
-        """Let the optimizer's groups hold what this rank updates.
-
-        State that it has already is cut into the same shards.
-        """
+        """Let the optimizer's groups hold what this rank updates."""
         for group in self.optimizer.param_groups:
             group["params"] = []
         for flat in self.trained:
             assert flat.group is not None
             master = flat.master
             self.optimizer.param_groups[flat.group]["params"].append(master)
-            for key, value in take_state(self.optimizer, flat).items():
-                if isinstance(value, Tensor) and value.ndim:
-                    part = self.owned(value, flat)
-                    if part.is_floating_point():
-                        wide = torch.promote_types(part.dtype, master.dtype)
-                        part = part.to(wide)
-                    value = self.storage.store(part, "optimizer")
+            for key, value in initial_state(self.optimizer, flat).items():
+                if value.ndim:
+                    value = self.storage.store(value, "optimizer")
                 self.optimizer.state[master][key] = value
-            if isinstance(self.optimizer, Muon):
-                self.optimizer.take(master, flat)
-        self.handles.append(self.optimizer.register_step_pre_hook(refuse_step))
+        self.optimizer.register_step_pre_hook(refuse_step)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out what the schedule has answered."""
@@ -308,18 +267,15 @@ class Net:
         """
         self.check_unchanged()
         for flat in () if self.plan.parameters.sharded else self.flats:
-            for slot, view in zip(flat.slots, flat.views(), strict=True):
-                p = slot.parameter
-                if p.data_ptr() != view.data_ptr():  # by `p.data = values`
-                    view.copy_(p.data)
-                    p.data = view
-        if len(self._sums) and not self._checksums().equal(self._sums):
+            if flat.writes() != flat.known_writes:
+                flat.fill()  # maybe from other memory, after `p.data = values`
+        if not self._checksums().equal(self._sums):
             self.refresh()
 
     def _checksums(self) -> Tensor:
         """Of each buffer of which the optimizer updates a copy; on the device.
 
-        A version counter would not do: what is written through `.data` moves none.
+        A count of writes would not do: `p.data.clamp_()` is not counted.
         """
         sums = []
         for flat in () if self.plan.parameters.sharded else self.trained:
@@ -333,7 +289,7 @@ class Net:
     def refresh(self) -> None:
         """Let masters take over what was written to parameters or shards.
 
-        `step` calls it when it notices writes. All ranks must call it.
+        All ranks must call it.
         """
         for flat in self.trained:
             self.storage.refresh(flat, self.precision)
@@ -348,10 +304,6 @@ class Net:
         self.zero_grad()
         self.note_writes()
 
-    def gathered(self, flat: Flat) -> AbstractContextManager[None]:
-        """The parameters of a buffer are unsharded inside the block."""
-        return nullcontext()
-
     def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
         """All weights and buffers in host memory, on rank 0; {} on others.
 
@@ -364,7 +316,7 @@ class Net:
         values: dict[nn.Parameter, Tensor] = {}
         for flat in self.flats:
             if frozen or flat.trainable:
-                with self.gathered(flat):
+                with flat.gathered():
                     for slot in flat.slots if first else ():
                         p = slot.parameter
                         values[p] = p.detach().cpu().clone()

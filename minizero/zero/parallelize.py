@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Quantized
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
 from .stage1 import ZeRO1
@@ -41,31 +40,16 @@ def check_groups(
     plan: Plan, weight_bits: int | None, gradient_bits: int | None
 ) -> None:
     """Raise ValueError for what is not done in groups, or quantized."""
-    for bits in (weight_bits, gradient_bits):
-        if bits is not None:
-            Quantized(bits)
-    if (weight_bits or gradient_bits) and not plan.optimizer.sharded:
+    parameters, gradients, states = plan.parameters, plan.gradients, plan.optimizer
+    if weight_bits and not parameters.sharded or gradient_bits and not states.sharded:
         raise ValueError(
-            "nothing is sharded at stage 0, so there is nothing to quantize; "
-            "choose a stage, 3 for weights"
+            "what is sharded can be quantized: weights at stage 3, gradients at stages "
+            "1 to 3; leave weight_bits or gradient_bits out"
         )
-    if weight_bits and not plan.parameters.sharded:
-        raise ValueError(
-            "weights are quantized as they are gathered for use, which needs "
-            "sharded parameters (stage 3); leave weight_bits out"
-        )
-    parameters, gradients = plan.parameters, plan.gradients
-    group = plan.optimizer.group
-    alone = parameters.group and not group  # hpZ
-    together = [gradients] if alone else [gradients, parameters]
-    if any(part.sharded and part.group != group for part in together):
+    is_hpz = parameters.group and not states.group
+    together = [gradients] if is_hpz else [gradients, parameters]
+    if any(part.sharded and part.group != states.group for part in together):
         raise ValueError(
             f"{plan}: in groups, everything sharded has one group, or the "
             "parameters alone have it; use Plan.stage(stage, group=...)"
-        )
-    if alone and parameters.on != "device":
-        raise ValueError(
-            "where only parameters have a group they are stored on the "
-            "device, as a copy for the group; leave offload_param out, or "
-            "group everything"
         )

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
@@ -145,9 +145,7 @@ class Storage:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def attach(
-        self, plan: Plan, schedule: Schedule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def attach(self, plan: Plan, schedule: Schedule, optimizer: Optimizer) -> None:
         """Called once, by the net that it serves; ValueError if it cannot."""
         if self.schedule is not None:
             raise ValueError(
@@ -198,10 +196,7 @@ class Storage:
         """Wait until what `accumulate` has begun is in the shards."""
 
     def update(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Update these units; yields units whose shards are complete.
 
@@ -221,10 +216,7 @@ class Storage:
             yield part
 
     def step(
-        self,
-        flats: list[Flat],
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        self, flats: list[Flat], optimizer: Optimizer, precision: Precision
     ) -> None:
         """Let the optimizer update buffers that are staged."""
         for flat in flats:

@@ -54,7 +54,9 @@ class ShardedFlat(Flat):
             p.sharded_in = self
             p.__deepcopy__ = partial(copy_unsharded, p)
             p.__reduce_ex__ = partial(reduce_unsharded, p)
-            if source is not None:
+            if source is not None:  # it lets go of the parameter
+                source.slots = source.parameters = []
+                source.whole = source.freed = []
                 source.free()
         self.cut()
         self.point(self.whole)
@@ -63,18 +65,8 @@ class ShardedFlat(Flat):
     def cut(self) -> None:
         """Cut the views that parameters are: an empty storage gives none."""
         self.whole = self.views()
-        is_float = self.full.is_floating_point() or self.full.is_complex()
-        self._absent = torch.nan if is_float else 0
-        self.nan = self.full.new_full((), self._absent)
+        self.nan = torch.tensor(torch.nan).to(self.full)
         self.freed = [self.nan.expand(slot.shape) for slot in self.slots]
-
-    def point(self, tensors: list[Tensor]) -> None:
-        with torch._C.DisableTorchFunction():
-            for slot, tensor in zip(self.slots, tensors, strict=True):
-                p: Any = slot.parameter
-                if p.sharded_in is self:
-                    p.data = tensor
-        self._noted = self._state()
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         super().cast(dtype, grad_dtype)
@@ -98,6 +90,9 @@ class ShardedFlat(Flat):
         self._check_unwritten()
         self.full.untyped_storage().resize_(self.full.nbytes)
         self.is_unsharded = True
+        return self._launch()
+
+    def _launch(self) -> Work:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.kept(self.full))
             work = comm.all_gather(
@@ -132,10 +127,9 @@ class ShardedFlat(Flat):
         if not self.is_unsharded or self.used or self.holders:
             return
         if seen:
-            dtype, where = self.full.dtype, self.full.device
             self.point(self.freed)
             self.whole, self.full = [], self.full[:0].clone()  # frees it
-            full = torch.empty(self.padded, dtype=dtype, device=where)
+            full = self.full.new_empty(self.padded)
             self.full = label(full, "parameters")
             self.cut()
         self.point(self.freed)
@@ -152,14 +146,12 @@ class ShardedFlat(Flat):
     def gathered(self) -> Iterator[None]:
         """Unsharded inside the block, with the values as they are stored."""
         self.unshard()
-        if self.quantized is not None:  # gather once more, as it is
-            with self.storage.on_copy_stream() as arrive:
-                into = self.kept(self.full)
-                own = self.exact(self.storage.load(self.stored, into))
-                work = comm.all_gather(
-                    self.full, own, async_op=True, group=self.ranks
-                )
-            work.then(arrive).wait()
+        if self.quantized is not None:  # gather once more, exact
+            form, self.quantized = self.quantized, None
+            for work in self.send_copies():
+                work.wait()
+            self._launch().wait()
+            self.quantized = form
         self.holders += 1
         try:
             yield
@@ -167,41 +159,21 @@ class ShardedFlat(Flat):
             self.holders -= 1
             self.free(seen=True)
 
-    def exact(self, kept: Tensor) -> Tensor:
-        """What is stored, without what a quantized copy has rounded."""
-        return kept
-
     def take_over(self, modifier_rank: int) -> None:
         """Keep what that rank has written to the parameters, everywhere."""
         with torch._C.DisableTorchFunction():
             for slot, view in zip(self.slots, self.whole, strict=True):
-                p: Any = slot.parameter
-                if p.sharded_in is self and p.data_ptr() != view.data_ptr():
-                    view.copy_(p.data)  # after `p.data = values`
+                view.copy_(slot.parameter.data)  # after `p.data = values`
         comm.broadcast(self.full, modifier_rank, group=self.ranks)
         self.storage.write_shard(self.stored, self.kept(self.full))
 
     # continued: zero-sharded-unwritten
-    def changed(self) -> None:
-        super().changed()
-        self._noted = self._state()
-
-    def _state(self) -> list[tuple[int, int]]:
-        """Of each parameter, what tells that somebody has written to it."""
-        every = [slot.parameter for slot in self.slots]
-        with torch._C.DisableTorchFunction():
-            return [
-                (0 if p.is_inference() else p._version, p.data_ptr())
-                for p in every
-            ]
-
     def _check_unwritten(self) -> None:
         """Raise RuntimeError for what was written to freed parameters."""
-        now = self._state()
-        for slot, a, b in zip(self.slots, self._noted, now, strict=True):
-            p: Any = slot.parameter
-            if a != b and p.sharded_in is self:
-                self.nan.fill_(self._absent)  # it may be overwritten
+        now = self.writes()
+        for slot, a, b in zip(self.slots, self.known_writes, now, strict=True):
+            if a != b:
+                self.nan.copy_(torch.tensor(torch.nan))  # if overwritten
                 self.point(self.freed)
                 raise RuntimeError(
                     f"parameter {slot.name!r} was written to while it was "

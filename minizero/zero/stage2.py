@@ -27,7 +27,6 @@ class ZeRO2(ZeRO1):
 
     def place(self, flat: Flat) -> None:
         """Keep a shard of gradients, and no full buffer."""
-        flat.shard = self.owned(flat.full, flat)
         if flat.trainable:
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
             flat.mean = self.storage.store(zeros, "gradients")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..memory.plan import Plan
 from .flat import Flat, Unit
 from .groups import CopiedFlat
-from .guards import refuse_sharded_state
-from .net import Hook
+from .guards import Hook, refuse_sharded_state
 from .sharded import ShardedFlat
 from .stage2 import ZeRO2
 
@@ -118,37 +116,34 @@ class ZeRO3(ZeRO2):
         self._backwards: set[Unit] = set()  # whose backward is running
         # forwards whose backward has not come yet
         self._expected: Counter[Unit] = Counter()
-        self._loss_is_nan: Tensor | None = None
         for unit in self.units:
             before = Hook(self._before_forward, unit)
             after = Hook(self._after_forward, unit)
             for module in self._users(unit):
-                self.handles += [
-                    module.register_forward_pre_hook(
-                        before, prepend=True, with_kwargs=True
-                    ),
-                    module.register_forward_hook(after, always_call=True),
-                ]
+                module.register_forward_pre_hook(
+                    before, prepend=True, with_kwargs=True
+                )
+                module.register_forward_hook(after, always_call=True)
         for module in self.model.modules():
             if module._parameters or module is self.model:
                 refuse_sharded_state(module)
 
     def _users(self, unit: Unit) -> list[nn.Module]:
         """The modules around whose forward a unit is gathered."""
-        found = {unit.module: None}
-        if unit is self.units[0]:
-            own = {slot.parameter for f in unit.flats for slot in f.slots}
-            for module in self.model.modules():
-                if any(p in own for p in module.parameters(recurse=False)):
-                    found[module] = None
-        return list(found)
+        if unit is not self.units[0]:
+            return [unit.module]
+        own = {p for flat in unit.flats for p in flat.parameters}
+        return [
+            module for module in self.model.modules()
+            if module is self.model or own & {*module._parameters.values()}
+        ]  # fmt: skip
 
     # continued: zero-stage3-around
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        if self.in_backward and unit in self._backwards:
-            return args, kwargs  # checkpointing computes it again: unsharded
+        if self._is_recomputed(unit):
+            return args, kwargs
         self._forwards[unit] += 1
         if self._forwards[unit] > 1:
             return args, kwargs
@@ -165,10 +160,10 @@ class ZeRO3(ZeRO2):
         self, unit: Unit, module: nn.Module, args: Any, out: Any
     ) -> None:
         """Also called, with None as `out`, when the forward has failed."""
+        if self._is_recomputed(unit):
+            return
         self._forwards[unit] -= 1
-        if self._forwards[unit] < 0:  # computed again; see above
-            del self._forwards[unit]
-        elif self._forwards[unit] == 0:
+        if self._forwards[unit] == 0:
             begin = partial(self._before_backward, unit)
             outputs = tensors_in(out)
             for x in outputs:
@@ -183,6 +178,10 @@ class ZeRO3(ZeRO2):
                         "parameters, and their memory is freed now; return "
                         "a clone"
                     )
+
+    def _is_recomputed(self, unit: Unit) -> bool:
+        """By checkpointing, in the unit's backward: it is unsharded."""
+        return self.in_backward and unit in self._backwards
 
     # continued: zero-stage3-backward
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
@@ -224,16 +223,14 @@ class ZeRO3(ZeRO2):
         return super().__call__(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """As `DataParallel.backward`; warns after a loss that was NaN."""
-        if self._loss_is_nan is not None and self._loss_is_nan.item():
+        """As `DataParallel.backward`; warns of a loss that is NaN."""
+        if loss.detach().isnan().any().item():
             warnings.warn(
-                "the last loss was NaN. At stage 3 parameters read as NaN "
-                "outside of their unit's forward, as in a penalty that is "
-                "added to the loss: compute it inside the model's forward, "
-                "or from outputs",
+                "the loss is NaN. At stage 3 parameters read as NaN outside of "
+                "their unit's forward, as in a penalty that is added to the "
+                "loss: compute it inside the model's forward, or from outputs",
                 stacklevel=2,
             )
-        self._loss_is_nan = loss.detach().isnan().any()
         super().backward(loss, retain_graph)
 
     # continued: zero-stage3-last
@@ -263,7 +260,3 @@ class ZeRO3(ZeRO2):
                 "all modules that use it"
             )
         super()._on_grad(p)
-
-    def gathered(self, flat: Flat) -> AbstractContextManager[None]:
-        assert isinstance(flat, ShardedFlat)
-        return flat.gathered()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..ranks import device
 from .flat import Named
 
 Policy = Callable[[nn.Module], bool]
@@ -52,30 +50,6 @@ def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     for name, p in model.named_parameters():
         parts[owner[p]].append((name, p))
     return parts
-
-
-def materialise(model: nn.Module, tensors: list[Tensor]) -> None:
-    """Bring tensors of the model to this rank's device.
-
-    A module that has some on the meta device, without values, initializes
-    them by its method `reset_parameters`.
-    """
-    for t in tensors:
-        if not t.is_meta and t.device.type != device().type:
-            t.data = t.data.to(device())
-    meta = {t for t in tensors if t.is_meta}
-    for module in model.modules() if meta else ():
-        every = (*module._parameters.values(), *module._buffers.values())
-        own = [t for t in every if t is not None and t.is_meta]
-        if not meta.intersection(own):
-            continue
-        for t in own:
-            new: Tensor = torch.empty_like(t, device=device())
-            if isinstance(t, nn.Parameter):
-                new = nn.Parameter(new, t.requires_grad)
-            # in place: the optimizer and other modules hold the same object
-            torch.utils.swap_tensors(t, new)
-        module.reset_parameters()  # type: ignore[operator]
 
 
 def split(

@@ -191,7 +191,8 @@ def unequal(seen: Observation, expected: Observation) -> str:
     if isinstance(seen, dict) and ENDED in seen:
         return str(seen[ENDED])
     if isinstance(seen, dict) and RAISES in seen:
-        return "it raises " + str(seen[RAISES]).split("\n")[0].rstrip(".")
+        said = re.sub(r"<answer [-\d]+>", "your answer", str(seen[RAISES]))
+        return "it raises " + said.split("\n")[0].rstrip(".")
     if isinstance(seen, list) and isinstance(expected, list):
         if len(seen) != len(expected):
             return f"this has {len(seen)} entries, and should have {len(expected)}"

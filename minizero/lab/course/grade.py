@@ -11,9 +11,9 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,11 @@ class Grader:
 
     def grade(self, asked: Exercise, student: str, text: str | None) -> Record:
         """Grade one answer; None where there is none."""
+        record = partial(Record, asked.label, most=asked.points)
         if text is None:
-            return Record(asked.label, 0, asked.points, "There is no answer.")
+            return record(0, remark="There is no answer.")
         if text.strip() == f"# {asked.label}\n{asked.starter.strip()}":
-            return Record(
-                asked.label, 0, asked.points, "This is the starter, unchanged."
-            )
+            return record(0, remark="This is the starter, unchanged.")
         cases = asked.cases(self.seed, student)
         seen = self.run(asked, text, cases)
         expected = self.trusted(asked, asked.reference, cases)
@@ -107,14 +106,14 @@ class Grader:
         right = list(map(equal, seen, expected))
         points = round(asked.points * sum(right) / len(cases), 2)
         if all(right):
-            return Record(asked.label, points, asked.points, "Right.")
+            return record(points, remark="Right.")
         i = right.index(False)
-        remark = (
-            f"With {described(cases[i])[:500]}: {unequal(seen[i], expected[i])[:800]}."
-        )
+        case, fault = described(cases[i])[:500], unequal(seen[i], expected[i])[:800]
+        some = f"{sum(right)} of {len(cases)} cases are right. " if any(right) else ""
+        remark = f"{some}With {case}: {fault}."
         if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
             remark += f"\n\n{wrong.thought}"
-        return Record(asked.label, points, asked.points, remark)
+        return record(points, remark=remark)
 
     def likely(
         self, asked: Exercise, case: Case, seen: Any, expected: Any
@@ -218,9 +217,8 @@ def write(class_: dict[str, list[Record]], out: Path) -> None:
         (out / f"{student}.md").write_text(page(student, mine))
 
 
-def totals(mine: Iterable[Record]) -> tuple[float, int]:
-    records = list(mine)
-    return round(sum(r.points for r in records), 2), sum(r.most for r in records)
+def totals(mine: list[Record]) -> tuple[float, int]:
+    return round(sum(r.points for r in mine), 2), sum(r.most for r in mine)
 
 
 def page(student: str, mine: list[Record]) -> str:
@@ -241,11 +239,10 @@ def page(student: str, mine: list[Record]) -> str:
 
 def gradescope(folder: Path, seed: str) -> None:
     """Grade what Gradescope has put into `folder`, and write its `results.json`."""
-    described = folder / "submission_metadata.json"
     student = "student"
-    if described.exists():
-        users = json.loads(described.read_text()).get("users") or [{}]
-        student = users[0].get("email") or student
+    with suppress(OSError, LookupError):
+        told = json.loads((folder / "submission_metadata.json").read_text())
+        student = told["users"][0]["email"]
     tests = []
     with Grader(seed) as grader:
         for chapter in chapters():
@@ -264,7 +261,6 @@ def gradescope(folder: Path, seed: str) -> None:
                     }
                 )
     (folder / "results").mkdir(exist_ok=True)
-    result: dict[str, Any] = {"tests": tests}
-    if not tests:
-        result = {"score": 0, "output": "No file has the name of a chapter."}
+    nothing = {"score": 0, "output": "No file has the name of a chapter."}
+    result = {"tests": tests} if tests else nothing
     (folder / "results" / "results.json").write_text(json.dumps(result, indent=1))

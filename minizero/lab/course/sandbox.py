@@ -24,7 +24,6 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -34,6 +33,7 @@ from .exercise import ENDED, RAISES, ROOT, Exercise, define, observe
 
 PACKAGE = ROOT / "minizero"
 ANSWER, TASK, RESULT, OUTPUT = "answer.py", "task", "result.jsonl", "output"
+FIXED = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # of the environment
 LOOK = 0.05  # seconds between looks at a running answer
 
 
@@ -61,20 +61,14 @@ class Sandbox:
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "minizero.lab.course.sandbox"]
-        told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        told["TRITON_INTERPRET"] = "1"
+        told = {"PYTHONPATH": str(ROOT)} | FIXED
         return subprocess.Popen(
             [*command, str(self._folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=self._folder, env={**os.environ, **told}, start_new_session=True,
         )  # fmt: skip
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process:
             assert self._process.stdin and self._process.stdout
             with contextlib.suppress(OSError):
@@ -84,11 +78,7 @@ class Sandbox:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(
-        self,
-        asked: Exercise,
-        text: str,
-        cases: list[dict[str, Any]],
-        limits: Limits | None = None,
+        self, asked: Exercise, text: str, cases: list[Any], limits: Limits | None = None
     ) -> list[Any]:
         """What was observed of each case, or what ended the answer before."""
         limits = limits or Limits(seconds=asked.seconds * (1 + 3 * asked.on_ranks))
@@ -234,7 +224,7 @@ def confine(job: Path, limits: Limits) -> None:
     os.environ.clear()
     os.environ.update(
         HOME=home, TMPDIR=home, PATH=os.defpath, PYTHONPATH=str(path),
-        OMP_NUM_THREADS="1", LC_ALL="C.UTF-8", TRITON_INTERPRET="1",
+        LC_ALL="C.UTF-8", **FIXED,
     )  # fmt: skip
     tempfile.tempdir = None
     output = os.open(OUTPUT, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
