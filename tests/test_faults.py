@@ -15,6 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from minizero import comm
 from minizero.ranks import Pool, RankError, launch, pool, rank, report, reports
@@ -324,7 +325,8 @@ def kills(when):
     def end():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    pool.Process = multiprocessing.get_context("fork").Process  # no import of torch
+    dist.destroy_process_group()  # forks would have it, and need not import torch
+    pool.Process = multiprocessing.get_context("fork").Process
     if when == "ranks start":
         start = pool.Child.start
         pool.Child.start = lambda child: start(child) or end()

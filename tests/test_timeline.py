@@ -209,6 +209,30 @@ def test_recorded_and_exported_traces_arrive(browser: Any, show: Show) -> None:
     assert found(told) == wanted(trace, 1e-6)
 
 
+def test_time_is_lost_to_what_a_chapter_explains(browser: Any, show: Show) -> None:
+    """A wait is for the rank that came last until it has come, then for the link."""
+    row = (
+        ("compute", 0, 10, "forward", "a"),
+        ("reduce", 10, 40, "all_reduce", "a"),
+        ("compute", 10, 12, "launch", "a"),
+        ("compute", 15, 40, "wait", "a"),
+    )
+    late = [(lane, b + 20, e + 20 * (lane != "reduce"), *s) for lane, b, e, *s in row]
+    ranks = enumerate((row, late, row[:1]))
+    slices = [
+        Slice(r, lane, 1e-3 * b, 1e-3 * e, *what, call=0 if lane == "reduce" else -1)
+        for r, every in ranks
+        for lane, b, e, *what in every
+    ]
+    script = "(file) => ((t) => [t.ranks, lost(t, 0)])(fromChrome(file))"
+    ((ranks, lost),) = in_page(browser, show, SOURCE, script, Trace(2, slices).chrome())
+    assert ranks == 2
+    assert {kind: ms for kind, *ms in lost} == {
+        "late": [15_000, 0], "reduce": [10_000, 0], "idle": [3_000, 0],
+        "launch": [2_000, 0],
+    }  # fmt: skip
+
+
 # --- In a browser ---
 
 

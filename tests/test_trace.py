@@ -12,6 +12,7 @@ import torch
 import minizero
 from minizero import NVMe, Offload, Overlap, Plan, comm, parallelize
 from minizero.comm import Call
+from minizero.lab.explorables.own import aligned
 from minizero.lab.explorables.sources import LINES, PACKAGE, source, with_sources
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.trace import LANES, Trace
@@ -48,7 +49,7 @@ def step(net: Any) -> None:
     net.step()
 
 
-Recorded = tuple[Trace, list[Call], float, int, int]
+Recorded = tuple[Trace, list[Call], float, int, int, Trace]
 
 
 def record(path: str | None = None, *where: Any) -> Recorded:
@@ -64,7 +65,7 @@ def record(path: str | None = None, *where: Any) -> Recorded:
     mine = calls[1:]  # but for its own start
     begin = run.trace.moments[0].time - run.shift  # writes may end until then
     held = (sum(s.host.values()) for s in tracker.samples if s.time >= begin)
-    return run.trace, mine, run.shift, peak, max(held)
+    return run.trace, mine, run.shift, peak, max(held), aligned(run, path)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def recorded(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
-    for trace, calls, shift, _, _ in recorded[0]:
+    for trace, calls, shift, *_ in recorded[0]:
         found = [s for s in trace.slices if s.lane in ("gather", "reduce")]
         assert len(calls) > 8
         assert [
@@ -89,7 +90,7 @@ def test_slices_are_the_calls_of_the_ledger(recorded: Any) -> None:
 
 
 def test_counters_reach_the_measured_peak(recorded: Any) -> None:
-    for r, (trace, _, _, peak, _) in enumerate(recorded[0]):
+    for r, (trace, _, _, peak, *_) in enumerate(recorded[0]):
         counters = [
             sum(event["args"].values())
             for event in recorded[1]["traceEvents"]
@@ -112,6 +113,28 @@ def test_what_a_rank_does_is_in_turn_and_complete(recorded: Any) -> None:
         assert 0 < waits < own[-1].end - own[0].begin
 
 
+def test_simulated_step_stands_beside_the_recorded_one(recorded: Any) -> None:
+    """It has the same calls, computes as long, and is one rank more in the file too."""
+    (trace, *_, beside), (other, *_, plain) = recorded[0]
+    step = [s for s in beside.slices if s.rank == 2]
+    assert len(trace.slices) + len(step) == len(beside.slices)
+    assert len(plain.slices) == len(other.slices)
+    calls, simulated = (
+        sorted((s.verb, s.unit, s.nbytes) for s in slices if s.call >= 0)
+        for slices in (trace.slices, step)
+    )
+    assert calls == simulated
+    for verb in ("forward", "backward", "update"):
+        one, two = (
+            sum(s.end - s.begin for s in slices if s.verb == verb)
+            for slices in (trace.slices, step)
+        )
+        assert one == pytest.approx(two)
+    told = [e["args"] for e in recorded[1]["traceEvents"] if e["ph"] == "M"]
+    names = {args.get("name") for args in told}
+    assert names >= {"rank 0", "rank 1", "simulated"}
+
+
 def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
     chrome = recorded[1]
     assert chrome.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
@@ -132,7 +155,7 @@ def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
 def test_copies_are_in_it(two: Pool, on: str, tmp_path: Path) -> None:
     lane = {"cpu": "to host", "nvme": "to disk"}[on]
     runs = two.run(record, None, 3, on, str(tmp_path))
-    for r, (trace, *_, peak) in enumerate(runs):
+    for r, (trace, *_, peak, _) in enumerate(runs):
         copies = [s for s in trace.slices if s.lane == lane]
         assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
         assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}

@@ -10,13 +10,14 @@ it. The `tag` marks its messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..memory.labels import label
 from .groups import Group
-from .transport import Finish, Rows, exchange, store
+from .transport import Finish, Rows, exchange, store, store_by_pieces
 
 # %% auto #0
 __all__ = ['ordered_sum', 'direct_reduce_scatter', 'direct_all_gather']
@@ -55,7 +56,8 @@ def direct_reduce_scatter(
     def finish() -> None:
         wait()
         parts = [received.get(j, own) for j in range(len(inp))]
-        store(out, ordered_sum(parts, average, out[: own.numel()]))
+        # by pieces that stay in the processor's cache
+        store_by_pieces(out, parts, partial(ordered_sum, average=average))
 
     return finish
 

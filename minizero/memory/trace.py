@@ -89,7 +89,8 @@ class Trace:
 
     def _events(self, rank: int) -> Iterator[dict[str, Any]]:
         at: dict[str, Any] = {"pid": rank}
-        yield at | _meta("process_name", name=f"rank {rank}")
+        name = f"rank {rank}" if rank < self.ranks else "simulated"
+        yield at | _meta("process_name", name=name)
         tracks = _tracks([s for s in self.slices if s.rank == rank])
         # Perfetto takes thread 0 for none, and the process's number for its main thread
         for thread, (lane, slices) in enumerate(tracks, 1000 * rank + 1):

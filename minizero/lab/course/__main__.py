@@ -40,14 +40,16 @@ def main() -> None:
         build(out, told.seed, pages=not told.no_pages)
         tests = dry_run(out / "gradescope.zip", ["01_memory"])
         got, of = (sum(t[key] for t in tests) for key in ("score", "max_score"))
-        print(f"dry run of gradescope.zip: {got:g} of {of} points")
-        print(f"built in {out}")
+        print(f"built in {out}; dry run of gradescope.zip: {got:g} of {of} points")
         if got < of:
             raise SystemExit(f"the references do not get full points: {tests}")
     elif told.command == "grade":
         if not landlock() and not told.trusting:
             raise SystemExit(f"{OPEN} If you trust all students, add --trusting.")
-        class_ = grade(told.submissions, told.out, told.seed, told.jobs)
+        try:
+            class_ = grade(told.submissions, told.out, told.seed, told.jobs)
+        except RuntimeError as error:
+            raise SystemExit(f"grading stopped: {error}") from error
         for student, mine in class_.items():
             print("{:20} {:g} of {}".format(student, *totals(mine)))
         print(f"{len(class_)} students: {told.out / 'grades.csv'}")

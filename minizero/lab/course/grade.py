@@ -11,7 +11,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -217,9 +217,8 @@ def write(class_: dict[str, list[Record]], out: Path) -> None:
         (out / f"{student}.md").write_text(page(student, mine))
 
 
-def totals(mine: Iterable[Record]) -> tuple[float, int]:
-    records = list(mine)
-    return round(sum(r.points for r in records), 2), sum(r.most for r in records)
+def totals(mine: list[Record]) -> tuple[float, int]:
+    return round(sum(r.points for r in mine), 2), sum(r.most for r in mine)
 
 
 def page(student: str, mine: list[Record]) -> str:

@@ -61,8 +61,7 @@ def syllabus(name: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     every = 0
-    for number, some in enumerate(units.split(","), 1):
-        names = some.split()
+    for number, names in enumerate(map(str.split, units.split(",")), 1):
         read = sum(map(reading, names))
         graded = {a.label: a.points for each in names for a in load(each)}
         picked = [label for each in names for label in chosen(each, most)]

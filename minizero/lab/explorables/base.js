@@ -112,6 +112,9 @@ const amount = (bytes) =>
 /** Parameters of a model: 7B, 0.35B, 1T. */
 const billions = (n) => scaled(n, [["T", 1e12], ["B", 1e9]]);
 
+/** Layers of a GPT of about that size. */
+const layersOf = (n) => Math.max(1, Math.round((n / (12 * 128 ** 2)) ** (1 / 3)));
+
 // How the place of a slider stands for a value.
 const STEPS = { step: 1, at: (value) => value, of: (place) => place };
 const TWOS = { step: 1, at: Math.log2, of: (place) => 2 ** place };

@@ -28,7 +28,7 @@ FIGURES = {
     "link": ("link.js",),
     "interval": ("interval.js",),
     "config": ("config.js",),
-    "timeline": ("trace.js", "timeline_picture.js", "timeline.js"),
+    "timeline": ("trace.js", "own_trace.js", "timeline_picture.js", "timeline.js"),
     "plans": ("trace.js", "plans.js"),
     "predict": ("predict_curve.js", "predict.js"),
 }
@@ -39,8 +39,10 @@ STRIPES = "rgb(0 0 0 / 0.32)"
 
 
 def _read(*names: str) -> str:
+    """Files without comments, empty lines, and the space before lines."""
     folder = Path(__file__).parent
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+    whole = "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+    return re.sub(r"(?m)^ *(//.*|/\*\*(?s:.*?)\*/)?\n|^ +|  // .*$", "", whole)
 
 
 def module(kind: str) -> str:
@@ -61,8 +63,7 @@ def script(kinds: Iterable[str] = FIGURES) -> str:
         for kind in kinds
     )
     whole = f"(() => {{\n{_read('base.js', 'page.js')}\n{own}\n}})();\n"
-    # without comments and the space before lines
-    return re.sub(r"(?m)^ +|^ *(//.*|/\*\*(?s:.*?)\*/)\n", "", whole)
+    return re.sub(r"(?<=[;{,(])\n", "", whole)  # where a line's end says nothing
 
 
 def look(colour: str, stripes: str | None = None) -> dict[str, str | None]:

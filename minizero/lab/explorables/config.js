@@ -24,6 +24,9 @@ const STYLE = `
   ul { margin: 10px 0 0; padding-left: 1.2em; }
   li { overflow-wrap: anywhere; }
   li.wrong { font-weight: 600; }
+  .keyed .bar div { opacity: 0.25; }
+  .keyed .bar .glow { opacity: 1; outline: 3px solid CanvasText; outline-offset: -3px; }
+  .words { min-height: 1lh; }
 `;
 
 const isObject = (x) => x !== null && typeof x === "object" && !Array.isArray(x);
@@ -146,6 +149,32 @@ function numbers(get) {
     [title, ...STATES.map((name) => plan[name][0] === place ? bytes(name) : 0)]);
 }
 
+/** The path of the key that stands first in a line of the text; null if there is none. */
+function keyAt(text, line) {
+  let [at, last] = [0, ""];
+  const above = [];
+  for (const [found, key] of text.matchAll(/"([^"]*)"\s*:|[{}\n]/g)) {
+    if (found === "\n" && at++ === line) return null;
+    if (found === "{") above.push(last);
+    else if (found === "}") above.pop();
+    else if (key) {
+      last = key;
+      if (at === line) return [...above.slice(1), key];
+    }
+  }
+  return null;
+}
+
+/** The bytes that would be others without a key: "place/category". */
+function decided(get, path) {
+  const config = parse(get("text"));
+  const last = path.at(-1);
+  delete path.slice(0, -1).reduce((part, name) => part[name], config)[last];
+  const without = numbers((name) => name === "text" ? JSON.stringify(config) : get(name));
+  return numbers(get).flatMap(([place, ...bytes], i) => STATES.filter((_, j) =>
+    bytes[j] && bytes[j] !== without[i][j + 1]).map((state) => `${place}/${state}`));
+}
+
 /** A bar for each place, in proportion to the fullest. */
 function places(palette) {
   const rows = Object.keys(PLACES).map(() => row(palette, amount));
@@ -157,7 +186,16 @@ function places(palette) {
     all.forEach(([title, ...bytes], i) => rows[i].update(title,
       STATES.map((name, j) => [name, bytes[j]]), Math.max(...totals), amount(totals[i])));
   };
-  return { box, update };
+  /** Make the bars of these bytes stand out; of none, all are as they were. */
+  const glow = (names) => {
+    box.classList.toggle("keyed", names.length > 0);
+    Object.values(PLACES).forEach((place, i) => {
+      const there = JSON.parse(rows[i].box.dataset.parts).filter(([, bytes]) => bytes);
+      [...rows[i].box.querySelectorAll(".bar div")].forEach((one, j) =>
+        one.classList.toggle("glow", names.includes(`${place}/${there[j][0]}`)));
+    });
+  };
+  return { box, update, glow };
 }
 
 function render({ model, el }) {
@@ -165,6 +203,23 @@ function render({ model, el }) {
   const sizes = sliders(model, CONTROLS);
   const area = make("textarea", { spellcheck: "false", "aria-label": "The config, as JSON",
     oninput: () => put(model, "text", area.value) });
+  const hint = "Point at a key, or put the cursor on it, to see which bytes it decides.";
+  const words = make("p", { class: "words", role: "status" }, hint);
+  const lineAt = ({ offsetY }) => Math.floor((offsetY - 3 + area.scrollTop)
+    / parseFloat(getComputedStyle(area).lineHeight));
+  const caret = () => area.value.slice(0, area.selectionStart).split("\n").length - 1;
+  const explain = (line) => {
+    let [path, names] = [keyAt(area.value, line), []];
+    try {
+      names = path ? decided(get, path) : [];
+    } catch { path = null; }
+    chart.glow(names);
+    words.textContent = !path ? hint : `${path.join(".")} decides ${names.length
+      ? `these bytes: ${names.join(", ")}` : "no bytes here"}.`;
+  };
+  area.addEventListener("pointermove", (event) => explain(lineAt(event)));
+  area.addEventListener("pointerleave", () => explain(-1));
+  for (const kind of ["click", "keyup"]) area.addEventListener(kind, () => explain(caret()));
   const controls = selects(model, () => update());
   const chart = places(get("palette"));
   const said = make("ul");
@@ -205,7 +260,7 @@ function render({ model, el }) {
     title: "A config and its bytes",
     names: ["text", ...Object.keys(CONTROLS)],
     style: STYLE,
-    content: [sides, chart.box, make("div", { role: "status" }, said)],
+    content: [sides, words, chart.box, make("div", { role: "status" }, said)],
     update,
     table: { head: ["place", ...STATES], rows, say: amount },
   });

@@ -89,7 +89,8 @@ class LinkTime(Explorable):
     tokens: of a micro-batch, 256 to 262,144.
     bandwidth: gigabytes a second that a rank sends, 1 to 1,000.
     latency: microseconds of a call, 1 to 1,000.
-    unit: millions of parameters, 0.1 to 3,200.
+    unit: millions of parameters, 0.1 to 10,000; a page that knows the reader's model
+        takes a block of it.
     speed: TFLOP/s of a rank, 10 to 2,000.
 
     It opens with an H100 and its network.
@@ -101,7 +102,7 @@ class LinkTime(Explorable):
     tokens = Amount(8192, 256, 262_144).tag(sync=True)
     bandwidth = Amount(H100.network / 1e9, 1, 1000).tag(sync=True)
     latency = Amount(30, 1, 1000).tag(sync=True)
-    unit = Amount(200, 0.1, 3200).tag(sync=True)
+    unit = Amount(200, 0.1, 10_000).tag(sync=True)
     speed = Amount(round(H100.flops / 1e12), 10, 2000).tag(sync=True)
 
     def times(self) -> tuple[float, float, float]:

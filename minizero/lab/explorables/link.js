@@ -5,7 +5,7 @@ const CONTROLS = {
   tokens: ["tokens of a micro-batch", [8, 18, TWOS], short],
   bandwidth: ["bandwidth of a rank", [0, 3, FINE], (x) => `${short(x)} GB/s`],
   latency: ["latency of a call", [0, 3, TENS], (x) => `${short(x)} µs`],
-  unit: ["parameters of the unit", [-1, 3.5, TENS], (x) => `${short(x)} million`],
+  unit: ["parameters of the unit", [-1, 4, TENS], (x) => `${short(x)} million`],
   speed: ["speed of a rank", [1, 3.3, TENS], (x) => `${short(x)} TFLOP/s`],
 };
 const [TALL, LEFT, BOTTOM] = [230, 8, 40];

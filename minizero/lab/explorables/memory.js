@@ -60,6 +60,10 @@ function size(model) {
   const slider = range(model, name, "Parameters", [8, 12, FINE], billions);
   const presets = PRESETS.map((n) => make("button",
     { type: "button", onclick: () => put(model, name, n) }, billions(n)));
+  const { setting } = model.get("published");
+  presets.push(make("button", { type: "button", onclick: () => {
+    for (const [of, value] of Object.entries(setting)) put(model, of, value);
+  } }, `${billions(setting.n_params)} on ${setting.world_size}: the paper`));
   const box = make("div", {}, make("span", { class: "name" }, "Parameters"),
     make("div", { class: "line" }, field, slider.box), error,
     make("div", { class: "presets" }, ...presets));
@@ -68,7 +72,7 @@ function size(model) {
     field.value = billions(model.get(name));
     judge(true);
     presets.forEach((button, i) =>
-      button.setAttribute("aria-pressed", String(PRESETS[i] === model.get(name))));
+      button.setAttribute("aria-pressed", String((PRESETS[i] ?? setting.n_params) === model.get(name))));
   };
   return { box, update };
 }

@@ -23,6 +23,15 @@ STAGES = ("Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DEVICE_MEMORIES = (24, 40, 80, 141)
 """Gigabytes of a GPU that can be chosen."""
 
+PAPER = {
+    "setting": {
+        "n_params": 7.5e9, "world_size": 64, "precision": "bf16", "optimizer": "adam",
+        "offload_optimizer": False, "offload_param": False,
+    },
+    "bytes": [120e9, 31.4e9, 16.6e9, 1.9e9],
+}  # fmt: skip
+"""The states of a GPU in Figure 1 of Rajbhandari et al. (2020), by stage."""
+
 
 def gpt_shape(n_params: float) -> tuple[int, int, int]:
     """Layers, hidden size and heads of a GPT of about that size.
@@ -63,6 +72,7 @@ class MemoryExplorer(Explorable):
     recomputation = traitlets.Enum(RECOMPUTED, "full").tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
     coefficients = traitlets.Dict().tag(sync=True)
+    published = traitlets.Dict(PAPER).tag(sync=True)
     palette = traitlets.Dict(
         {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}
     ).tag(sync=True)

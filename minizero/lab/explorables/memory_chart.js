@@ -27,6 +27,9 @@ const CHART_STYLE = `
   .head .total { margin-left: auto; font-weight: 600; }
   .verdict { min-width: 15.5em; }
   .small .track::after { display: none; }
+  .mark { position: absolute; top: -4px; border: 6px solid transparent; border-top: 9px solid
+    CanvasText; filter: drop-shadow(0 0 1px Canvas); }
+  [hidden] { display: none; }
   .small .capacity span { right: 0; transform: none; }
   .sign { font-weight: 700; }
   .yes .sign { color: light-dark(#14704a, #55d19c); }
@@ -71,9 +74,6 @@ function fewest(rows, n, room) {
   return Math.ceil((n * split) / (room - n * whole));
 }
 
-/** Layers of a GPT of about that size. */
-const layersOf = (n) => Math.max(1, Math.round((n / (12 * 128 ** 2)) ** (1 / 3)));
-
 /** Bytes at the peak: what all layers keep, and one layer that is recomputed. */
 function activations(get) {
   const layers = layersOf(get("n_params"));
@@ -90,6 +90,11 @@ function buffers(get, stage) {
   const [n, size] = [get("n_params"), get("precision") === "bf16" ? 2 : 4];
   return n / layersOf(n) * 2 * size * Math.max(0, stage - 1);
 }
+
+/** The bytes that the paper gives for a stage, if this is its example. */
+const published = (get, stage) =>
+  Object.entries(get("published").setting).every(([name, value]) => get(name) === value)
+    ? get("published").bytes[stage] : 0;
 
 /** Bytes of each category and of the host, and whether a stage fits. */
 function state(get, stage) {
@@ -152,7 +157,9 @@ function sentence(get, { parts, total, host, fits, least }) {
   return `${STAGES[get("stage")]} on ${gpus(get("world_size"))}: ${amount(total)} on ` +
     `each (${held}), which ${fits ? "fits" : "does not fit"} in ` +
     `${get("device_memory")} GB.${off} ${need} The logits come on top: 12 bytes for each token and ` +
-    "word of the vocabulary.";
+    `word of the vocabulary.${published(get, 0) ? " The ZeRO paper (Rajbhandari et al. 2020, " +
+      "Fig. 1) gives parameters, gradients and optimizer state alone, as the marks: activations " +
+      "and buffers are what training needs beyond them." : ""}`;
 }
 
 /** The chosen plan as DeepSpeed's config. */
@@ -180,10 +187,13 @@ function stageRow(model, name, stage) {
   const words = make("span");
   const verdict = make("span", { class: "verdict" }, sign, " ", words);
   const bar = make("div", { class: "bar" });
-  const track = make("div", { class: "track", role: "img" }, bar);
+  const mark = make("span", { class: "mark" });
+  const paper = make("span", { class: "soft" });
+  const what = make("span", { class: "soft what" }, SHARDS[stage]);
+  const track = make("div", { class: "track", role: "img" }, bar, mark);
   const box = make("label", { class: "row" },
     make("div", { class: "head" }, radio, make("span", { class: "stage" }, name),
-      make("span", { class: "soft what" }, SHARDS[stage]), total, verdict),
+      what, paper, total, verdict),
     track);
   const update = (state, scale, capacity) => {
     radio.checked = model.get("stage") === stage;
@@ -191,6 +201,11 @@ function stageRow(model, name, stage) {
     verdict.className = `verdict ${state.fits ? "yes" : "no"}`;
     sign.textContent = state.fits ? "✓" : "✗";
     words.textContent = judgement(state);
+    const said = published((name) => model.get(name), stage);
+    mark.hidden = paper.hidden = !said;
+    what.hidden = said > 0;
+    mark.style.left = `calc(${(100 * said) / scale}% - 6px)`;
+    paper.textContent = said ? `▾ the paper: ${amount(said)}` : "";
     track.style.setProperty("--capacity", `calc(${(100 * capacity) / scale}% - 1px)`);
     track.setAttribute("aria-label",
       PARTS.map((part, i) => `${part} ${amount(state.parts[i])}`).join(", "));

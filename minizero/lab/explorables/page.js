@@ -73,8 +73,10 @@ class Stored {
     this.restoring = false;
   }
 
-  /** Take a value of the reader's model, if the control can have it. */
+  /** Take a value of the reader's model, if the control can have it; of a unit, a block. */
   take(name, value) {
+    if (name === "n_params" && value && "unit" in this.state)
+      [name, value] = ["unit", Number((value / layersOf(value) / 1e6).toPrecision(2))];
     const own = name in this.state ? this.read(name, String(value)) : undefined;
     if (own !== undefined) this.set(name, own);
   }
@@ -87,8 +89,8 @@ class Stored {
     const link = make("a", {}, "Link to this setting");
     const yours = make("span");
     const own = YOURS.filter((name) => names.includes(name));
+    for (const name of YOURS) this.take(name, store(KEPT)[name]);
     for (const name of own) {
-      this.take(name, store(KEPT)[name]);
       this.on(`change:${name}`, () => {
         if (this.restoring) return;
         store(KEPT, { ...store(KEPT), [name]: this.state[name] });

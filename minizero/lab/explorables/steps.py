@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -148,37 +149,44 @@ def _rests(at: Setting, size: Size) -> Iterator[Change]:
             yield Change(place, category, nbytes, layer.name)
 
 
-@cache
-def simulated(at: Setting, size: Size = SMALL) -> Trace:
-    """One step. What rank 0 does there, all do: they are equal."""
-    found = line(at, size)
+def drawn(found: Timeline, plan: Plan) -> list[Slice]:
+    """A simulated step as the slices of rank 0, by their time."""
+    calls = count()
 
-    def cut(i: Interval, calls: Iterator[int]) -> Slice:
+    def cut(i: Interval) -> Slice:
         verb, lane, phase, call = i.what, i.lane, "", -1
         if lane == "link":
             call, gathers = next(calls), verb == "all_gather"
             lane = "gather" if gathers else "reduce"
-            phase = "step" if gathers and at.stage < 3 else "backward"
+            inside = not gathers or plan.parameters.sharded
+            phase = "backward" if inside else "step"
         elif lane == "bus":
             lane = "to host"
             if verb == "up":
-                verb = "load" if at.stage == 3 else "out"
+                verb = "load" if plan.parameters.sharded else "out"
             else:
-                verb = "add" if at.stage >= 2 else "in"
+                verb = "add" if plan.gradients.sharded else "in"
         elif lane == "disk":
             lane = "to disk"
         code = source(verb, i.unit, phase)
         nbytes = round(i.nbytes)
         return Slice(0, lane, i.begin, i.end, verb, i.unit, nbytes, call, phase, code)
 
-    calls = iter(range(len(found.intervals)))
-    slices = [cut(i, calls) for i in found.intervals if i.end > i.begin]
+    slices = [cut(i) for i in found.intervals if i.end > i.begin]
     for moment in found.moments:
         for change in moment.changes:
             if change.category == "parameters" and change.nbytes < 0:
-                freed = Interval("compute", "release", change.unit, *[moment.time] * 2)
-                slices.append(cut(freed, calls))
-    slices.sort(key=lambda s: s.begin)
+                at = moment.time, moment.time
+                slices.append(cut(Interval("compute", "release", change.unit, *at)))
+    return sorted(slices, key=lambda s: s.begin)
+
+
+@cache
+def simulated(at: Setting, size: Size = SMALL) -> Trace:
+    """One step. What rank 0 does there, all do: they are equal."""
+    found = line(at, size)
+
+    slices = drawn(found, at.plan)
     rests = Moment(0, 0.0, tuple(_rests(at, size)))
     return Trace(size.ranks, slices, [rests, *found.moments])
 

@@ -2,7 +2,7 @@
 // same axis, and a row of memory a rank that says who holds what at the moment.
 
 const NAMES = ["stage", "overlap", "prefetch", "offload", "checkpointing",
-  "micro_batches", "source", "rank", "zoom", "moment"];
+  "micro_batches", "source", "rank", "zoom", "moment", "n_params"];
 const CHOICES = {
   stage: ["plan", [[0, "data parallel"], [1, "ZeRO-1"], [2, "ZeRO-2"], [3, "ZeRO-3"]]],
   offload: ["offload", ["none", "host", "disk"].map((place) => [place, place])],
@@ -45,6 +45,8 @@ const STYLE = `
   .phases button { padding: 2px 10px; }
   .phases [aria-current="true"] { background: #0460a9; color: white; }
   .words { min-height: 3lh; }
+  .numbers :is(td, th):not(:nth-child(2), :nth-child(3)) { text-align: left; white-space: normal; }
+  caption { caption-side: top; font-weight: 600; color: inherit; }
   .code { min-height: 3lh; margin: 4px 0 0; font-size: 13px; overflow-wrap: anywhere; }
   @container (max-width: 553px) { .words, .code { min-height: 5lh; } }
   @container (max-width: 400px) { .words, .code { min-height: 6lh; } }
@@ -85,8 +87,10 @@ function chosen(get) {
   const recorded = get("source") === "recorded";
   const { tables, traces } = get(recorded ? "recorded" : "steps");
   const packed = traces[recorded ? "recorded" : settingOf(get)];
-  if (!unpacked.has(packed)) unpacked.set(packed, unpack(tables, packed));
-  return unpacked.get(packed);
+  const wide = recorded ? 1 : layersOf(get("n_params")) / layersOf(7e9);
+  if (unpacked.get(packed)?.wide !== wide)
+    unpacked.set(packed, { wide, trace: unpack(tables, packed, wide) });
+  return unpacked.get(packed).trace;
 }
 
 const ORDER = ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"];
@@ -119,6 +123,33 @@ function numbersOf(trace, get) {
 const numbers = (get) => numbersOf(chosen(get), get);
 
 const ms = (trace, ticks) => `${short(1e3 * ticks * trace.tick)} ms`;
+/** What the colours of a trace mean. */
+function legend(trace, verbs, offloads) {
+  const copies = offloads || trace.slices.some((s) => s.lane.startsWith("to "));
+  const { in: comes, out: goes, ...rest } = verbs;
+  const computed = Object.entries(rest).filter(([name]) => !LANES.includes(name));
+  const box = key({ ...Object.fromEntries(computed),
+    ...(copies ? { "comes to the device": comes, "leaves it": goes } : {}) });
+  box.append(make("span", {}, "▾ release"));
+  return box;
+}
+
+/** What a rank does not compute in, and the chapter of each; null for a simulated step. */
+function losses(trace, rank) {
+  const root = document.documentElement.dataset.content_root;  // in the book's pages
+  const rows = lost(trace, rank).map(([kind, there, other]) => {
+    const [text, file] = GAPS[kind];
+    const words = `chapter ${parseInt(file)}`;
+    return make("tr", {}, make("td", {}, text), make("td", {}, ms(trace, there)),
+      make("td", {}, other === null ? "" : ms(trace, other)),
+      make("td", {}, root === undefined ? words
+        : make("a", { href: `${root}notebooks/${file}.html` }, words)));
+  });
+  const heads = [`rank ${rank}`, "took", trace.simulated ? "simulated" : "", "see"];
+  return make("table", {}, make("caption", {}, "Where the time goes in which it computes nothing"),
+    make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text))), ...rows);
+}
+
 const says = (s) => `${s.verb.replaceAll("_", "-")} ${s.unit}`.trim();
 
 /** Selects and ticks for the settings; `usable` says which of them do something, and
@@ -234,7 +265,8 @@ function files(opened) {
     try {
       const texts = await Promise.all(list.map((one) => one.text()));
       const trace = fromChrome(...texts.map((text) => JSON.parse(text)));
-      opened(trace, `${names}: ${trace.slices.length} ${trace.slices.length > 1 ? "slices" : "slice"} of ${trace.ranks} ` +
+      const many = trace.slices.filter((s) => s.rank < trace.ranks).length;
+      opened(trace, `${names}: ${many} ${many > 1 ? "slices" : "slice"} of ${trace.ranks} ` +
         `${trace.ranks > 1 ? "ranks" : "rank"}. ` +
         (trace.dropped ? `The last ${trace.dropped} events are left out. ` : ""));
     } catch (error) {
@@ -339,14 +371,14 @@ function render({ model, el }) {
     else go(found.begin);
   };
   // Until the reader asks for all, there is what the chapter is about.
-  let every = [...PARTS, ...NAMES].every((name) => get("shown").includes(name));
+  let every = [...PARTS, ...NAMES].every((name) => name === "n_params" || get("shown").includes(name));
   const shows = (name) => every || get("shown").includes(name);
   const more = make("button", { type: "button", onclick: () => {
     every = true;
     more.remove();
     changed();
   } }, "Show everything");
-  const meant = get("point") && [get("moment"), settingOf(get) + get("source")];
+  const meant = get("point") && [get("moment"), settingOf(get) + get("source") + get("n_params")];
   const controls = settings(model, shows, (name) => {
     if (name !== "source" || !opening) return;
     [file, opening] = [null, ""];
@@ -366,6 +398,8 @@ function render({ model, el }) {
   const shown = drawing(trace, go, () => changed());
   const words = make("p", { class: "words", role: "status" });
   const code = make("p", { class: "code" });
+  const colours = make("div");
+  const lostTable = make("div", { class: "numbers" });
   const scrub = make("input", { type: "range", class: "scrub", min: 0, max: 1, step: 0.001,
     "aria-label": "moment", oninput: () => put(model, "moment", scrub.valueAsNumber) });
 
@@ -384,15 +418,19 @@ function render({ model, el }) {
     const first = page * Math.min(get("zoom") - 1, Math.floor(time / page));
     const categories = get("categories");
     const only = Object.entries(categories).filter(([name]) => !every && shows(name));
-    const told = `${settingOf(get)}${get("source")}`;
+    const told = `${settingOf(get)}${get("source")}${get("n_params")}`;
     controls.update(file);
-    controls.box.hidden = !NAMES.slice(0, -1).some(shows);
+    colours.replaceChildren(legend(one, get("verbs"), shows("offload")));
+    const compared = file || one.simulated;
+    if (compared) lostTable.replaceChildren(losses(one, rank()));
+    lostTable.hidden = !compared;
+    controls.box.hidden = !Object.keys(CHOICES).some(shows);
     own.box.hidden = buttons.jumps.hidden = !every;
     const [from, to] = shown.update(`${told} ${rank()} ${opened} ${!file} ${every}`, plain,
       rank(), time, slice, { verbs: get("verbs"), categories, stacked: only.length ? Object.fromEntries(only) : categories,
         parts: PARTS.filter(shows), window: [first, first + page],
         ends: ends.filter(([end]) => end !== one.total),
-        ranks: every || !plain ? [...Array(one.ranks).keys()] : [rank()],
+        ranks: [...(every ? Array(one.ranks).keys() : [rank()]), ...(one.simulated ? [one.ranks] : [])],
         point: !file && meant?.[1] === told ? [tickOf(one, meant[0]), get("point")] : null });
     const [left, wide] = get("zoom") > 1 ? ["0", "100%"] : [`${from - 10}px`, `${to - from + 20}px`];
     Object.assign(scrub.style, { marginLeft: left, width: wide });
@@ -402,7 +440,9 @@ function render({ model, el }) {
       LANES.indexOf(a.lane) - LANES.indexOf(b.lane)));
     const bytes = numbersOf(one, get).find(([name]) => name === "device")[1];
     words.setAttribute("aria-live", buttons.playing() ? "off" : "polite");
-    words.textContent = `${opening}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
+    const model = get("n_params") === 7e9 || !plain ? "" : "Blocks of a model of " +
+      `${billions(get("n_params"))}, scaled from those of one of 7B. `;
+    words.textContent = `${opening}${model}At ${ms(one, time)} of ${ms(one, one.total)} rank ${rank()} ` +
       `${doing || "does nothing"}. ${amount(bytes)} are live on its device.`;
     shown.lanes.setAttribute("aria-label", `Lanes and live bytes. ${words.textContent}`);
     shown.boxes.setAttribute("aria-label", `Memory of each rank at ${ms(one, time)}`);
@@ -414,11 +454,8 @@ function render({ model, el }) {
     text.update(on);
   };
 
-  const verbs = Object.entries(get("verbs"));
-  const computed = key(Object.fromEntries(verbs.filter(([name]) => !LANES.includes(name))));
-  computed.append(make("span", {}, "▾ release"));
-  const chart = make("div", { class: "chart" }, computed, shown.lanes, scrub, buttons.box, words,
-    shown.blocks, code, own.box, every ? "" : more);
+  const chart = make("div", { class: "chart" }, colours, shown.lanes, scrub, buttons.box, words,
+    shown.blocks, code, lostTable, own.box, every ? "" : more);
   own.drops(chart);
   const end = mount({ model, el }, {
     title: "A step of each rank", names: NAMES, style: STYLE, update: changed,

@@ -17,6 +17,7 @@ from minizero.lab.explorables.base import (
     module,
     table,
 )
+from minizero.lab.explorables.memory import gpt_shape
 from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.sources import LINES, line
 from minizero.lab.explorables.steps import OFFLOADS, TICK, Setting, settings, simulated
@@ -33,10 +34,11 @@ COLOURS = {
     "wait": "transparent",
     "gather": CATEGORY_COLOURS["parameters"],
     "reduce": CATEGORY_COLOURS["gradients"],
-    "to host": "#D4D4D4",
-    "to disk": GREY,
+    "in": "#D4D4D4",
+    "out": "#5A5A5A",
 }
-"""Grey for computing, and for a call the hue of what it carries."""
+"""Grey for computing, and for a call the hue of what it carries; what is copied or read
+towards the device is pale, and what leaves it dark."""
 VERBS = {
     name: look(colour, STRIPES if name == "wait" else None)
     for name, colour in COLOURS.items()
@@ -73,6 +75,9 @@ class Timeline(Explorable):
         each block. micro_batches: 1 or, without offload, 2, whose gradients add up.
     source: "simulated", or "recorded" with what `minizero.trace` gave.
     rank: whose bytes the curve shows. moment: share of the step that is over, 0 to 1.
+    n_params: of the model whose blocks these are, 1e8 to 1e12. Simulated is one of 7
+        billion; parameters and times are scaled by the square of the hidden size,
+        activations by the hidden size.
     zoom: into how many parts the axis is cut, of which the one of the moment is shown.
     point: said of the moment, as long as the plan is the one it opens with.
     shown: what is there before the reader asks for everything: of "lanes", "curve",
@@ -94,6 +99,7 @@ class Timeline(Explorable):
     point = traitlets.Unicode().tag(sync=True)
     shown = traitlets.List(list(SHOWN)).tag(sync=True)
     moment = Amount(0.155, 0, 1).tag(sync=True)
+    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
     steps = traitlets.Dict().tag(sync=True)
     recorded = traitlets.Dict().tag(sync=True)
     verbs = traitlets.Dict(VERBS).tag(sync=True)
@@ -132,11 +138,15 @@ class Timeline(Explorable):
         alike = len({of for of, *_ in lines}) == 1
         at = round(self.moment * total)
         names = [*CATEGORY_COLOURS, "device", "host", "disk"]
+        wide = gpt_shape(self.n_params)[0] / gpt_shape(7e9)[0]
+        wide = 1 if self.source == "recorded" else wide
         now, then, most = (dict.fromkeys(names, 0) for _ in range(3))
         for of, time, changes in lines:
             if not alike and of != rank:
                 continue
             for place, category, _, nbytes in changes:
+                nbytes *= wide if category == "activations" else wide * wide
+                nbytes = int(nbytes)
                 now[place] += nbytes
                 if place == "device":
                     now[category] += nbytes

@@ -30,11 +30,16 @@ function shares(slices) {
   return rows.map((row) => [row, ends.length]);
 }
 
-const lookOf = (verbs, s) => verbs[s.lane === "compute" ? s.verb : s.lane] ?? verbs.launch;
+// Towards the device, else from it: copies and requests to the disk.
+const COMES = ["load", "out", "read"];
+const lookOf = (verbs, s) => verbs[s.lane === "compute" ? s.verb
+  : s.lane.startsWith("to ") ? COMES.includes(s.verb) ? "in" : "out" : s.lane] ?? verbs.launch;
 
 /** One lane of one rank. Notes in `spots` where each slice is: left, right, middle. */
 function lane(slices, numbers, y, tall, x, verbs, spots) {
-  const lasting = slices.filter((s) => s.end > s.begin);
+  // What is no wider than a line says nothing: a look from nearer shows it.
+  const lasting = slices.filter((s) => s.end > s.begin
+    && (s.verb !== "launch" || x(s.end) - x(s.begin) > 1.5));
   const rows = shares(lasting);
   const bars = lasting.map((s, i) => {
     const [[row, of], { colour, ink }] = [rows[i], lookOf(verbs, s)];
@@ -42,12 +47,12 @@ function lane(slices, numbers, y, tall, x, verbs, spots) {
     const [high, top] = [(tall - 2) / of, y + row * (tall - 2) / of];
     const waits = s.verb === "wait";
     spots.set(s, [left, left + wide, top + high / 2]);
-    const name = of > 1 || waits ? undefined
+    const name = waits ? (wide > 12 ? s.chapter : "") : of > 1 ? ""
       : [s.unit, lastWord(s.unit)].find((text) => text.length * 6 + 4 < wide);
     return `<rect class="s paint" data-i="${numbers.get(s)}" x="${left}" y="${top}"
       width="${wide}" height="${high}" fill="${waits ? "url(#waiting)" : colour}"/>` +
-      (name ? `<text class="paint" pointer-events="none" text-anchor="middle"
-        x="${left + wide / 2}" y="${top + high / 2 + 4}" fill="${ink}">${escaped(name)}</text>` : "");
+      (name ? `<text class="${waits ? "halo bold" : "paint"}" pointer-events="none" text-anchor="middle"
+        x="${left + wide / 2}" y="${top + high / 2 + 4}" fill="${waits ? "CanvasText" : ink}">${escaped(name)}</text>` : "");
   });
   const moments = slices.filter((s) => s.end === s.begin).map((s) => {
     spots.set(s, [x(s.begin), x(s.begin), y]);
@@ -110,7 +115,8 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
   const top = point ? 8 + 13 * said.length : 0;
   const rows = parts.includes("lanes") ? ranks : [];
   rows.forEach((r, k) => {
-    const all = ranks.length < trace.ranks ? `each of ${trace.ranks} ranks` : `rank ${r}`;
+    const all = r === trace.ranks ? "the same step, simulated"
+      : trace.alike && ranks.length < trace.ranks ? `each of ${trace.ranks} ranks` : `rank ${r}`;
     out.push(`<text class="bold" x="0" y="${top + k * each + HEAD - 5}">${all}</text>`);
     used.forEach((name, i) => {
       const y = top + k * each + HEAD + i * tall;

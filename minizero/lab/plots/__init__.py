@@ -14,8 +14,9 @@ import matplotlib as mpl
 from minizero.lab.plots.bars import memory_bars, saved_bars
 from minizero.lab.plots.charts import loss_curves
 from minizero.lab.plots.memory import memory_over_step
+from minizero.lab.plots.narrow import use
 from minizero.lab.plots.spans import timeline
-from minizero.lab.plots.style import DASHES, GREY, LINES, STYLE, WIDTH, use
+from minizero.lab.plots.style import DASHES, GREY, LINES, STYLE, WIDTH
 
 __all__ = [
     "DASHES",

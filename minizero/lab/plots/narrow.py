@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import matplotlib as mpl
 from IPython.core.pylabtools import retina_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.legend import Legend
 
-from minizero.lab.plots.style import legend
+from minizero.lab.plots.style import STYLE, legend
 
 INCHES, DPI = 3.4, 192
 MOST_LETTERS = 14
@@ -45,6 +46,18 @@ def drawn(figure: Figure) -> dict[str, Any]:
     return {"png": image, "width": width, "height": height}
 
 
+def use() -> None:
+    """Set the style, and in a notebook the format; call it in the first cell."""
+    mpl.rcParams.update(STYLE)
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return
+    shell = get_ipython()
+    if shell is not None:
+        shell.display_formatter.formatters["image/png"].for_type(Figure, png)
+
+
 @contextmanager
 def narrow(figure: Figure) -> Iterator[None]:
     """Lay a figure out for a narrow page, and afterwards as it was."""
@@ -54,11 +67,10 @@ def narrow(figure: Figure) -> Iterator[None]:
         stacked = _stack(figure, stack)
         for axes in figure.axes:
             _break_names(axes, stack)
-        figure.set_size_inches(INCHES, height * stacked)
         legends = figure.legends[:]
         stack.callback(setattr, figure, "legends", legends)
-        for old in legends:
-            _fit(figure, old)
+        more = sum([_fit(figure, old) - 1 for old in legends])
+        figure.set_size_inches(INCHES, height * stacked + 0.2 * more)
         figure.draw_without_rendering()
         for axes in figure.axes:
             _leave_out(axes, stack)
@@ -89,15 +101,18 @@ def _break_names(axes: Axes, stack: ExitStack) -> None:
         axes.set_yticks(ticks, [textwrap.fill(name, MOST_LETTERS) for name in names])
 
 
-def _fit(figure: Figure, old: Legend) -> None:
-    """Put another legend in the place of one, with fewer columns."""
+def _fit(figure: Figure, old: Legend) -> int:
+    """Put another legend in the place of one, with fewer columns; its lines."""
     names = [text.get_text() for text in old.texts]
     room = round(12 * INCHES / (max(map(len, names)) + 5))
-    for handle, name in zip(old.legend_handles, names, strict=True):
+    handles: Any = old.legend_handles
+    for handle, name in zip(handles, names, strict=True):
         handle.set_label(name)
     figure.legends.remove(old)
-    legend(figure, old.legend_handles, max(1, min(room, len(names))))
+    columns = max(1, min(room, len(names)))
+    legend(figure, handles, columns)
     figure.legends[-1].set_title(old.get_title().get_text())
+    return -(-len(names) // columns)
 
 
 def _leave_out(axes: Axes, stack: ExitStack) -> None:
@@ -107,6 +122,10 @@ def _leave_out(axes: Axes, stack: ExitStack) -> None:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
         around = [bar.width for bar in bars if bar.contains(x, y)]
-        if text.get_ha() == "center" and around and own.width > min(around):
+        if (
+            text.get_horizontalalignment() == "center"
+            and around
+            and own.width > min(around)
+        ):
             stack.callback(text.set_visible, True)
             text.set_visible(False)

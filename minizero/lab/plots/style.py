@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -99,21 +98,6 @@ STYLE: Any = {
     # Fixed ids, for a figure that is saved as SVG.
     "svg.hashsalt": "minizero",
 }
-
-
-def use() -> None:
-    """Set the style, and in a notebook the format; call it in the first cell."""
-    mpl.rcParams.update(STYLE)
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return
-    shell = get_ipython()
-    if shell is not None:
-        # imported here, since it draws in this style
-        from minizero.lab.plots.narrow import png
-
-        shell.display_formatter.formatters["image/png"].for_type(Figure, png)
 
 
 def single(height: float) -> tuple[Figure, Axes]:
