@@ -114,13 +114,14 @@ def test_a_rank_is_as_if_started_from_nothing(pool, monkeypatch, tmp_path):
 
 def test_a_rank_has_processes_of_its_own():
     def work():
+        ranks = launch(rank, 2)  # first: its fork server has torch for the loaders
         data, sums = torch.arange(4.0), []
         for method in "fork", "forkserver":
             loader = torch.utils.data.DataLoader(
                 data, num_workers=1, multiprocessing_context=method
             )
             sums.append(sum(x.item() for x in loader))
-        return sums, launch(rank, 2)
+        return sums, ranks
 
     before = multiprocessing.get_start_method(allow_none=True)
     assert launch(work, 1) == [([6.0, 6.0], [0, 1])]

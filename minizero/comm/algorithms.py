@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..memory.labels import label
 from .groups import Group
-from .transport import Finish, Rows, exchange, store, store_by_pieces
+from .transport import Finish, Rows, exchange
+from .transport import store, store_by_pieces
 
 # %% auto #0
 __all__ = ['ordered_sum', 'direct_reduce_scatter', 'direct_all_gather']

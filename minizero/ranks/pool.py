@@ -144,16 +144,18 @@ def _end(children: list[Child], owner: int) -> None:
     mine = threading.current_thread() is threading.main_thread() and usual is not None
     if mine:  # who presses Ctrl-C again would keep it from ending them
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for each in children:
-        each.kill()
-    for each in children:
-        if each.process.pid is not None:
-            each.process.join()
-        each.tasks.close()
-        each.output.close()
-    children.clear()
-    if mine:
-        signal.signal(signal.SIGINT, usual)
+    try:
+        for each in children:
+            each.kill()
+        for each in children:
+            if each.process.pid is not None:
+                each.process.join()
+            each.tasks.close()
+            each.output.close()
+        children.clear()
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, usual)
 
 
 class Pool:

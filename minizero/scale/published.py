@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from .cost import Candidate, Job
@@ -76,8 +77,7 @@ def rows(runs: str = "mpt") -> list[Row]:
 
 def mean_error(errors: Iterable[float]) -> float:
     """The mean of their absolute values."""
-    sizes = [abs(e) for e in errors]
-    return sum(sizes) / len(sizes)
+    return fmean(map(abs, errors))
 
 
 def calibrate(machine: Machine, chosen: Sequence[Row], finest: float = 0.01) -> Machine:

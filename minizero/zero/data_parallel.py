@@ -153,8 +153,9 @@ class DataParallel(Net):
         """
         if self.plan.gradients.sharded:
             raise RuntimeError(
-                f"{type(self).__name__} shards gradients, so every micro-batch "
-                "is reduced; leave no_sync out, or use stage 0 or 1"
+                f"{type(self).__name__} shards gradients, so every "
+                "micro-batch is reduced; leave no_sync out, or use "
+                "stage 0 or 1"
             )
         before, self.syncing = self.syncing, False
         try:
@@ -232,8 +233,8 @@ class DataParallel(Net):
             comm.check_sequence()
             self.flush()
             ready = self.precision.can_step(means)
-            units = self.units if ready else []
-            update = self.storage.update(units, self.optimizer, self.precision)
+            due = self.units if ready else []
+            update = self.storage.update(due, self.optimizer, self.precision)
             with closing(update):  # type: ignore[type-var]
                 for arrived in update:
                     self._updated(arrived)

@@ -65,7 +65,9 @@ class ShardedFlat(Flat):
     def cut(self) -> None:
         """Cut the views that parameters are: an empty storage gives none."""
         self.whole = self.views()
-        self.nan = torch.tensor(torch.nan).to(self.full)
+        is_float = self.full.is_floating_point() or self.full.is_complex()
+        self._absent = torch.nan if is_float else 0
+        self.nan = self.full.new_full((), self._absent)
         self.freed = [self.nan.expand(slot.shape) for slot in self.slots]
 
     def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -173,7 +175,7 @@ class ShardedFlat(Flat):
         now = self.writes()
         for slot, a, b in zip(self.slots, self.known_writes, now, strict=True):
             if a != b:
-                self.nan.copy_(torch.tensor(torch.nan))  # if overwritten
+                self.nan.fill_(self._absent)  # it may be overwritten
                 self.point(self.freed)
                 raise RuntimeError(
                     f"parameter {slot.name!r} was written to while it was "
