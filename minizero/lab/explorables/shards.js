@@ -6,16 +6,16 @@ const CONTROLS = {
 };
 
 const STYLE = `
-  .shards { margin: 0.6em 0; overflow-x: auto; font-size: 15px; }
-  .shards div { white-space: nowrap; }
-  .shards div > span { display: inline-block; }
-  .shards .of { width: 4em; }
-  .cell { width: 30px; line-height: 26px; text-align: center; font-size: 13px; margin: 1px;
-    border: 1px solid #797979; }
-  .last { margin-right: 14px !important; }
-  .head { text-align: center; font-size: 12.5px; font-weight: 600; margin: 0 1px 2px;
-    border-bottom: 2px solid currentColor; }
+  .shards { margin: 0.6em 0; overflow-x: auto; display: flex; gap: 6px; }
+  .shards > div { white-space: nowrap; flex: none; border: 2px solid currentColor;
+    border-radius: 6px; padding: 3px; }
+  .shards > .of { border-color: transparent; padding-left: 0; }
+  .shards div div { line-height: 32px; }
+  .cell { display: inline-block; width: clamp(24px, 6.4cqi, 52px); line-height: 28px; text-align: center;
+    margin: 1px; border: 1px solid #797979; }
+  .shards .head { text-align: center; font-weight: 600; line-height: 22px; }
   .cell.padding { border-style: dashed; }
+  @container (max-width: 400px) { .shards .head { font-size: 11px; } }
 `;
 
 /** How n elements lie in shards, and what reducing them in buckets sends. */
@@ -46,30 +46,32 @@ function render({ model, el }) {
   const names = sizes.flatMap(([name, count]) => Array(count).fill(name));
   const table = make("div", { class: "shards", role: "img" });
   const words = make("p", { class: "words", role: "status" });
-  const cell = (i, last) => {
+  const cell = (i) => {
     const look = get("palette")[names[i]];
     const style = look ? `background: ${fill(look)}; color: ${look.ink}` : "";
-    const kind = `cell paint${last ? " last" : ""}${look ? "" : " padding"}`;
+    const kind = `cell paint${look ? "" : " padding"}`;
     return make("span", { class: kind, style, title: names[i] ?? "padding" }, String(i));
   };
   const update = () => {
     controls.update();
     const [n, bucket] = [get("ranks"), get("bucket")];
     const { size, width, padded, calls, most, sent } = layout(names.length, n, bucket);
-    const heads = Array.from({ length: calls }, (_, b) => {
-      const columns = Math.min(width, size - b * width);
-      return make("span", { class: "head last", style: `width: ${32 * columns - 2}px`,
-        title: `bucket ${b}` }, columns > 1 ? `bucket ${b}` : b);
+    const rows = (row) => Array.from({ length: n }, (_, r) => make("div", {}, ...row(r)));
+    // A bucket is the same columns of every rank: one call sums them, shard by shard.
+    const buckets = Array.from({ length: calls }, (_, b) => {
+      const columns = Array.from({ length: Math.min(width, size - b * width) },
+        (_, c) => b * width + c);
+      const name = columns.length > 1 ? `bucket ${b}` : b;
+      return make("div", { title: `bucket ${b}` }, make("div", { class: "head" }, name),
+        ...rows((r) => columns.map((c) => cell(r * size + c))));
     });
-    table.replaceChildren(make("div", {}, make("span", { class: "of" }), ...heads),
-      ...Array.from({ length: n }, (_, r) => make("div", {},
-      make("span", { class: "of" }, `rank ${r}`),
-      ...Array.from({ length: size }, (_, c) =>
-        cell(r * size + c, c % width === width - 1)))));
+    table.replaceChildren(make("div", { class: "of" }, make("div", { class: "head" }, "\u00a0"),
+      ...rows((r) => [`rank ${r}`])), ...buckets);
     words.textContent = `${n} ${n > 1 ? "ranks" : "rank"}, buckets of ${bucket} elements: ` +
       `${names.length} elements and ${padded - names.length} of padding, ` +
       `${calls} all-reduce${calls > 1 ? "s" : ""} of ${most} elements at most; ` +
-      `each rank sends 2 · ${padded} · ${n - 1}/${n} = ${short(sent)}.`;
+      `each rank sends 2 · ${padded} · ${n - 1}/${n} = ${short(sent)}. A bucket is a piece of ` +
+      "every rank's shard, so that each rank has its part of the sums after every call.";
     words.dataset.layout = JSON.stringify({ padded, calls, most, sent });
     table.setAttribute("aria-label", words.textContent);
   };
