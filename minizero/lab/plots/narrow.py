@@ -95,7 +95,7 @@ def _stack(figure: Figure, stack: ExitStack) -> float:
 def _break_names(axes: Axes, stack: ExitStack) -> None:
     """Break long names of rows."""
     names = [text.get_text() for text in axes.get_yticklabels()]
-    if max(map(len, names), default=0) > MOST_LETTERS:
+    if MOST_LETTERS < max(map(len, names), default=0) and "$" not in "".join(names):
         ticks = axes.get_yticks()
         stack.callback(axes.set_yticks, ticks, names)
         axes.set_yticks(ticks, [textwrap.fill(name, MOST_LETTERS) for name in names])
