@@ -167,14 +167,14 @@ def watch(whose: Any) -> None:
     me, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def run() -> None:
-        board, before = None, None
+        board, before = None, Report()
         while not over.wait(PERIOD) and _watched is whose:
             with contextlib.suppress(RuntimeError, OSError):  # the store is lost
                 board = board or connect("watch")
                 last, now = [Report(), *recent][-1], time.monotonic()
                 stuck = last.state not in ("", "done") and now - last.time > LATE
                 if stuck or whose == "pool":
-                    line = position() if last == before else ""
+                    line = position() if stuck or last == before else ""
                     post = pickle.dumps(Post(now, list(recent), line))
                     board.set(str(me), post)  # type: ignore[arg-type]
                 if stuck and whose != "pool" and me == 0:
