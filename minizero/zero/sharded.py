@@ -172,8 +172,8 @@ class ShardedFlat(Flat):
     # continued: zero-sharded-unwritten
     def _check_unwritten(self) -> None:
         """Raise RuntimeError for what was written to freed parameters."""
-        now = self.writes()
-        for slot, a, b in zip(self.slots, self.known_writes, now, strict=True):
+        every = zip(self.slots, self.known_writes, self.writes(), strict=True)
+        for slot, a, b in every:
             if a != b:
                 self.nan.fill_(self._absent)  # it may be overwritten
                 self.point(self.freed)

@@ -226,9 +226,9 @@ class ZeRO3(ZeRO2):
         """As `DataParallel.backward`; warns of a loss that is NaN."""
         if loss.detach().isnan().any().item():
             warnings.warn(
-                "the loss is NaN. At stage 3 parameters read as NaN outside of "
-                "their unit's forward, as in a penalty that is added to the "
-                "loss: compute it inside the model's forward, or from outputs",
+                "the loss is NaN. At stage 3 parameters read as NaN outside "
+                "of their unit's forward, as in a penalty that is added to "
+                "the loss: compute it in the model's forward, or from output",
                 stacklevel=2,
             )
         super().backward(loss, retain_graph)
