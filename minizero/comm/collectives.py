@@ -31,7 +31,10 @@ sequences: dict[tuple[int, ...], tuple[int, int]] = {}
 
 
 def place(what: str, ranks: tuple[int, ...]) -> tuple[int, str, int, tuple[int, ...]]:
-    """Count a call of these ranks: its number, itself, the checksum of all so far."""
+    """Count a call of these ranks; returns what `report` takes after a state.
+
+    Its number, what it is, the checksum of all calls of these ranks so far, the ranks.
+    """
     made, tag = sequences.get(ranks, (0, len(ranks)))
     sequences[ranks] = made, tag = made + 1, zlib.crc32(what.encode(), tag)
     return made, what, tag, ranks
