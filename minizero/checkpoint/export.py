@@ -7,7 +7,6 @@ the index that Hugging Face's `from_pretrained` expects.
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,7 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
     keeps its dtype. Modules' extra state, if any, is there too.
     """
     run = open_run(folder, tag)
-    lazies = {lazy.name: lazy.copied() for lazy in _weights(run, torch.float32)}
-    state = {k: v.read(0, prod(v.shape)).view(v.shape) for k, v in lazies.items()}
+    state = {lazy.name: lazy.tensor() for lazy in _weights(run, torch.float32)}
     for slot in (slot for flat in run.index.flats for slot in flat.slots):
         state |= dict.fromkeys(slot.names, state[slot.names[0]])
     return state | run.values("modules")

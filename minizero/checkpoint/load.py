@@ -134,17 +134,16 @@ def match(
     Raises CheckpointError, with all that does not fit.
     """
     here, there, problems = facts_of(net), index.facts, list[str]()
-    if not optimizer:
-        here = {what: fact for what, fact in here.items() if what[:9] != "optimizer"}
     for what in here.keys() & there.keys():
+        ignored = what.startswith("optimizer") and not optimizer
         # what was trained may be frozen here, but not the other way round
-        if here[what] != there[what] and here[what] != FROZEN:
+        if here[what] != there[what] and here[what] != FROZEN and not ignored:
             problems.append(f"{what} is {here[what]} here and was {there[what]}")
     for only, where in (
         (here.keys() - there.keys(), "checkpoint"),
         (there.keys() - here.keys(), "model"),
     ):
-        missing = sorted(n for n in only if strict and n[:9] != "optimizer")
+        missing = sorted(n for n in only if strict and not n.startswith("optimizer"))
         more = f" and {len(missing) - 5} more" if missing[5:] else ""
         if missing:
             problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
@@ -179,7 +178,7 @@ def fill(
 
     scalars = run.values("scalars")
     for flat in net.flats:
-        if not flat.trainable:  # nobody publishes it: each rank reads all
+        if not flat.trainable:  # no update sends it: each rank reads all that it stores
             stored = getattr(flat, "stored", flat.full)
             start = rank() % (flat.padded // stored.numel()) * stored.numel()
             read(flat, "parameters", start, stored)
