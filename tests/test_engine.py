@@ -461,7 +461,7 @@ def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
         assert len(shown) == (rank() == 0)
         take(engine, stream, 2)
         engine.save_checkpoint(folder, tag=5, background=True)
-        engine.finish_checkpoint()
+        minizero.checkpoint.finish()
         weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
         rates = engine.get_lr()
         take(engine, stream, 1)

@@ -42,7 +42,7 @@ NAMES = {
 
 ENGINE = """
     backward bfloat16_enabled data_parallel_group destroy
-    empty_partition_cache eval finish_checkpoint forward fp16_enabled get_batch_info
+    empty_partition_cache eval forward fp16_enabled get_batch_info
     get_global_grad_norm get_lr get_mom gradient_accumulation_steps gradient_clipping
     is_compiled is_gradient_accumulation_boundary load_checkpoint
     load_state_dict module_state_dict no_sync

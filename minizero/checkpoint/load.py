@@ -188,24 +188,27 @@ def fill(
             read(flat, "parameters", flat.start, flat.master, flat.shard)
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
         if saved and flat.trainable and optimizer:
+            # numbers such as Adam's step are copied: several flats may have been one
             group = net.optimizer.param_groups[flat.group or 0]
             on_device = group.get("fused") or group.get("capturable")
             where = flat.master.device if on_device else "cpu"
-            # copies: several flats may have been one
             state = {
                 key: value.to(where, copy=True) if isinstance(value, Tensor) else value
                 for key, value in scalars[saved.key].items()
             }
-            for what in saved.dtypes.keys() - {"parameters"}:
-                key, dtype = what.removeprefix("optimizer/"), saved.dtypes[what]
-                state[key] = net.optimizer.state[flat.master].get(key)
-                if not isinstance(state[key], Tensor):
+            for what, dtype in saved.dtypes.items():
+                if what == "parameters":
+                    continue
+                key = what.removeprefix("optimizer/")
+                values = net.optimizer.state[flat.master].get(key)
+                if not isinstance(values, Tensor):  # no update has made it yet
                     # a state in the parameters' dtype follows them
                     follows = dtype == saved.dtypes["parameters"]
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    state[key] = net.storage.store(zeros, "optimizer")
-                read(flat, what, flat.start, state[key])
+                    values = net.storage.store(zeros, "optimizer")
+                read(flat, what, flat.start, values)
+                state[key] = values
             net.optimizer.state[flat.master] = state
 
 

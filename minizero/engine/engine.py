@@ -119,8 +119,6 @@ class Engine(StepLoop, nn.Module):
         if self.global_steps > before:
             self._report()
 
-    backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
-
     def _check(self, trains: bool) -> None:
         """Raise RuntimeError if the engine cannot go on, or cannot train."""
         if self._destroyed:
@@ -227,7 +225,7 @@ class Engine(StepLoop, nn.Module):
         `tag`: default "global_step" and the number. `save_latest`: whether
         `load_checkpoint` without a tag finds it. `exclude_frozen_parameters`: no
         effect, a checkpoint has the whole model. `keep`, `background`: see
-        `minizero.checkpoint.save`.
+        `minizero.checkpoint.save`; `minizero.checkpoint.finish` waits for the latter.
 
         CheckpointError, on all ranks, if it cannot be written, or if a step is under
         way; existing checkpoints stay as they are.
@@ -247,10 +245,6 @@ class Engine(StepLoop, nn.Module):
             latest=save_latest,
         )
         return True
-
-    def finish_checkpoint(self) -> None:
-        """Wait for a save in the background, and raise its error."""
-        checkpoint.finish()
 
     def load_checkpoint(
         self,
