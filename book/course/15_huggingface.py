@@ -112,7 +112,7 @@ def norms(model):
             "1-norm",
             "g.norm().item()",
             "g.norm(1).item()",
-            "You summed the magnitudes: that is the 1-norm, and the 2-norm is asked for.",
+            "You summed magnitudes, the 1-norm; the 2-norm is asked for.",
         ),
         Wrong(
             "squares",
