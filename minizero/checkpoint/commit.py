@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import comm
 from ..comm import agreeing
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from .files import CheckpointError, LazyTensor
 from .files import write_file, write_tensors
 from .layout import ASIDE, INDEX, LATEST, Index

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import comm
 from ..comm import agreeing
 from ..memory.labels import label_states
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from ..zero import DataParallel, Flat
 from .files import CheckpointError, LazyTensor, measure, unpack
 from .layout import INDEX, Folder, Index, Place, SavedFlat, find, pieces, places

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..comm import agreeing
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from ..zero import DataParallel
 from .commit import prepare, save_together
 from .files import CheckpointError, LazyTensor, dtype_name, pack
