@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nasty import on_each_rank, on_two_ranks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -245,18 +246,20 @@ def test_sharded_inputs_of_a_tensor_parallel_model(pool: Pool) -> None:
     )
 
 
-def test_other_activations_on_each_rank_are_refused(two: Pool) -> None:
-    def data_parallel() -> str:
-        model, x = build(Recompute("full", Sharded())), tokens(rank())
-        with pytest.raises(ValueError) as error:
-            model(x, x)
-        return str(error.value)
-
-    for message in two.run(data_parallel):
-        assert "the ranks hold different inputs of unit 'blocks.0'" in message
+@on_two_ranks
+def test_other_activations_on_each_rank_are_refused() -> None:
+    model, x = build(Recompute("full", Sharded())), tokens(rank())
+    with pytest.raises(ValueError, match="hold different inputs of unit 'blocks.0'"):
+        model(x, x)
 
 
-def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
+@on_each_rank
+@pytest.mark.parametrize("shape", [(5, 7, 3), (1,), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_any_shape_comes_back(
+    shape: tuple[int, ...], dtype: torch.dtype, turned: bool
+) -> None:
     store = Sharded(Offloaded())
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(shape, generator=generator).to(dtype)
@@ -266,14 +269,7 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
     shard = held[0][1].host
     size = -(-x.numel() // world_size())
     assert shard.nbytes == size * x.itemsize and on_host(shard) and not on_host(back)
-    return torch.equal(back, x) and back.stride() == x.stride()
-
-
-def test_any_shape_comes_back(pool: Pool) -> None:
-    for shape in ((5, 7, 3), (1,), (2, 2)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for turned in (False, True):
-                assert all(pool.run(uneven, shape, dtype, turned))
+    assert torch.equal(back, x) and back.stride() == x.stride()
 
 
 # offloaded

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from nasty import same
 from torch import Tensor, nn
 
 from minizero import Plan, parallelize
@@ -57,10 +58,6 @@ def state(net: DataParallel) -> dict[str, Tensor]:
         found |= {f"{n} {k}": v for k, v in net.optimizer.state[flat.master].items()}
     found["random"] = torch.get_rng_state()
     return {k: v.clone() for k, v in found.items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def names(folder: Path) -> list[str]:

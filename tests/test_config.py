@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ds_example import EXAMPLE
 
 import minizero
 from minizero import Plan
@@ -46,6 +45,23 @@ def value(config: Config, where: str) -> Any:
     return found
 
 
+# What users of DeepSpeed have: fp16, ZeRO-3, both offloads.
+EXAMPLE: dict[str, Any] = {
+    "train_batch_size": 256,
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 500000000,
+        "stage3_prefetch_bucket_size": 500000000,
+        "stage3_param_persistence_threshold": 1000000,
+    },
+}
 NVME = {"device": "nvme", "nvme_path": "disk"}
 # On 4 ranks: a config, and what some keys are then, by dotted name.
 GOOD: list[tuple[Any, dict[str, Any]]] = [

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from nasty import on_two_ranks, same
 from torch import Tensor
 
 from minizero import zero
@@ -117,66 +117,57 @@ def weights(of: Any) -> dict[str, Tensor]:
     return {k: v.detach().clone() for k, v in found.items()}
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # plans, dtypes, homes
 
 
-def test_losses_are_equal_over_the_plans_and_those_of_ddp(two: Pool) -> None:
+@on_two_ranks
+def test_losses_are_equal_over_the_plans_and_those_of_ddp() -> None:
     """Unclipped, two ranks and DDP do the same sums: weights are equal bit for bit.
 
     The norm that clips is a sum over shards here and over parameters there. It moves
     the losses of 20 steps by two roundings of fp32 at the most.
     """
-
-    def run() -> Any:
-        runs = [trained(stage, max_steps=20) for stage in STAGES]
-        clipped, free = plain(gpt2(), max_steps=20), plain(gpt2(), max_grad_norm=0.0)
-        ours = trainer(3, max_grad_norm=0.0)
-        for made in (clipped, free, ours):
-            made.train()
-        unclipped = (losses(ours), losses(free))
-        ended = (weights(ours), free.model.state_dict())
-        return runs, losses(clipped), unclipped, ended
-
-    runs, ddp, unclipped, ended = two.run(run)[0]
+    runs = [trained(stage, max_steps=20) for stage in STAGES]
+    clipped, free = plain(gpt2(), max_steps=20), plain(gpt2(), max_grad_norm=0.0)
+    ours = trainer(3, max_grad_norm=0.0)
+    for made in (clipped, free, ours):
+        made.train()
+    ddp = losses(clipped)
     assert runs == [runs[0]] * 2
     assert len(ddp) == 20 and min(ddp) < ddp[0] - 0.5
     torch.testing.assert_close(runs[0], ddp, rtol=2**-22, atol=0)
-    assert unclipped[0] == unclipped[1] and equal(*ended)
+    assert losses(ours) == losses(free)
+    ended = weights(ours)
+    assert rank() > 0 or same(ended, free.model.state_dict())
 
 
+@on_two_ranks
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
+def test_dtypes_are_the_ones_asked_for(name: str) -> None:
     """On a CPU the plain Trainer takes fp16=True and trains in fp32."""
-
-    def run() -> Any:
-        found = []
-        for stage in STAGES:
-            made = trainer(stage, **{name: True})
-            made.train()
-            made.evaluate()
-            engine, args = made.model_wrapped, made.args
-            found.append((losses(made), {p.dtype for p in engine.module.parameters()}))
-            # nobody else casts, moves, or takes more than the one device of a rank
-            assert args.mixed_precision == made.accelerator.mixed_precision == "no"
-            assert not args.place_model_on_device and args.n_gpu <= 1
-            assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
-            assert args.device == engine.device, 'not "cpu:0"'
-            assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
-        return found
-
-    found = two.run(run)[0]
-    assert found == [found[0]] * 2
-    assert found[0][1] == {torch.float16 if name == "fp16" else torch.bfloat16}
+    found = []
+    for stage in STAGES:
+        made = trainer(stage, **{name: True})
+        made.train()
+        made.evaluate()
+        engine, args = made.model_wrapped, made.args
+        found.append(losses(made))
+        dtypes = {p.dtype for p in engine.module.parameters()}
+        assert dtypes == {torch.float16 if name == "fp16" else torch.bfloat16}
+        # nobody else casts, moves, or takes more than the one device of a rank
+        assert args.mixed_precision == made.accelerator.mixed_precision == "no"
+        assert not args.place_model_on_device and args.n_gpu <= 1
+        assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
+        assert args.device == engine.device, 'not "cpu:0"'
+        assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
+    assert found[0] == found[1]
 
 
 # the config
 
 
-def test_auto_values_are_filled_in(two: Pool) -> None:
+@on_two_ranks
+def test_auto_values_are_filled_in() -> None:
     rates = "warmup_min_lr warmup_max_lr warmup_num_steps total_num_steps".split()
     sizes = "reduce_bucket_size stage3_prefetch_bucket_size".split()
     sizes += ["stage3_param_persistence_threshold"]
@@ -188,97 +179,87 @@ def test_auto_values_are_filled_in(two: Pool) -> None:
         "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(rates, "auto")},
         "zero_optimization": {"stage": 3} | dict.fromkeys(sizes, "auto"),
     }
-
-    def run() -> Any:
-        more = {"warmup_steps": 2, "weight_decay": 0.5, "max_steps": 6}
-        made = trainer(3, llama(), config, gradient_accumulation_steps=2, **more)
-        # evaluation knows no number of steps, and leaves "auto" to training
-        made.evaluate()
-        made.train()
-        engine, zero = made.model_wrapped, made.model_wrapped.config.zero_optimization
-        history, groups = made.state.log_history, made.optimizer.param_groups
-        rates = [h["learning_rate"] for h in history if "learning_rate" in h]
-        decays = [(len(g["params"]) > 0, g["weight_decay"]) for g in groups]
-        assert made.args.deepspeed == config, "what was given is left as it was"
-        return engine.get_batch_info(), zero.reduce_bucket_size, rates, decays
-
-    sizes, bucket, rates, decays = two.run(run)[0]
-    assert sizes == (8, 2, 2) and bucket == 32 * 32
+    more = {"warmup_steps": 2, "weight_decay": 0.5, "max_steps": 6}
+    made = trainer(3, llama(), config, gradient_accumulation_steps=2, **more)
+    # evaluation knows no number of steps, and leaves "auto" to training
+    made.evaluate()
+    made.train()
+    engine, history = made.model_wrapped, made.state.log_history
+    rates = [h["learning_rate"] for h in history if "learning_rate" in h]
+    groups = made.optimizer.param_groups
+    decays = [(len(g["params"]) > 0, g["weight_decay"]) for g in groups]
+    assert made.args.deepspeed == config, "what was given is left as it was"
+    assert engine.get_batch_info() == (8, 2, 2)
+    assert engine.config.zero_optimization.reduce_bucket_size == 32 * 32
     # norms decay as little as under the Trainer's own optimizer
     assert decays == [(True, 0.5), (True, 0.0)]
     # the config's schedule is two steps at its top, the Trainer's one
     assert rates[0] == 0 and rates[-1] < max(rates) == 0.01 and rates.count(0.01) == 2
 
 
-def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
-    def run() -> list[str]:
-        said = []
-
-        def refused(attempt: Callable[[], Any]) -> None:
-            with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-                attempt()
-            said.append(str(error.value))
-
-        refused(trainer(2, config={"gradient_clipping": 7.0}).train)
-        refused(lambda: trainer(2, bf16_full_eval=True))
-        refused(trainer(2, optim="adafactor").train)
-        own = transformers.TrainingArguments(use_cpu=True, **USUAL)
-        refused(lambda: hf.Trainer(gpt2(), own, train_dataset=Words()))
-        ours = hf.TrainingArguments(deepspeed={}, **USUAL)
-        refused(lambda: transformers.Trainer(gpt2(), ours, train_dataset=Words()))
-        config = {"train_micro_batch_size_per_gpu": 1}
-        bare = hf.Accelerator(config)
-        refused(lambda: bare.backward(torch.ones(())))
-        refused(lambda: bare.prepare(gpt2()))
-        refused(lambda: hf.Accelerator(config, mixed_precision="bf16"))
-        four = hf.Accelerator(
-            config | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2
-        )
-        model = gpt2()
-        refused(lambda: four.prepare(model, torch.optim.SGD(model.parameters())))
-        pair = [(made, torch.optim.SGD(made.parameters())) for made in (gpt2(), gpt2())]
-        bare.prepare(*pair[0])
-        refused(lambda: bare.prepare(*pair[1]))
-        return said
-
-    words = (
-        "gradient_clipping=7.0 vs hf",
-        "bf16_full_eval",
-        "Adafactor",
-        "TrainingArguments of minizero.hf",
-        "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",
-        "no engine yet",
-        "1 models and 0 optimizers",
-        '"bf16" in the config',
-        "gradient_accumulation_steps=2, and the config 4",
-        "another model needs another accelerator",
+@on_two_ranks
+def test_what_contradicts_or_does_not_go_is_refused() -> None:
+    own = transformers.TrainingArguments(use_cpu=True, **USUAL)
+    ours = hf.TrainingArguments(deepspeed={}, **USUAL)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    bare = hf.Accelerator(config)
+    four = hf.Accelerator(
+        config | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2
     )
-    said = two.run(run)[0]
-    assert len(said) == len(words)
-    for word, sentence in zip(words, said, strict=True):
-        assert word in sentence, sentence
+
+    def prepare(accelerator: Any) -> None:
+        model = gpt2()
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+    for attempt, words in (
+        (
+            trainer(2, config={"gradient_clipping": 7.0}).train,
+            "gradient_clipping=7.0 vs hf",
+        ),
+        (lambda: trainer(2, bf16_full_eval=True), "bf16_full_eval"),
+        (trainer(2, optim="adafactor").train, "Adafactor"),
+        (
+            lambda: hf.Trainer(gpt2(), own, train_dataset=Words()),
+            "TrainingArguments of minizero.hf",
+        ),
+        (
+            lambda: transformers.Trainer(gpt2(), ours, train_dataset=Words()),
+            "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",
+        ),
+        (lambda: bare.backward(torch.ones(())), "no engine yet"),
+        (lambda: bare.prepare(gpt2()), "1 models and 0 optimizers"),
+        (
+            lambda: hf.Accelerator(config, mixed_precision="bf16"),
+            '"bf16" in the config',
+        ),
+        (lambda: prepare(four), "gradient_accumulation_steps=2, and the config 4"),
+        (
+            lambda: prepare(bare) or prepare(bare),
+            "another model needs another accelerator",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+            attempt()
 
 
 # evaluate, train, look
 
 
-def test_gradient_checkpointing_label_smoothing_and_compilation(two: Pool) -> None:
-    def run(stage: int) -> Any:
+@on_two_ranks
+def test_gradient_checkpointing_label_smoothing_and_compilation() -> None:
+    runs = []
+    for stage in STAGES:
         usual = trained(stage)
-        saves = trained(stage, gradient_checkpointing=True)
         smooth = trained(stage, label_smoothing_factor=0.1)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         compiled = trained(stage, torch_compile=True, torch_compile_backend="eager")
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        return usual, saves, compiled, smooth
-
-    runs = [two.run(run, stage)[0] for stage in (0, 3)]
+        assert trained(stage, gradient_checkpointing=True) == usual
+        torch.testing.assert_close(usual, compiled)
+        assert smooth[0] != usual[0] and smooth[-1] < smooth[0]
+        runs.append((usual, compiled, smooth))
     assert runs[0] == runs[1]
-    usual, saves, compiled, smooth = runs[0]
-    assert usual == saves
-    torch.testing.assert_close(usual, compiled)
-    assert smooth[0] != usual[0] and smooth[-1] < smooth[0]
 
 
 # save, resume, hand over
@@ -304,27 +285,25 @@ def test_a_run_goes_on_under_another_stage(two: Pool, tmp_path: Path) -> None:
         assert again == unbroken
 
 
-def test_the_best_model_is_loaded_at_the_end(two: Pool, tmp_path: Path) -> None:
-    def run(only: bool) -> Any:
-        made = trainer(
-            3,
-            output_dir=str(tmp_path / str(only)),
-            learning_rate=0.1,  # so that it gets worse
-            lr_scheduler_type="constant",
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            save_only_model=only,
-            load_best_model_at_end=True,
-        )
-        made.train()
-        every = [h["eval_loss"] for h in made.state.log_history if "eval_loss" in h]
-        return every, made.evaluate()["eval_loss"]
-
-    for only in (False, True):
-        every, best = two.run(run, only)[0]
-        assert len(every) == 4 and best == min(every) < every[-1]
+@on_two_ranks
+@pytest.mark.parametrize("only", [False, True])
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, only: bool) -> None:
+    made = trainer(
+        3,
+        output_dir=str(tmp_path),
+        learning_rate=0.1,  # so that it gets worse
+        lr_scheduler_type="constant",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model=only,
+        load_best_model_at_end=True,
+    )
+    made.train()
+    every = [h["eval_loss"] for h in made.state.log_history if "eval_loss" in h]
+    assert len(every) == 4
+    assert made.evaluate()["eval_loss"] == min(every) < every[-1]
 
 
 def test_saved_models_are_those_of_transformers(two: Pool, tmp_path: Path) -> None:
@@ -378,7 +357,8 @@ def test_generation_keeps_ranks_in_step(two: Pool) -> None:
     assert len(found[0][0][0]) < len(found[1][0][0])
 
 
-def test_any_trainer_takes_the_mixins(two: Pool) -> None:
+@on_two_ranks
+def test_any_trainer_takes_the_mixins() -> None:
     class Seq2SeqTrainer(hf.TrainerMixin, transformers.Seq2SeqTrainer): ...
 
     class Seq2SeqArguments(
@@ -399,31 +379,30 @@ def test_any_trainer_takes_the_mixins(two: Pool) -> None:
         made.train()
         return losses(made), made.predict(Words(3)).predictions.tolist()
 
-    assert two.run(run, 0)[0] == two.run(run, 3)[0]
+    assert run(0) == run(3)
 
 
-def test_a_pretrained_model_is_loaded_into_shards(two: Pool, tmp_path: Path) -> None:
-    saved = llama()
-    saved.save_pretrained(tmp_path, max_shard_size="20KB")
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path, max_shard_size="20KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 2
+    return tmp_path
 
-    def run() -> Any:
-        with zero.Init():
-            auto = transformers.AutoModelForCausalLM
-            model = auto.from_pretrained(tmp_path)
-        assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
-        assert all(zero.is_sharded(p) for p in model.parameters())
-        ours = trained(3, model)
-        with zero.Init():  # a head that is not in the files, made anew
-            auto = transformers.AutoModelForSequenceClassification
-            head = auto.from_pretrained(tmp_path, num_labels=3)
-        assert all(zero.is_sharded(p) for p in head.parameters())
-        with zero.GatheredParameters(head.parameters()):
-            assert head.score.weight.std() > 0
-        return ours, trained(3, llama())
 
-    ours, theirs = two.run(run)[0]
-    assert ours == theirs
+@on_two_ranks
+def test_a_pretrained_model_is_loaded_into_shards(pretrained: Path) -> None:
+    with zero.Init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    assert all(zero.is_sharded(p) for p in model.parameters())
+    ours = trained(3, model)
+    with zero.Init():  # a head that is not in the files, made anew
+        auto = transformers.AutoModelForSequenceClassification
+        head = auto.from_pretrained(pretrained, num_labels=3)
+    assert all(zero.is_sharded(p) for p in head.parameters())
+    with zero.GatheredParameters(head.parameters()):
+        assert head.score.weight.std() > 0
+    assert ours == trained(3, llama())
 
 
 def lora(**more: Any) -> Any:
@@ -464,7 +443,8 @@ def test_lora_on_a_frozen_base(two: Pool, tmp_path: Path) -> None:
 # accelerate's own loop
 
 
-def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
+@on_two_ranks
+def test_the_loop_of_accelerate(tmp_path: Path) -> None:
     def loop(stage: int, resume: bool) -> Any:
         keys = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
         config = {"zero_optimization": {"stage": stage}} | dict.fromkeys(keys, "auto")
@@ -497,9 +477,7 @@ def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
         assert model.get_batch_info() == (8, 2, 2) and model.gradient_clipping() == 0
         return found, optimizer.param_groups[0]["lr"]
 
-    def run() -> Any:
-        return [loop(stage, False) for stage in (0, 1, 2)], loop(3, True)
-
-    (whole, one, two_), (resumed, rate) = two.run(run)[0]
-    assert whole == one and one[1] == two_[1] == rate < 1e-2
+    whole, one, two = (loop(stage, False) for stage in (0, 1, 2))
+    resumed, rate = loop(3, True)
+    assert whole == one and one[1] == two[1] == rate < 1e-2
     assert resumed == pytest.approx(whole[0][4:]) and whole[0][-1] < whole[0][0]

@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TORCHRUN, run_script
 
 import minizero
 from minizero.lab.cells import execute, lookup
@@ -36,7 +37,6 @@ from minizero.ranks import (
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
 
 SCALE = 10
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 class Result:
@@ -54,18 +54,6 @@ def total(value, add=0):
 def pool():
     with Pool(3, timeout=60) as ranks:
         yield ranks
-
-
-def run_script(tmp_path, text, *command):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [*(command or [sys.executable]), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
 
 
 def test_ranks_know_who_they_are_and_end_with_launch():
@@ -112,6 +100,7 @@ def test_a_rank_is_as_if_started_from_nothing(pool, monkeypatch, tmp_path):
         assert "/dev/nvidia" not in Path(f"/proc/{server}/maps").read_text()
 
 
+@pytest.mark.thorough
 def test_a_rank_has_processes_of_its_own():
     def work():
         ranks = launch(rank, 2)  # first: its fork server has torch for the loaders
@@ -378,10 +367,9 @@ def test_a_script_needs_no_guard_and_may_be_alone(tmp_path):
     assert (done.stdout.splitlines(), done.stderr) == (lines, "")
 
 
+@pytest.mark.thorough  # the README's example runs under it too
 def test_torchrun(tmp_path):
-    done = run_script(
-        tmp_path, PROGRAM, *TORCHRUN, "--standalone", "--nproc-per-node=2"
-    )
+    done = run_script(tmp_path, PROGRAM, *TORCHRUN, "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
 
@@ -395,7 +383,7 @@ def test_two_nodes(network, tmp_path):
     options = "--nnodes=2 --nproc-per-node=2 --master-addr=10.213.9.1"
     nodes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, *inside, *TORCHRUN, *options.split()]
+            ["ip", "netns", "exec", name, *inside, *TORCHRUN[:3], *options.split()]
             + ["--master-port=29507", f"--node-rank={i}", str(script)],
             stdout=subprocess.PIPE,
             text=True,

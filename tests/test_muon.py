@@ -8,7 +8,7 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty
+from nasty import Nasty, same
 from torch import Tensor, nn
 
 from minizero import Plan, initialize, parallelize
@@ -53,10 +53,6 @@ def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(17, (2, 2, 6), generator=draw))  # type: ignore[return-value]
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[k], v) for k, v in expected.items())
-
-
 def alone(n: int) -> dict[str, Tensor]:
     """What torch's own Muon and AdamW make of the mean, summed in the ranks' order."""
     model = build()
@@ -92,7 +88,7 @@ def sharded() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_as_torchs_own_in_one_process(pool: Pool) -> None:
     """Bit for bit, if it sums what the ranks have in their order."""
-    assert equal(*pool.run(sharded)[0])
+    assert same(*pool.run(sharded)[0])
 
 
 def test_owners_have_about_the_same_work() -> None:

@@ -10,12 +10,13 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_offload import CONFIG, PRECISIONS, STATE, name, plans
+from test_offload import CONFIG, PRECISIONS, STATE, measure, name, padded, plans
 
 from minizero import NVMe, Plan, Tracker, estimate, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
@@ -62,50 +63,28 @@ def pages(elements: int, itemsize: int, slice_size: int = 1024) -> int:
     return sum(aligned(min(slice_size, elements - a) * itemsize, ALIGN) for a in starts)
 
 
-def measure(plan: Plan, folder: Path, precision: str) -> dict[str, Any]:
-    gc.collect()  # models of tests before, which hang in reference cycles
-    storage = NVMe(plan, folder, buffer_size=1024)
-    with Tracker() as tracker:
-        net = build(storage, precision=PRECISIONS[precision]())
-        for _ in range(2):
-            one_step(net)
-        gc.collect()
-        live, host = dict(tracker.live), dict(tracker.host)
-    parameter, _, master = BYTES[precision]
-    columns = [parameter] if plan.parameters.on == "nvme" else []
-    if plan.optimizer.on == "nvme":
-        columns += [4, 4] + ([master] if master else [])
-    seen = {
-        "device": live,
-        "cpu": host,
-        "nvme": {c: getattr(storage.on_disk, c) for c in STATE},
-        "padded": sum(flat.padded for flat in net.flats),
-        "counters": 4 * len(net.trained),
-        "fixed": storage.buffers.nbytes,
-        "file": os.fstat(storage.swap.fd).st_size,
-        "whole": sum(pages(flat.size, c) for flat in net.flats for c in columns),
-    }
-    storage.close()
-    return seen
-
-
 @pytest.mark.parametrize(
     ("plan", "precision"),
     [*((plan, "fp32") for plan in PLANS), (PLANS[0], "bf16"), (ALL, "bf16")],
     ids=lambda value: name(value) if isinstance(value, Plan) else value,
 )
 def test_bytes(two: Pool, tmp_path: Path, plan: Plan, precision: str) -> None:
-    for seen in two.run(measure, plan, tmp_path, precision):
-        formula = estimate(seen["padded"], 2, plan, precision)
+    parameter, _, master = BYTES[precision]
+    columns = [parameter] if plan.parameters.on == "nvme" else []
+    if plan.optimizer.on == "nvme":
+        columns += [4, 4] + ([master] if master else [])
+    make = partial(NVMe, folder=tmp_path, buffer_size=1024)
+    for seen in two.run(measure, plan, precision, make):
+        formula = estimate(padded(seen, 2), 2, plan, precision)
         at = "device" if plan.optimizer.on == "device" else "cpu"
-        seen[at]["optimizer"] -= seen["counters"]
+        seen[at]["optimizer"] -= 4 * seen["masters"]  # counters of steps
         places = {"device": formula, "cpu": formula.host, "nvme": formula.disk}
         for (where, expected), category in itertools.product(places.items(), STATE):
             assert seen[where][category] == getattr(expected, category), where
         # staging buffers, gradients that arrive, a NaN for each placeholder
         assert seen["fixed"] <= seen["cpu"]["buffers"] <= 3 * seen["fixed"]
         assert seen["cpu"]["activations"] == 0
-        assert seen["file"] == seen["whole"]
+        assert seen["file"] == sum(pages(n, c) for n in seen["sizes"] for c in columns)
 
 
 def peak_on_host(folder: Path, config: GPTConfig, precision: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, batches, own
-from test_equal import Case, muon, train
+from nasty import Case, Nasty, batches, muon, own, same
+from test_equal import train
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
@@ -79,33 +80,41 @@ def one_step(net: Any) -> None:
 # --- bytes --------------------------------------------------------------------
 
 
-def measure(plan: Plan, precision: str, storage: type[Offload]) -> dict[str, Any]:
+def measure(
+    plan: Plan, precision: str, make: Callable[[Plan], Offload]
+) -> dict[str, Any]:
     """Train a GPT for two steps; what is stored, what crossed in the second."""
-    gc.collect()
+    gc.collect()  # models of tests before, which hang in reference cycles
+    kept = make(plan)
     with Tracker() as seen:
         model = GPT(CONFIG)
-        optimizer = torch.optim.AdamW(model.parameters())
-        kept = storage(plan)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         mixed = PRECISIONS[precision]()
         net = parallelize(model, optimizer, plan, storage=kept, precision=mixed)
         x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
             down, up = kept.down.nbytes, kept.up.nbytes
-            loss = net(x, x)
-            net.backward(loss)
+            net.backward(net(x, x))
             net.step()
-            del loss
         net.synchronize()
         gc.collect()  # what is freed by now may still hang in cycles
-        return {
+        found = {
             "device": dict(seen.live),
             "cpu": dict(seen.host),
             "crossed": (kept.down.nbytes - down, kept.up.nbytes - up),
-            "padded": sum(flat.padded for flat in net.flats),
+            "sizes": [flat.size for flat in net.flats],
             "masters": len(net.trained),
-            # a GPT has one flat buffer a unit
-            "largest": max(flat.size for flat in net.flats),
         }
+    if isinstance(kept, NVMe):
+        found["nvme"] = {c: getattr(kept.on_disk, c) for c in STATE}
+        found["fixed"] = kept.buffers.nbytes
+        found["file"] = os.fstat(kept.swap.fd).st_size
+        kept.close()
+    return found
+
+
+def padded(seen: dict[str, Any], ranks: int) -> int:
+    return ranks * sum(seen["sizes"])
 
 
 def blocks(plan: Plan, precision: str, size: int) -> dict[str, int]:
@@ -125,8 +134,9 @@ def test_bytes(pool: Pool, precision: str) -> None:
     """What is stored and what crosses, in each place, is what the formulas say."""
     for plan in PLANS:
         for seen in pool.run(measure, plan, precision, Offload):
-            formula = estimate(seen["padded"], pool.size, plan, precision)
-            blocked = blocks(plan, precision, seen["largest"])
+            formula = estimate(padded(seen, pool.size), pool.size, plan, precision)
+            # a GPT has one flat buffer a unit
+            blocked = blocks(plan, precision, max(seen["sizes"]))
             for where, expected in (("device", formula), ("cpu", formula.host)):
                 live, case = seen[where], (name(plan), precision, where)
                 small = 4 * seen["masters"] * (where == plan.optimizer.on)
@@ -136,7 +146,7 @@ def test_bytes(pool: Pool, precision: str) -> None:
                 assert live["optimizer"] == expected.optimizer + small, case
                 # one NaN for each placeholder
                 assert 0 <= live["buffers"] - blocked[where] <= small, case
-            shard = seen["padded"] // pool.size
+            shard = sum(seen["sizes"])
             assert seen["crossed"] == tuple(
                 n * shard for n in crossing(plan, precision)
             )
@@ -146,8 +156,8 @@ def test_bytes_of_a_delayed_update(two: Pool) -> None:
     """Gradients a second time, and parameters in the optimizer's dtype."""
     for plan in DELAYED:
         for seen in two.run(measure, plan, "fp32", Delayed):
-            formula = estimate(seen["padded"], 2, plan, precision="fp32")
-            shard = 4 * seen["padded"] // 2
+            formula = estimate(padded(seen, 2), 2, plan, precision="fp32")
+            shard = 4 * sum(seen["sizes"])
             assert seen["device"]["parameters"] == formula.parameters
             assert seen["device"]["gradients"] == formula.gradients
             assert seen["cpu"]["gradients"] == formula.host.gradients + shard
@@ -337,7 +347,7 @@ def test_an_update_keeps_the_options_of_its_step(two: Pool) -> None:
     for late in ((partial(Delayed, start=5),), (Delayed, True)):
         found, ended = two.run(stepping, plan, *late)[0]
         assert found == losses
-        assert all(torch.equal(ended[name], weights[name]) for name in weights)
+        assert same(ended, weights)
 
 
 def skipped(storage: type[Offload]) -> list[Tensor]:
