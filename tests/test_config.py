@@ -183,8 +183,6 @@ def test_a_warning_says_what_has_no_effect(source: Any, words: str) -> None:
 
 
 TYPES = '"Adam", "AdamW", "SGD", "Adagrad", "Muon", "FusedAdam" or "CPUAdam"'
-itself: dict[str, Any] = {}
-itself["train_batch_size"] = itself["zero_optimization"] = itself
 # On 4 ranks: a config, and words of the error's sentence.
 BAD: list[tuple[Any, str]] = [
     # sizes of a batch
@@ -265,10 +263,8 @@ BAD: list[tuple[Any, str]] = [
     # not a config at all
     (None, "a config is a dict, a path or JSON text, not None"),
     ("[1, 2]", "a config is an object in braces, not [1, 2]"),
-    ('{"a": ' * 5000, "the config is not JSON: maximum recursion depth"),
     ('{\n "train_batch_size" 8\n}', "Expecting ':' delimiter: line 2 column 21"),
     ('{"gradient_clipping": NaN}', "gradient_clipping must be a finite number"),
-    (itself, 'zero_optimization has no key "train_batch_size"; it belongs in the top'),
 ]
 
 
@@ -277,14 +273,6 @@ def test_bad(source: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(source, 4)
     assert words in str(error.value)
-
-
-def test_an_enormous_key_is_an_ordinary_mistake() -> None:
-    """difflib would compare it with every key for a minute: it is cut first."""
-    config = read({"train_batch_size": 8, "x" * 10**7: 1})
-    assert config.warnings == (
-        f'the config has no key "{"x" * 57}..."; it is not read',
-    )
 
 
 def test_files(tmp_path: Path) -> None:

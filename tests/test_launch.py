@@ -310,29 +310,6 @@ def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
     assert made[1][1]["device_id"] is None
 
 
-def meet_anew(port, missing):
-    """Join as ranks that torchrun has started again do."""
-    dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if int(os.environ["RANK"]) == missing:
-        return 0.0
-    if missing is not None:
-        rendezvous.START = 0.5
-    init_distributed(timeout=timedelta(seconds=60))
-    return total(1).value
-
-
-def test_ranks_that_are_started_again_do_not_meet_the_dead():
-    """Their agent's store has the marks of a life before, and may lack a rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for key in ("minizero", "dead/0", "dead/1", "dead/all"):
-        store.set(key, "dead")
-    assert launch(meet_anew, 2, store.port, None) == [12.0, 12.0]
-    with pytest.raises(RankError, match="not all of the 2 ranks have started in 0.5 s"):
-        launch(meet_anew, 2, store.port, missing=1)
-
-
 PROGRAM = """
     import os, torch, torch.distributed as dist
     from minizero.ranks import init_distributed, rank, world_size

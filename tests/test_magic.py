@@ -86,13 +86,6 @@ def test_pull(notebook):
     assert "ranks 0, 1 raised NameError: no variable 'z'" in notebook.run("pull('z')")
 
 
-def test_ranks_talk(notebook):
-    notebook.run("%%ranks\nimport torch\nfrom minizero import comm\nt = torch.ones(2)")
-    assert notebook.run("%%ranks\ncomm.all_reduce(t)\nt") == (
-        "[rank 0] tensor([2., 2.])\n[rank 1] tensor([2., 2.])\n"
-    )
-
-
 def test_an_error_is_short_and_keeps_names(notebook):
     shown = notebook.run("%%ranks\ny = 5\nif x:\n    1 / 0")
     lines = shown.splitlines()

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.plots.offload import crossing
-from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS as BYTES
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks import Pool, RankError, rank, world_size
+from minizero.ranks import Pool, rank
 from minizero.zero import Storage
 
 RANKS = (2, 3)  # with --all
@@ -164,39 +163,6 @@ def test_bytes_of_a_delayed_update(two: Pool) -> None:
             states = formula.host.optimizer + 4 * seen["masters"]
             assert seen["cpu"]["optimizer"] == states + shard
             assert seen["device"]["buffers"] == 0
-
-
-def big(plan: Plan, budget: float, folder: Path) -> dict[str, Any]:
-    """Build a deep GPT inside zero.Init and make a step, on a toy GPU."""
-    gc.collect()
-    deep = GPTConfig(
-        layers=32, hidden=32, heads=2, sequence=8, vocabulary=50, checkpoint=True
-    )
-    kinds = {"cpu": Offload, "nvme": partial(NVMe, folder=folder, buffer_size=4096)}
-    kind = kinds.get(plan.optimizer.on)
-    storage = kind(plan) if kind else None
-    with ToyGPU(budget) as gpu:
-        torch.manual_seed(0)
-        with zero.Init(storage=storage):
-            model = GPT(deep)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        net = parallelize(model, optimizer, plan, storage=storage)
-        x = torch.arange(8)[None]
-        net.backward(net(x, x))
-        net.step()
-        padded = sum(flat.padded for flat in net.flats)
-        states = estimate(padded, world_size(), 3, "fp32").total
-        return {"peak": gpu.peak, "states": states}
-
-
-def test_ten_times_the_budget(two: Pool, tmp_path: Path) -> None:
-    """The states of one rank, built and trained on a toy GPU of a tenth of them."""
-    budget = 300_000
-    for plan in (FULL, DISK):
-        for seen in two.run(big, plan, budget, tmp_path):
-            assert seen["states"] >= 10 * budget >= 10 * seen["peak"], name(plan)
-    with pytest.raises(RankError, match="Out of memory"):
-        two.run(big, Plan.stage(3), budget, tmp_path)
 
 
 # --- refusals -----------------------------------------------------------------
