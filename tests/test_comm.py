@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,17 +80,6 @@ def test_the_own_row_may_be_in_the_buffer() -> None:
     comm.reduce_scatter(own, buffer)
     comm.all_gather(buffer, own)
     assert buffer.eq(ranks * (ranks + 1) / 2).all()
-
-
-@on_each_rank
-def test_direct_sums_do_not_depend_on_the_cut() -> None:
-    big = torch.tensor([1e8, 1.0, -1e8, 1.0])[: world_size()]
-    full = big[rank()].repeat(12)
-    cut = full.clone()
-    comm.all_reduce(full)
-    for piece in cut.split(4):
-        comm.all_reduce(piece)
-    assert torch.equal(full, cut) and full.eq(full[0]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,34 +180,6 @@ def test_callbacks_run_once() -> None:
     work.then(lambda: order.append("late"))
     work.wait()
     assert order == ["first", "late"]
-
-
-def goes_on() -> None:
-    """The next collective takes what rank 0 sends."""
-    found = torch.full((5,), 1.0 + rank())
-    comm.broadcast(found)
-    assert found.sum() == 5
-
-
-@on_each_rank
-def test_a_collective_that_all_drop_stops_no_other() -> None:
-    lost = torch.empty(1000)
-    comm.broadcast(lost, async_op=True)
-    comm.reduce_scatter(torch.empty(-(-1000 // world_size())), lost, async_op=True)
-    del lost
-    gc.collect()
-    goes_on()
-
-
-@on_each_rank
-def test_a_collective_that_some_drop_stops_no_other() -> None:
-    """Rank 0 drops later than the others, and waits for another in between."""
-    row, buffer = torch.empty(1000), torch.ones(1000 * world_size())
-    held = comm.reduce_scatter(row, buffer, async_op=True)
-    if rank() > 0:
-        del held
-        gc.collect()
-    goes_on()
 
 
 @on_each_rank

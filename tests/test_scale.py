@@ -10,7 +10,7 @@ import pytest
 
 from minizero.scale import MACHINES, MODELS, Candidate, Job, Prediction, predict
 from minizero.scale.predict import adam_seconds
-from minizero.scale.published import calibrate, rows
+from minizero.scale.published import rows
 from minizero.scale.shapes import find
 
 A100, V100 = MACHINES["a100-80gb"], MACHINES["v100-32gb"]
@@ -23,17 +23,6 @@ def step(shape: str = "mpt-1b", stage: int = 3, **options: Any) -> Prediction:
     how = {name: options.pop(name) for name in list(options) if name in HOW}
     job = Job(MODELS[shape], sequences=8 * options["gpus"], **options)
     return predict(job, Candidate(stage, **how))
-
-
-def test_calibration_finds_the_constants_that_made_the_rows() -> None:
-    chosen = [r for r in rows() if r.model == "mpt-125m" and r.machine == "a100-80gb"]
-    chosen = chosen[::4]
-    made = [
-        replace(r, tokens=r.predict(A100).tokens_per_second_per_gpu) for r in chosen
-    ]
-    found = calibrate(replace(A100, matmul=0.6, attention=0.5), made)
-    assert found.matmul == pytest.approx(A100.matmul, rel=0.02)
-    assert found.attention == pytest.approx(A100.attention, rel=0.02)
 
 
 def test_the_share_of_the_peak_is_counted_as_published() -> None:
