@@ -12,7 +12,7 @@ import pytest
 import torch
 from nasty import Case, muon, on_each_rank, same, some
 from test_equal import ALL, at, both, check, reference
-from torch import Tensor
+from torch import Tensor, nn
 
 from minizero import (
     Placement,
@@ -61,12 +61,17 @@ def test_equal(pool: Pool, tmp_path: Path, reference: Any, name: str) -> None:
     check(pool, EQUAL[name], reference, tmp_path)
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
 def stored(plan: Plan) -> tuple[dict[str, int], int]:
     """Bytes by category between steps, and elements with padding."""
     gc.collect()
     with Tracker() as tracker:
-        net = Case(plan).build()
-        steps(net, 0, 1)
+        net = Case(plan).build(layers)
+        net.backward(net(torch.ones(2, 8)).sum())
+        net.step()
         return dict(tracker.live), sum(flat.padded for flat in net.flats)
 
 

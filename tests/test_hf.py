@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,47 +137,44 @@ def test_dtypes_are_the_ones_asked_for(name: str) -> None:
 # the config
 
 
-@on_two_ranks
-def test_what_contradicts_or_does_not_go_is_refused() -> None:
-    own = transformers.TrainingArguments(use_cpu=True, **USUAL)
-    ours = hf.TrainingArguments(deepspeed={}, **USUAL)
-    config = {"train_micro_batch_size_per_gpu": 1}
-    bare = hf.Accelerator(config)
-    four = hf.Accelerator(
-        config | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2
-    )
-
-    def prepare(accelerator: Any) -> None:
+def prepare(accelerator: Any, times: int = 1) -> None:
+    for _ in range(times):
         model = gpt2()
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
-    for attempt, words in (
-        (
-            trainer(2, config={"gradient_clipping": 7.0}).train,
-            "gradient_clipping=7.0 vs hf",
-        ),
-        (lambda: trainer(2, bf16_full_eval=True), "bf16_full_eval"),
-        (trainer(2, optim="adafactor").train, "Adafactor"),
-        (
-            lambda: hf.Trainer(gpt2(), own, train_dataset=Words()),
-            "TrainingArguments of minizero.hf",
-        ),
-        (
-            lambda: transformers.Trainer(gpt2(), ours, train_dataset=Words()),
-            "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",
-        ),
-        (lambda: bare.backward(torch.ones(())), "no engine yet"),
-        (lambda: bare.prepare(gpt2()), "1 models and 0 optimizers"),
-        (
-            lambda: hf.Accelerator(config, mixed_precision="bf16"),
-            '"bf16" in the config',
-        ),
-        (lambda: prepare(four), "gradient_accumulation_steps=2, and the config 4"),
-        (
-            lambda: prepare(bare) or prepare(bare),
-            "another model needs another accelerator",
-        ),
-    ):
+
+ONE = {"train_micro_batch_size_per_gpu": 1}
+FOUR = ONE | {"gradient_accumulation_steps": 4}
+DATA = {"train_dataset": Words()}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "gradient_clipping=7.0 vs hf": (
+        lambda: trainer(2, config={"gradient_clipping": 7.0}).train()
+    ),
+    "bf16_full_eval": lambda: trainer(2, bf16_full_eval=True),
+    "Adafactor": lambda: trainer(2, optim="adafactor").train(),
+    "TrainingArguments of minizero.hf": lambda: hf.Trainer(
+        gpt2(), transformers.TrainingArguments(use_cpu=True, **USUAL), **DATA
+    ),
+    "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin": (
+        lambda: transformers.Trainer(
+            gpt2(), hf.TrainingArguments(deepspeed={}, **USUAL), **DATA
+        )
+    ),
+    "no engine yet": lambda: hf.Accelerator(ONE).backward(torch.ones(())),
+    "1 models and 0 optimizers": lambda: hf.Accelerator(ONE).prepare(gpt2()),
+    '"bf16" in the config': lambda: hf.Accelerator(ONE, mixed_precision="bf16"),
+    "gradient_accumulation_steps=2, and the config 4": (
+        lambda: prepare(hf.Accelerator(FOUR, gradient_accumulation_steps=2))
+    ),
+    "another model needs another accelerator": (
+        lambda: prepare(hf.Accelerator(ONE), times=2)
+    ),
+}
+
+
+@on_two_ranks
+def test_what_contradicts_or_does_not_go_is_refused() -> None:
+    for words, attempt in REFUSED.items():
         with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
             attempt()
 

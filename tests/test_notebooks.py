@@ -165,6 +165,7 @@ THREE_CELLS = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_class_in_three_cells(tool: Run, tmp_path: Path) -> None:
     """It is one class in the module; an edited method goes back to its own cell."""
     folder, module = tmp_path / "notebooks", tmp_path / "minizero/zero/shapes.py"
