@@ -70,7 +70,7 @@ def lab(browser: Any, tmp_path: Path) -> Iterator[str]:
     finally:
         browser.get("about:blank")  # a page would miss its server
         server.terminate()
-        server.WebDriverWait()
+        server.wait()
 
 
 @pytest.mark.thorough
