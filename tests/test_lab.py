@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,15 +22,6 @@ from minizero.memory.tracker import Sample
 
 TINY = GPTConfig(layers=2, hidden=16, heads=2, sequence=32)
 UNITS = {"m": 1e6, "b": 1e9}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny operations are faster on one thread, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tokens(batch: int = 2, sequence: int = 16) -> torch.Tensor:

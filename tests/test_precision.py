@@ -209,7 +209,7 @@ class Mixed(nn.Module):
         return self.second(self.first(x)).float().square().mean()
 
 
-def dtypes(stage: int) -> dict[str, Any]:
+def dtypes() -> dict[str, Any]:
     torch.manual_seed(rank())
     model = Mixed()
     originals = [p.detach().clone() for p in model.parameters() if p.requires_grad]
@@ -217,7 +217,7 @@ def dtypes(stage: int) -> dict[str, Any]:
         comm.broadcast(p)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     precision = MixedPrecision(BF16, reduce=FP32, buffers=FP16)
-    net = parallelize(model, optimizer, Plan.stage(stage), precision=precision)
+    net = parallelize(model, optimizer, Plan.stage(3), precision=precision)
     first = [m.clone() for m in masters(net)]
     inputs = {"float": torch.ones(1), "int": torch.ones(1, dtype=torch.int64)}
     net.backward(net(torch.randn(2, 8), extra=inputs))
@@ -234,7 +234,7 @@ def dtypes(stage: int) -> dict[str, Any]:
 
 
 def test_dtypes(two: Pool) -> None:
-    for seen in two.run(dtypes, 3):
+    for seen in two.run(dtypes):
         assert seen["seen"] == (BF16, BF16, torch.int64)
         floats = {n: d for n, d in seen["parameters"].items() if n != "places"}
         assert set(floats.values()) == {BF16}
@@ -245,9 +245,9 @@ def test_dtypes(two: Pool) -> None:
         assert torch.equal(seen["first"], seen["originals"])
 
 
-def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def by_hand_written() -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Masters before and after one parameter is set, and its value after a step."""
-    model, net = build(stage, MixedPrecision(BF16))
+    model, net = build(3, MixedPrecision(BF16))
     one_step(model, net, Run(), 0)
     before = [m.clone() for m in masters(net)]
     p = model.blocks[2].up.bias
@@ -261,9 +261,8 @@ def by_hand_written(stage: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         return before, after, p.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_written_by_hand_reaches_the_masters(two: Pool, stage: int) -> None:
-    for before, after, value in two.run(by_hand_written, stage):
+def test_what_is_written_by_hand_reaches_the_masters(two: Pool) -> None:
+    for before, after, value in two.run(by_hand_written):
         assert value.float().eq(3.0).all()
         changed = [(a != b).sum() for a, b in zip(after, before, strict=True)]
         assert sum(changed) == value.numel()  # the others keep all their digits
