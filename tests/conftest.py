@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -278,24 +277,6 @@ def until(browser: Any, condition: Callable[[], Any]) -> Any:
 
 def find(root: Any, selector: str) -> Any:
     return root.find_element("css selector", selector)
-
-
-class Cells(HTMLParser):
-    """The text of a page's table cells, its scripts left out."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.inside = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.inside = tag == "td"
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.cells.append(data)
-        self.inside = False
 
 
 LIVE = """
