@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -120,24 +122,30 @@ def test_cases_are_drawn_for_a_student() -> None:
         assert len(set(drawn)) > 2, asked.label
 
 
-def test_a_test_must_look_at_what_a_class_does() -> None:
-    """A student's test that asks which class it was given is none."""
+def test_a_test_must_look_at_what_its_subject_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A student's test that asks which class it was given, or counts, is none."""
+    monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(0))
+    seen, kinds = [], set()
 
-    class Original:
-        answer = 42
+    def make(mutant: str) -> Any:
+        class Subject:
+            answer = 41 if mutant else 42
 
-    class Mutant(Original):
-        answer = 41
+        return Subject
 
-    def by_identity(kind: type) -> None:
-        assert kind is Original and kind.__name__ == "Original"
+    def by_order(kind: type) -> None:
+        seen.append(kind)
+        assert len(seen) % 2
 
     def by_result(kind: Any) -> None:
+        kinds.add((kind.__qualname__, len(kind.__mro__)))
         assert kind.answer == 42
 
-    found = [drivers.kills(0, t, Original, Mutant) for t in (by_identity, by_result)]
-    assert [each["passes on the original"] for each in found] == [False, True]
-    assert all(each["fails on the mutant"] for each in found)
+    counted, looked = (drivers.kills(0, t, make, "41") for t in (by_order, by_result))
+    assert not any(counted.values()) and all(looked.values())
+    assert len(kinds) == 1
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=MEASURES)])
@@ -183,7 +191,24 @@ HOSTILE = {
         "found = [o for o in gc.get_objects() if isinstance(o, exercise.Exercise)]\n"
         "exec((known.get('ex-zero3-1') or found[0]).reference)"
     ),
+    "replaces what measures it": (
+        "import minizero.lab.course.sandbox, builtins, torch\n"
+        "torch.equal = builtins.all = lambda *a: True\n" + EASY.reference
+    ),
+    "hides its files": (
+        "import os\nfor _ in range(3000): os.mkdir('a' * 200); os.chdir('a' * 200)"
+    ),
+    "fills files without a name": (
+        "import os, time\nfiles = [os.memfd_create('x') for _ in range(50)]\n"
+        "for file in files: os.write(file, bytes(4_000_000))\ntime.sleep(99)"
+    ),
+    "closes a folder": "import os\nos.makedirs('a/b'); os.chmod('a', 0); os._exit(0)",
     "ends its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+}
+TOLD = {
+    "replaces what measures it": "it replaces builtins.all",
+    "hides its files": "cannot be seen",
+    "fills files without a name": "it wrote more than",
 }
 LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
 
@@ -205,6 +230,7 @@ def test_an_answer_harms_nobody(
         seen = box.run(EASY, HOSTILE[what], cases, limits)
         assert len(seen) == len(cases)
         assert not any(map(exercise.equal, seen, right)), seen
+        assert TOLD.get(what, "") in str(seen[0])
     assert box.run(EASY, EASY.reference, cases) == right
     assert box._process and not list(box._folder.iterdir())
     assert not psutil.Process(box._process.pid).children(recursive=True)
@@ -264,25 +290,41 @@ def test_a_class_is_graded_and_goes_on_after_a_stop(
     build.sample(folder)
     (folder / "fay").mkdir()
     (folder / "fay" / "01_memory.ipynb").write_text("not a notebook")
+    (folder / "=1+1 \udce9").mkdir()
+    (folder / "gil").mkdir()
+    (folder / "gil" / "01_memory.ipynb").symlink_to(folder / "ada" / "01_memory.ipynb")
+    ada = json.loads((folder / "ada" / "01_memory.ipynb").read_text())
+    for cell in ada["cells"]:
+        cell["source"] = "\r\n" + "\r\n".join("".join(cell["source"]).splitlines())
+    cell = {"cell_type": "code", "source": "# ex-memory-1\nx = '\ud800'"}
+    ada["cells"].append(cell)
+    (folder / "hal").mkdir()
+    (folder / "hal" / "01_memory.ipynb").write_text(json.dumps(ada), "utf-8-sig")
     asked = [each for each in exercise.load("01_memory") if each.label.endswith("-1")]
     monkeypatch.setattr(grade, "load", lambda chapter: asked * (chapter == "01_memory"))
     monkeypatch.setattr(type(asked[0]), "seconds", 3)
     class_ = grade.grade(folder, out, "seed")
-    points = {student: mine[0].points for student, mine in class_.items()}
-    nothing = dict.fromkeys(("cleo", "dan", "eva", "fay"), 0)
-    assert points == {"ada": 4, "ben": 0} | nothing
+    points = {student: mine[0].points for student, mine in class_.items() if mine}
+    nothing = dict.fromkeys(("cleo", "dan", "eva", "fay", "gil"), 0)
+    assert points == {"ada": 4, "ben": 0, "hal": 4} | nothing
     assert "cannot be read" in (out / "fay.md").read_text()
     told = (out / "ben.md").read_text()
     assert "entry 2=" in told and asked[0].wrong[0].thought in told
     assert "starter, unchanged" in (out / "cleo.md").read_text()
     rows = list(csv.DictReader((out / "grades.csv").open()))
-    assert [row["points"] for row in rows] == ["4", "0", "0", "0", "0", "0"]
+    assert [row["points"] for row in rows] == [*"0400000", "0", "4"]
+    assert rows[0]["student"] == "'=1+1 ?" and "a link" in (out / "gil.md").read_text()
+    assert "such as 01_memory.ipynb" in (out / "=1+1 ?.md").read_text()
 
     # what is known is not graded again; what was handed in anew is
-    monkeypatch.setattr(Grader, "grade", lambda self, a, student, text: 1 / 0)
+    monkeypatch.setattr(Grader, "grade", lambda self, *task: 1 / 0)
     assert grade.grade(folder, out, "seed") == class_
     again = folder / "eva" / "01_memory.ipynb"
     again.write_text(again.read_text().replace("does not run", "does"))
+    with pytest.raises(ZeroDivisionError):
+        grade.grade(folder, out, "seed")
+    shutil.rmtree(folder / "eva")
+    (out / "records" / "ada" / "ex-memory-1.json").write_text("{")  # a full disk
     with pytest.raises(ZeroDivisionError):
         grade.grade(folder, out, "seed")
 
@@ -359,6 +401,9 @@ def test_no_solution_is_given_away(tmp_path: Path) -> None:
                 assert json.dumps(line)[1:-1] not in text, line
     for path in (tmp_path / "course" / "otter").glob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
+        for cell in cells:
+            if cell.cell_type == "code":
+                compile(cell.source, path.name, "exec")
         raw = [c.source.split("\n")[0][2:] for c in cells if c.cell_type == "raw"]
         for block in ("QUESTION", "SOLUTION", "TESTS"):
             begins, ends = raw.count(f"BEGIN {block}"), raw.count(f"END {block}")

@@ -259,14 +259,19 @@ def check_norm(kind):
 
     @staticmethod
     def run(answer, ranks, mutant):
-        class Mutant(ZeRO1):
-            def all_rows(self, mine):
-                every = super().all_rows(mine)
-                if mutant == "of one's own shards":
-                    return mine
-                return every[:1] if "first" in mutant else every / len(every)
+        def make(name):
+            class Subject(ZeRO1):
+                def all_rows(self, mine):
+                    every = super().all_rows(mine)
+                    if name == "of one's own shards":
+                        return mine
+                    if name == "of the first shard":
+                        return every[:1]
+                    return every / len(every) if name else every
 
-        return kills(ranks, answer, ZeRO1, Mutant)
+            return Subject
+
+        return kills(ranks, answer, make, mutant)
 
 
 class WholeTensors(Exercise):

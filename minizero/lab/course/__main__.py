@@ -48,7 +48,7 @@ def main() -> None:
             raise SystemExit(f"{OPEN} If you trust all students, add --trusting.")
         try:
             class_ = grade(told.submissions, told.out, told.seed, told.jobs)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise SystemExit(f"grading stopped: {error}") from error
         for student, mine in class_.items():
             print("{:20} {:g} of {}".format(student, *totals(mine)))

@@ -117,9 +117,11 @@ def student_notebook(chapter: str) -> Any:
     return new_notebook(cells=cells)
 
 
-HIDDEN = """from minizero.lab.course.exercise import every
+HIDDEN = """import contextlib, io
+from minizero.lab.course.exercise import every
 from minizero.lab.course.reader import complaint
-wrong = complaint(every()["{label}"], {answer})
+with contextlib.redirect_stdout(io.StringIO()):  # to otter all output is a failure
+    wrong = complaint(every()["{label}"], {answer})
 assert not wrong, wrong"""
 
 
@@ -141,8 +143,9 @@ def otter_notebook(chapter: str) -> Any:
     for label, asked in asked_in(chapter):
         name = label.replace("-", "_")
         if asked:
+            starter = asked.starter.strip().replace('"""', "'''")  # it is in quotes
             answer = new_code_cell(
-                f'# {label}\n""" # BEGIN PROMPT\n{asked.starter.strip()}\n'
+                f'# {label}\n""" # BEGIN PROMPT\n{starter}\n'
                 f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
                 f"{asked.reference.strip()}\n# END SOLUTION"
             )

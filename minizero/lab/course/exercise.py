@@ -206,7 +206,7 @@ def unequal(seen: Observation, expected: Observation) -> str:
             name if str(value).startswith(BITS) else described({name: value})
             for name, value in parts.items()
         )
-    return f"{seen} is not right"
+    return f"{seen!r} is not right"
 
 
 @dataclass(frozen=True)
