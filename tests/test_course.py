@@ -95,9 +95,13 @@ def test_what_answers_earn(asked: Exercise, grader: Grader) -> None:
         )
         assert first, f"{wrong.name} is right"
         assert wrong.name != "unsharded" or not any(right(text))
-        (seen,) = grader.trusted(asked, text, [first])
-        (expected,) = grader.trusted(asked, asked.reference, [first])
-        assert grader.likely(asked, first, seen, expected) == wrong, (wrong.name, seen)
+
+        def observed(text: str, case: exercise.Case = first) -> Any:
+            return grader.trusted(asked, text, [case])[0]
+
+        seen, expected = observed(text), observed(asked.reference)
+        named = exercise.likely(asked, seen, expected, observed)
+        assert named == wrong, (wrong.name, seen)
 
 
 def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +115,8 @@ def test_every_exercise_is_in_its_chapter(capsys: pytest.CaptureFixture[str]) ->
             assert label in every() or f"`{label}`" in rubrics, label
             stated = exercise.statement(label)
             assert stated.hint and stated.minutes and "solution-" not in stated.text
+            for text in (stated.text, stated.hint):  # what leads nowhere, away from it
+                assert not re.search(r"\[\^|\]\((?!http)|\d{4}[a-z]|\{\w+\}`", text)
     with capsys.disabled():
         print("\n" + command.listing())
 

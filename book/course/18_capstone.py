@@ -278,9 +278,8 @@ assert callable(alone)
         toy = replace(TOY, memory=12 * count_parameters(gpt))
         job = Job(shape_of(gpt), toy, ranks, rows, SEQUENCE, "fp32")
         how, folder = choose(job).best.candidate, tempfile.mkdtemp()
-        ran = [gpt, ds_config(job, how), how.checkpointing, rows, stop + 1]
-        saved = (stop, folder)
-        launch(trained, ranks, *ran, saved, timeout=PATIENCE)
+        ran = [gpt, ds_config(job, how), how.checkpointing, rows, stop, folder]
+        launch(trained, ranks, *ran, timeout=PATIENCE)
         gc.collect()  # engines of earlier cases
         with ToyGPU(toy.memory):
             found = answer(

@@ -55,6 +55,7 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
     rows = [f"- `{each.label}`: {each.explain}" for each in graded if each.explain]
     rubrics = (SOURCES / "rubrics.md").read_text() + "\n".join(rows) + "\n"
     (out / "rubrics.md").write_text(rubrics)
+    sample(out / "sample")
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
@@ -171,30 +172,23 @@ def otter_notebook(chapter: str) -> Any:
 
 
 DIRECTIVE = r"^(?P<f{0}>[`:]{{3,}})\{{solution-{0}\}}[^\n]*\n(?::[^\n]*\n)*(?P=f{0})$"
-START, END = (re.compile(DIRECTIVE.format(end), re.M) for end in ("start", "end"))
+SOLUTION = DIRECTIVE.format("start") + ".*?" + DIRECTIVE.format("end")
 
 
 def without_solutions(notebook: Any) -> Any:
     """A chapter's notebook without what stands between a solution's start and end."""
-    kept, inside = [], False
-    for cell in notebook.cells:
-        if cell.cell_type != "markdown":
-            if not inside:
-                kept.append(cell)
-            continue
-        text, rest = "", cell.source
-        while rest:
-            mark = (END if inside else START).search(rest)
-            if not inside:
-                text += rest[: mark.start()] if mark else rest
-            rest = rest[mark.end() :] if mark else ""
-            inside = inside != bool(mark)
-        if text.strip():
-            cell.source = text.strip()
-            kept.append(cell)
-    if inside:
+    cells, notebook.cells = notebook.cells, []
+    sources = [c.source if c.cell_type == "markdown" else "code" for c in cells]
+    text = "".join(f"\0{i}\0\n{source}\n" for i, source in enumerate(sources))
+    text = re.sub(SOLUTION, "", text, flags=re.M | re.S)
+    if "{solution-" in text:
         raise ValueError("a solution has a start and no end")
-    notebook.cells = kept
+    for i, rest in re.findall(r"\0(\d+)\0([^\0]*)", text):
+        cell = cells[int(i)]
+        if cell.cell_type == "markdown":
+            cell.source = rest.strip()
+        if rest.strip():
+            notebook.cells.append(cell)
     return notebook
 
 

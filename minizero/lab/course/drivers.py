@@ -198,32 +198,26 @@ def trained(
     config: dict[str, Any],
     checkpointing: str,
     count: int,
-    last: int,
-    save: tuple[int, str] = (-1, ""),
+    steps: int,
+    save: str = "",
 ) -> dict[str, Any]:
-    """Losses of this job's steps, and the peak of a device in the first two.
+    """Losses of this job's steps, and the peak of a device.
 
-    `count`: rows of a step, on all ranks. `save`: before which step, and where.
+    `count`: rows of a step, on all ranks. `save`: a folder for a checkpoint at the end.
     """
     losses: list[float] = []
     with ToyGPU(1e12) as gpu:
         engine = built(gpt, config, checkpointing)
-        _step(engine, count, losses, save)
-        _step(engine, count, losses, save)
-    while engine.global_steps < last:
-        _step(engine, count, losses, save)
+        for step in range(steps):
+            mean = torch.zeros(1)
+            mine = batch(step, count, rank(), world_size())
+            for x in mine.split(engine.train_micro_batch_size_per_gpu()):
+                loss = engine(x, x)
+                engine.backward(loss)
+                engine.step()
+                mean += loss.detach() * len(x) / count
+            comm.all_reduce(mean)
+            losses.append(mean.item())
+    if save:
+        engine.save_checkpoint(save)
     return {"losses": losses, "peak": gpu.peak}
-
-
-def _step(engine: Any, count: int, losses: list[float], save: tuple[int, str]) -> None:
-    if engine.global_steps == save[0]:
-        engine.save_checkpoint(save[1])
-    mine = batch(engine.global_steps, count, rank(), world_size())
-    mean = torch.zeros(1)
-    for x in mine.split(engine.train_micro_batch_size_per_gpu()):
-        loss = engine(x, x)
-        engine.backward(loss)
-        engine.step()
-        mean += loss.detach() * len(x) / count
-    comm.all_reduce(mean)
-    losses.append(mean.item())

@@ -26,11 +26,10 @@ from .exercise import (
     SOURCES,
     Case,
     Exercise,
-    Wrong,
-    alike,
     chapters,
     described,
     equal,
+    likely,
     load,
     statement,
     unequal,
@@ -114,19 +113,13 @@ class Grader:
         case, fault = described(cases[i])[:500], unequal(seen[i], expected[i])[:800]
         some = f"{sum(right)} of {len(cases)} cases are right. " if any(right) else ""
         remark = f"{some}With {case}: {fault}."
-        if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
+
+        def observed(text: str) -> Any:
+            return self.trusted(asked, text, [cases[i]])[0]
+
+        if wrong := likely(asked, seen[i], expected[i], observed):
             remark += f"\n\n{wrong.thought}"
         return record(points, remark=remark)
-
-    def likely(
-        self, asked: Exercise, case: Case, seen: Any, expected: Any
-    ) -> Wrong | None:
-        """The typical wrong answer that is observed like this one."""
-        for wrong in asked.wrong:
-            (theirs,) = self.trusted(asked, asked.planted(wrong), [case])
-            if alike(seen, theirs, expected):
-                return wrong
-        return None
 
 
 def plain(text: str) -> str:

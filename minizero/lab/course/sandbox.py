@@ -14,7 +14,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -88,13 +87,12 @@ class Sandbox:
             raise OSError(f"{job.parent} has less than {4 * limits.disk >> 20} MB left")
         (job / ANSWER).write_text(text, errors="replace")
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
-        known = {"job": str(job), "modules": modules(asked)}
-        order = json.dumps(known | {"limits": asdict(limits)})
+        known = {"job": str(job), "needs": asked.needs, "limits": asdict(limits)}
         process = self._process = self._process or self._start()
         assert process.stdin and process.stdout
         how = ""
         with contextlib.suppress(OSError):
-            process.stdin.write(order + "\n")
+            process.stdin.write(json.dumps(known) + "\n")
             process.stdin.flush()
             how = process.stdout.readline().strip()
         if not how:  # something has ended the process, perhaps the answer
@@ -104,13 +102,6 @@ class Sandbox:
         seen = list(results(job / RESULT))[: len(cases)]
         delete(job)
         return seen + [{ENDED: how}] * (len(cases) - len(seen))
-
-
-def modules(asked: Exercise) -> list[str]:
-    """What the source of an exercise imports: forks need not import it again."""
-    source = Path(type(asked).draw.__code__.co_filename).read_text()
-    found = re.findall(r"^from ((?:minizero|torch)[\w.]*) import", source, re.M)
-    return sorted({*asked.needs, *found})
 
 
 def results(path: Path) -> Any:
@@ -132,7 +123,7 @@ def main() -> None:
     """Run jobs until the input ends; answer each with what ended it."""
     import torch._dynamo  # noqa: F401  each fork has it
 
-    import minizero  # noqa: F401
+    from minizero import offload, precision, scale  # noqa: F401
     from minizero.lab.course import drivers  # noqa: F401
     from minizero.ranks import pool
 
@@ -145,7 +136,7 @@ def main() -> None:
     os.dup2(2, 1)
     while line := sys.stdin.readline():
         order = json.loads(line)
-        for name in order["modules"]:
+        for name in order["needs"]:
             importlib.import_module(name)
         how = supervise(Path(order["job"]), Limits(**order["limits"]))
         with contextlib.suppress(BrokenPipeError):  # the grader has gone
