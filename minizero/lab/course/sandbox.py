@@ -156,10 +156,7 @@ def supervise(job: Path, limits: Limits) -> str:
     until, how = time.monotonic() + limits.seconds, ""
     pause = 0.005
     while not how and os.getppid() == parent:
-        try:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            ended, status = pid, 0
+        ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
             how = f"the process of the answer ended with {code}"
@@ -187,24 +184,19 @@ def excess(limits: Limits, job: Path) -> str:
                 size += found.st_size * (found.st_nlink == 0)
     if held > limits.memory:
         return f"it took more than {limits.memory >> 20} MB of memory"
+    errors: list[Exception] = []
     try:
-        for folder, folders, names in os.walk(job, onerror=seen_unless_gone):
-            size += BLOCK * len(folders)
-            for name in names:
+        for folder, folders, names in os.walk(job, onerror=errors.append):
+            for name in (*folders, *names):
                 with contextlib.suppress(FileNotFoundError):
-                    found = os.lstat(os.path.join(folder, name))
-                    size += max(BLOCK, found.st_size)
-    except (OSError, RecursionError):
+                    size += max(BLOCK, os.lstat(os.path.join(folder, name)).st_size)
+    except (OSError, RecursionError) as error:
+        errors.append(error)
+    if any(not isinstance(each, FileNotFoundError) for each in errors):
         return "it put files where they cannot be seen"
     if size > limits.disk:
         return f"it wrote more than {limits.disk >> 20} MB"
     return ""
-
-
-def seen_unless_gone(error: OSError) -> None:
-    """A folder may vanish while it is looked at; others must open."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def end_all() -> None:
