@@ -397,6 +397,8 @@ def test_no_solution_is_given_away(tmp_path: Path) -> None:
     for name in ("students", "book"):
         assert_no_solution(tmp_path / "course" / name, found)
     assert not list((tmp_path / "course" / "book").rglob("05_zero1.py"))
+    for path in (tmp_path / "course" / "book").rglob("*.md"):
+        assert "{solution" not in path.read_text(), path
     for asked in every().values():
         chapter = exercise.statement(asked.label).chapter
         text = (tmp_path / "course" / "students" / f"{chapter}.ipynb").read_text()

@@ -199,6 +199,9 @@ def edition(out: Path) -> None:
         shutil.copytree(
             ROOT / name, out / name, ignore=skip if name == "book" else None
         )
+    example = re.compile(r"^(`{3,})\{solution\}.*?^\1$", re.M | re.S)
+    for path in (out / "book").glob("*.md"):
+        path.write_text(example.sub("", path.read_text()))
     for path in (ROOT / "_config.yml", ROOT / "_toc.yml"):
         shutil.copy(path, out)
     (out / "notebooks").mkdir()
