@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from minizero.lab.course import __main__ as command
-from minizero.lab.course import build, drivers, exercise, grade, reader, syllabus
+from minizero.lab.course import build, drivers, exercise, grade, reader
 from minizero.lab.course.exercise import Exercise, every
 from minizero.lab.course.grade import Grader
 from minizero.lab.course.sandbox import ENDED, RAISES, Limits, Sandbox
@@ -31,7 +31,9 @@ EASY = every()["ex-zero3-1"]
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     with Grader("a course") as grader:
+        folder = grader._boxes.queue[0]._folder
         yield grader
+    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +139,20 @@ def test_a_test_must_look_at_what_its_subject_does(
 ) -> None:
     """A student's test that asks which class it was given, or counts, is none."""
     monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(0))
-    seen, kinds = [], set()
+    seen = []
 
     def make(mutant: str) -> Any:
-        class Subject:
-            answer = 41 if mutant else 42
-
-        return Subject
+        return type("Subject", (), {"answer": 41 if mutant else 42})
 
     def by_order(kind: type) -> None:
         seen.append(kind)
         assert len(seen) % 2
 
     def by_result(kind: Any) -> None:
-        kinds.add((kind.__qualname__, len(kind.__mro__)))
         assert kind.answer == 42
 
     counted, looked = (drivers.kills(0, t, make, "41") for t in (by_order, by_result))
     assert not any(counted.values()) and all(looked.values())
-    assert len(kinds) == 1
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=MEASURES)])
@@ -173,15 +170,11 @@ def test_starters_and_public_checks_run_from_imports_alone(slow: bool) -> None:
 
 HOSTILE = {
     "hangs": "while True: pass",
-    "exits": "import sys; sys.exit(0)",
-    "exits at once": "import os; os._exit(0)",
     "raises": "raise RuntimeError('on import')",
     "forks": "import os\nwhile True: os.fork()",
     "prints a gigabyte": "while True: print('x' * 1_000_000)",
     "fills memory": "import torch\nkept = [torch.ones(10**8) for _ in range(200)]",
-    "fills the disk": (
-        "for i in range(200):\n    open(f'{i}', 'wb').write(b'x' * 10_000_000)"
-    ),
+    "fills the disk": "for i in range(99): open(f'{i}', 'wb').write(bytes(10**7))",
     "leaves a process": (
         "import subprocess, sys\nfor _ in range(3): subprocess.Popen([sys.executable,"
         " '-c', 'import time; time.sleep(999)'], start_new_session=True)"
@@ -217,7 +210,6 @@ HOSTILE = {
 }
 TOLD = {
     "replaces what measures it": "it replaces builtins.all",
-    "hides its files": "cannot be seen",
     "fills files without a name": "it wrote more than",
 }
 LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
@@ -279,12 +271,6 @@ def test_where_answers_are_not_confined_a_teacher_must_say_so(
         command.main()
 
 
-def test_a_sandbox_leaves_no_folder() -> None:
-    with Sandbox() as box:
-        assert box._folder.exists()
-    assert not box._folder.exists()
-
-
 @pytest.fixture(scope="module")
 def confined(box: Sandbox) -> bool:
     """Whether this system can confine a process to folders."""
@@ -300,15 +286,13 @@ def test_a_class_is_graded_and_goes_on_after_a_stop(
     build.sample(folder)
     (folder / "fay").mkdir()
     (folder / "fay" / "01_memory.ipynb").write_text("not a notebook")
-    (folder / "=1+1 \udce9").mkdir()
-    (folder / "gil").mkdir()
+    for name in ("=1+1 \udce9", "gil", "hal"):
+        (folder / name).mkdir()
     (folder / "gil" / "01_memory.ipynb").symlink_to(folder / "ada" / "01_memory.ipynb")
     ada = json.loads((folder / "ada" / "01_memory.ipynb").read_text())
     for cell in ada["cells"]:
         cell["source"] = "\r\n" + "\r\n".join("".join(cell["source"]).splitlines())
-    cell = {"cell_type": "code", "source": "# ex-memory-1\nx = '\ud800'"}
-    ada["cells"].append(cell)
-    (folder / "hal").mkdir()
+    ada["cells"] += [{"cell_type": "code", "source": "# ex-memory-1\n'\ud800'"}]
     (folder / "hal" / "01_memory.ipynb").write_text(json.dumps(ada), "utf-8-sig")
     asked = [each for each in exercise.load("01_memory") if each.label.endswith("-1")]
     monkeypatch.setattr(grade, "load", lambda chapter: asked * (chapter == "01_memory"))
@@ -390,6 +374,7 @@ def assert_no_solution(folder: Path, found: list[tuple[str, str]]) -> None:
             if path.suffix == ".ipynb":
                 cells = nbformat.reads(text, as_version=4).cells
                 text = "\n".join(cell.source for cell in cells)
+            assert "{solution" not in text or path.suffix == ".py", path
             for label, words in found:
                 assert words not in text, f"{path} has the solution of {label}: {words}"
 
@@ -401,8 +386,6 @@ def test_no_solution_is_given_away(tmp_path: Path) -> None:
     for name in ("students", "book"):
         assert_no_solution(tmp_path / "course" / name, found)
     assert not list((tmp_path / "course" / "book").rglob("05_zero1.py"))
-    for path in (tmp_path / "course" / "book").rglob("*.md"):
-        assert "{solution" not in path.read_text(), path
     for asked in every().values():
         chapter = exercise.statement(asked.label).chapter
         text = (tmp_path / "course" / "students" / f"{chapter}.ipynb").read_text()
@@ -416,10 +399,6 @@ def test_no_solution_is_given_away(tmp_path: Path) -> None:
         for cell in cells:
             if cell.cell_type == "code":
                 compile(cell.source, path.name, "exec")
-        raw = [c.source.split("\n")[0][2:] for c in cells if c.cell_type == "raw"]
-        for block in ("QUESTION", "SOLUTION", "TESTS"):
-            begins, ends = raw.count(f"BEGIN {block}"), raw.count(f"END {block}")
-            assert begins == ends > 0
     assert len(build.SYLLABI) == len(list((tmp_path / "course").glob("syllabus-*.md")))
 
 
@@ -450,19 +429,3 @@ def test_the_rendered_book_has_no_solution(tmp_path: Path) -> None:
         (label, w) for label, w in solutions() if not re.search(r"[`$*{<>&\"']", w)
     ]
     assert_no_solution(pages, plain)
-
-
-def test_the_syllabi_have_the_chapters_minutes() -> None:
-    for name in syllabus.SYLLABI:
-        text = syllabus.syllabus(name)
-        rows = [[c.strip() for c in line.split("|")] for line in text.splitlines()]
-        minutes = [int(row[5]) for row in rows if len(row) > 5 and row[5].isdecimal()]
-        assert f"In all {sum(minutes)} minutes" in text
-        assert len(minutes) == (10 if name == "two-weeks" else 13)
-
-
-def test_training_does_not_need_the_course() -> None:
-    assert "minizero.lab.course" in sys.modules
-    for path in (ROOT / "minizero").rglob("*.py"):
-        if "course" not in path.parts:
-            assert "lab.course" not in path.read_text(), path
