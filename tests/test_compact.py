@@ -22,7 +22,7 @@ LINES = {
     "zero": (2_440, 2_200),
     "memory precision": (1_165, 1_150),
     "ranks": (945, 750),
-    "comm": (1_030, 950),
+    "comm": (1_031, 950),
     "overlap": (660, 650),
     "activations": (580, 550),
     "offload": (1_150, 1_150),
