@@ -31,9 +31,8 @@ EASY = every()["ex-zero3-1"]
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     with Grader("a course") as grader:
-        folder = grader._boxes.queue[0]._folder
         yield grader
-    assert not folder.exists()
+    assert not grader._boxes.queue[0]._folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +133,8 @@ def test_cases_are_drawn_for_a_student() -> None:
         assert len(set(drawn)) > 2, asked.label
 
 
-def test_a_test_must_look_at_what_its_subject_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A student's test that asks which class it was given, or counts, is none."""
+def test_a_test_looks_at_its_subject(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student's test that counts which subject it was given is none."""
     monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(0))
     seen = []
 
@@ -208,10 +205,7 @@ HOSTILE = {
     "closes a folder": "import os\nos.makedirs('a/b'); os.chmod('a', 0); os._exit(0)",
     "ends its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
 }
-TOLD = {
-    "replaces what measures it": "it replaces builtins.all",
-    "fills files without a name": "it wrote more than",
-}
+TOLD = {"replaces what measures it": "replaces", "fills files without a name": "MB"}
 LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
 
 
