@@ -115,10 +115,6 @@ REFUSED: dict[str, tuple[Callable[[Nasty], Any], str]] = {
         lambda m: Muon([{"params": list(m.parameters()), "use_muon": True}]),
         "Muon updates matrices",
     ),
-    "an option that does not exist": (
-        lambda m: Muon([{"params": [m.blocks[1].mixer], "decay": 1}]),
-        "'decay'",
-    ),
     "torch's own": (
         lambda m: parallelize(m, torch.optim.Muon([m.blocks[1].mixer])),
         "minizero.zero.Muon",

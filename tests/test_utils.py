@@ -372,7 +372,7 @@ def late() -> None:
     assert torch.equal(p, values(p))
     backward(model, net, 3)
     net.step()
-    net.flush()
+    net.synchronize()
     assert (p - values(p)).abs().max() < 0.1
     assert not torch.equal(p, values(p))
 

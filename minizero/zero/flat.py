@@ -186,9 +186,9 @@ class Flat:
     def full_grad(self) -> Tensor:
         """The gradient buffer, with zeros for unused parameters: [padded]."""
         grad = self.grad_buffer()
-        unused = [s for s in self.slots if s.parameter in self.uninitialized]
-        for slot in unused:
-            slot.view(grad).zero_()
+        for slot in self.slots:
+            if slot.parameter in self.uninitialized:
+                slot.view(grad).zero_()
         self.uninitialized.clear()
         return grad
 

@@ -3,7 +3,7 @@
 Writes to parameters, in place or by `p.data = values`, are taken over by the next step
 if every rank makes them; sharded parameters are written to inside
 `zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
-copied or saved raises here; what is refused in a step, in `net`.
+copied or saved raises here; what is refused in a step, in `data_parallel`.
 """
 
 from __future__ import annotations

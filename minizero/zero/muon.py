@@ -57,7 +57,8 @@ class Muon(torch.optim.Optimizer):
         The usual division: Muon for the weight matrices of the blocks; AdamW for
         embeddings, the output layer, biases and norms.
 
-    Raises ValueError for a Muon group with a parameter that is no matrix.
+    Raises ValueError for a Muon group with a parameter that is no matrix, TypeError for
+    an option that does not exist.
     """
 
     # of each master: where its matrices begin, and their shapes; of the class, since a
@@ -76,13 +77,8 @@ class Muon(torch.optim.Optimizer):
                     f"{tuple(bad[0].shape)}, and Muon updates matrices; put it into a "
                     "group without, which AdamW updates"
                 )
-            options = {
-                k: v for k, v in given.items() if k not in ("use_muon", "params")
-            }
-            try:
-                probe = kind([nn.Parameter(torch.empty(1, 1))], **options)
-            except TypeError as error:
-                raise ValueError(f"a group of {kind.__name__}: {error}") from None
+            options = {k: v for k, v in given.items() if k not in ("use_muon", "params")}
+            probe = kind([nn.Parameter(torch.empty(1, 1))], **options)
             groups.append({**probe.param_groups[0], **group})
         super().__init__(groups, {})
         self.owners = Owners()
@@ -111,11 +107,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        # without a net it is a plain matrix
-        whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
         muon = torch.optim.Muon([torch.empty(0, 0)])
         matrices = muon.param_groups[0] = {**group, "params": []}
-        for start, shape in self.matrices.get(p, [(0, whole)]):
+        for start, shape in self.matrices[p]:
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
                 for t in (p, grad, state["momentum_buffer"])
@@ -147,16 +141,16 @@ def muon_groups(
         named = "embed" in name.lower() or "lm_head" in name.lower()
         if p.ndim != 2 or named or name.split(".")[-2:-1] == ["head"]:
             outside.add(p)
+
+    def chosen(p: Any) -> bool:
+        return bool(getattr(p, "use_muon", p not in outside))
+
     found = []
     for group in given:
         trained = [p for p in group["params"] if p.requires_grad]
         for use_muon, options, other in ((True, muon, adamw), (False, adamw, muon)):
             own = {k: v for k, v in group.items() if k in options or k not in other}
-            part = [
-                p
-                for p in trained
-                if getattr(p, "use_muon", p not in outside) is use_muon
-            ]
+            part = [p for p in trained if chosen(p) is use_muon]
             if part:
                 found.append({**options, **own, "params": part, "use_muon": use_muon})
     if not any(group["use_muon"] for group in found):

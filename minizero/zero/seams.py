@@ -26,15 +26,15 @@ class Precision:
     skipped_steps = 0
 
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
-        """Called once with each buffer, which has rank 0's values: cast it.
+        """Called once with each flat buffer, to cast it.
 
-        Returns a copy of the shard for the optimizer to update; None if it
-        updates the shard itself.
+        Returns a copy of the shard for the optimizer to update; None if it updates the
+        shard itself.
         """
         return None
 
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
-        """Called once with each buffer of the model, and its module."""
+        """Called once with each buffer of the model, and its module, to cast it."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What the model's forward gets."""
@@ -61,13 +61,8 @@ class Precision:
         """What the optimizer gets as gradient."""
         return grad
 
-    def master_to_shard(self, master: Tensor, shard: Tensor) -> None:
-        """Called after an update: bring the master's values to the shard."""
-        if master is not shard:
-            shard.copy_(master)
-
     def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
-        """The inverse, called when somebody else has written to the shard."""
+        """Let a master take over what a script has written to the shard."""
         if master is not shard:
             master.copy_(shard)
 
@@ -93,20 +88,16 @@ class Action(NamedTuple):
 class Schedule:
     """When an operation is launched and waited for: here, at once.
 
-    The net reports what happens to a unit; the schedule answers with actions,
-    which the net (or a simulator) carries out in order. Ranks must launch the
-    same collectives in the same order, so a schedule may decide only by what
-    is the same on all of them.
+    The net reports what happens to a unit; the schedule answers with actions, which the
+    net (or a simulator) carries out in order. Ranks must launch the same collectives in
+    the same order, so a schedule may decide only by what is the same on all of them.
     """
 
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Called once; the root is the first unit."""
 
-    def forward_begins(self) -> None:
-        """Called before the first gather of a forward."""
-
-    def backward_begins(self) -> None:
-        """Called before a backward touches anything."""
+    def pass_begins(self, which: Literal["forward", "backward"]) -> None:
+        """Called before the first gather of a forward or backward."""
 
     def backward_ends(self) -> None:
         """Called when every reduction of a backward has been waited for."""
@@ -158,9 +149,8 @@ class Storage:
             if placement.on not in self.places:
                 raise ValueError(
                     f"the plan places {category} on {placement.on!r}, but "
-                    f"{type(self).__name__} serves {', '.join(self.places)} "
-                    "only; pass storage=minizero.Offload(plan) for 'cpu', "
-                    "minizero.NVMe(plan) for 'nvme'"
+                    f"{type(self).__name__} serves {', '.join(self.places)} only; pass "
+                    "minizero.Offload(plan) for 'cpu', minizero.NVMe(plan) for 'nvme'"
                 )
         self.schedule = schedule
 
@@ -168,8 +158,7 @@ class Storage:
         """A copy of `values`, a shard's, where the plan stores `category`."""
         if getattr(self.plan, category).on == "device":
             return label(values.clone(), category)
-        host = host_empty(values.shape, values.dtype, category)
-        return host.copy_(values)
+        return host_empty(values.shape, values.dtype, category).copy_(values)
 
     def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
         """What the optimizer updates: the precision's copy, or the shard."""
@@ -200,8 +189,8 @@ class Storage:
     ) -> Iterator[list[Unit]]:
         """Update these units; yields units whose shards are complete.
 
-        All in one call of the optimizer; or one by one where gradients are
-        cast for it, so that few copies exist at a time.
+        All in one call of the optimizer; or one by one where gradients are cast for it,
+        so that few copies exist at a time.
         """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
@@ -211,8 +200,6 @@ class Storage:
         for part in [[unit] for unit in units] if cast else [units]:
             step = [flat for unit in part for flat in unit.trainable]
             self.step(step, optimizer, precision)
-            for flat in step:
-                del flat.staged_shard
             yield part
 
     def step(
@@ -225,7 +212,8 @@ class Storage:
             optimizer.step()
         for flat in flats:
             flat.master.grad = None
-            precision.master_to_shard(flat.master, flat.staged_shard)
+            if flat.master is not flat.staged_shard:
+                flat.staged_shard.copy_(flat.master)
             # a reference would keep the gradient until the next step
             del flat.staged_grad
 

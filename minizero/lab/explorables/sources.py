@@ -14,7 +14,7 @@ from minizero.memory.trace import Trace
 from minizero.offload import Offload
 from minizero.offload.swap_file import SwapFile
 from minizero.zero import DataParallel, ZeRO1
-from minizero.zero.sharded import ShardedFlat
+from minizero.zero.stage3 import ShardedFlat
 
 PACKAGE = Path(minizero.__file__).resolve().parent
 Function = Callable[..., Any]
@@ -35,8 +35,8 @@ LINES: dict[str, tuple[Function, str]] = {
     "write": (SwapFile.write, "return"),
     "gradient norm": (DataParallel.grad_norm, "norms"),
     "all_gather": (comm.all_gather, "return begin("),
-    "all_gather forward": (ShardedFlat.gather, "work = comm.all_gather("),
-    "all_gather backward": (ShardedFlat.gather, "work = comm.all_gather("),
+    "all_gather forward": (ShardedFlat._launch, "work = comm.all_gather("),
+    "all_gather backward": (ShardedFlat._launch, "work = comm.all_gather("),
     "all_gather step": (ZeRO1.publish, "work = comm.all_gather("),
     "all_reduce": (comm.all_reduce, "return all_reduce_whole("),
     "all_reduce backward": (DataParallel.reduce, "work = comm.all_reduce("),
