@@ -226,6 +226,7 @@ class Order:
             self._backward, self.left = (self.left, self._seen), []
         self.running, self._expected, self._place, self._seen = "", (), 0, []
 
+    # continued: overlap-order-note
     def upcoming(self) -> list[Unit]:
         """The units that are expected from here on, next one first."""
         return list(self._expected[self._place :])

@@ -48,7 +48,8 @@ class LossScale:
         """The inverse. Raises ValueError if the names differ."""
         if state.keys() != set(self.saved):
             raise ValueError(
-                f"this is another loss scale's state: it has {', '.join(state)}"
+                "this is another loss scale's state: it has "
+                f"{', '.join(state)}"
             )
         vars(self).update(state)
 
@@ -87,6 +88,7 @@ class DynamicLossScale(LossScale):
         self.min_loss_scale = float(min_loss_scale)
         self.good_steps = 0  # since the last overflow
 
+    # continued: precision-dynamic-update
     def update(self, overflow: bool) -> None:
         """Lower the scale after an overflow, raise it after a window."""
         if overflow:

@@ -28,8 +28,8 @@ Policy = Callable[[nn.Module], bool]
 def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
     """The outermost modules that `policy` accepts; the root is "".
 
-    By default these are the children of `nn.ModuleList` and `nn.Sequential`,
-    which is where models keep their blocks.
+    By default these are the children of `nn.ModuleList` and `nn.Sequential`, which is
+    where models keep their blocks.
     """
     found = {"": model}
 
@@ -51,14 +51,10 @@ def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.M
 def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     """The parameters of each unit; one that units share is the root's."""
     owner: dict[nn.Parameter, str] = {}
-    inside = {
-        module: name
-        for name, unit in units.items()
-        for module in (unit.modules() if name else ())
-    }
-    for module in model.modules():
+    for unit, module in model.named_modules():
+        while unit not in units:
+            unit = unit.rpartition(".")[0]
         for p in module.parameters(recurse=False):
-            unit = inside.get(module, "")
             owner[p] = unit if owner.get(p, unit) == unit else ""
     parts: dict[str, Named] = {name: [] for name in units}
     for name, p in model.named_parameters():
@@ -75,9 +71,8 @@ def split(
         group = group_of.get(p)
         if p.requires_grad and group is None:
             raise ValueError(
-                f"parameter {name!r} requires a gradient but is in no group "
-                "of the optimizer; add it there, or freeze it by "
-                "requires_grad_(False)"
+                f"parameter {name!r} requires a gradient but is in no group of the "
+                "optimizer; add it there, or freeze it by requires_grad_(False)"
             )
         key = p.dtype, p.device, p.requires_grad, group
         parts.setdefault(key, []).append((name, p))
@@ -212,32 +207,26 @@ def layout_of(optimizer: Optimizer, group: int | None) -> Layout:
     return partial(in_order, multiple=32) if options.get("fused") else in_order
 
 
-def initial_state(optimizer: Optimizer, flat: Flat) -> dict[str, Tensor]:
-    """For a shard, the state that Adagrad has made at construction; {} of most others.
+def adopt(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
+    """Let the optimizer's groups and state be of what this rank updates.
 
-    ValueError for an optimizer that has made steps.
+    Most optimizers have no state yet; Adagrad makes it at construction. ValueError for
+    one that has made steps.
     """
-    states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
-    if any(state.get("step", 1) for state in states if state):
-        raise ValueError(
-            f"{type(optimizer).__name__} has made steps, and its state cannot be "
-            "sharded any more; wrap the model before, or load a checkpoint after"
-        )
-    made = {}
-    for key, value in states[0].items():  # one value for all elements, so far
-        like = value if key == "step" else flat.master
-        made[key] = torch.full_like(like, value.flatten()[:1].sum().item())
-    return made
-
-
-def adopt(net: Any) -> None:
-    """Let the optimizer's groups, and its state, be of what this rank updates."""
-    optimizer = net.optimizer
     for group in optimizer.param_groups:
         group["params"] = []
-    for flat in net.trained:
+    for flat in flats:
+        assert flat.group is not None
         optimizer.param_groups[flat.group]["params"].append(flat.master)
-        for key, value in initial_state(optimizer, flat).items():
+        states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
+        if any(state.get("step", 1) for state in states if state):
+            raise ValueError(
+                f"{type(optimizer).__name__} has made steps, and its state cannot be "
+                "sharded any more; wrap the model before, or load a checkpoint after"
+            )
+        for key, value in states[0].items():  # one value for all elements, so far
+            like = value if key == "step" else flat.master
+            value = torch.full_like(like, value.flatten()[:1].sum().item())
             if value.ndim:
-                value = net.storage.store(value, "optimizer")
+                value = storage.store(value, "optimizer")
             optimizer.state[flat.master][key] = value

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -16,28 +15,14 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..memory import labels
-from ..memory.plan import Plan
-from .build import Policy, adopt, build_units, check_elementwise
-from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model
-from .seams import Action, Precision, Schedule, Storage
-
-
-def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook: RuntimeError if no net has called the optimizer's `step`."""
-    groups = optimizer.param_groups
-    if not any(p.grad is not None for g in groups for p in g["params"]):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() would change nothing: its "
-            "parameters are shards, which get their gradients from the net; "
-            "call net.step() (engine.step())"
-        )
+from .flat import Flat, Unit
+from .seams import Net
 
 # %% auto #0
-__all__ = ['refuse_step', 'DataParallel']
+__all__ = ['DataParallel']
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-data-parallel-data-parallel
-class DataParallel:
+class DataParallel(Net):
     """Plan 0: every rank keeps everything; gradients are averaged over ranks.
 
     The stages of ZeRO are subclasses. They change the four operations of a
@@ -71,94 +56,6 @@ class DataParallel:
     def publish(self, unit: Unit) -> None:
         """Launch what sends updated shards: not needed here."""
 
-    # continued: zero-data-parallel-init
-    plan = Plan.stage(0)
-    flat_type: type[Flat] = Flat
-    running = 0  # how many backwards are, of any net
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        units: Policy | None = None,
-        bucket_size: int = 500_000_000,
-        precision: Precision | None = None,
-        schedule: Schedule | None = None,
-        storage: Storage | None = None,
-        plan: Plan | None = None,
-        group: comm.Group | None = None,
-        weight_bits: int | None = None,
-        gradient_bits: int | None = None,
-    ) -> None:
-        """Put the model into flat buffers.
-
-        `optimizer`: an element-wise one of `torch.optim` over the model's
-            parameters (or `zero.Muon`); from now on it updates shards.
-        `units`: says which modules communicate as one (default:
-            `find_units`).
-        `bucket_size`: most elements in one reduction.
-        `group`: the ranks that train the model together (default: all).
-        `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so
-            many bits (qwZ and qgZ, Wang et al. 2023); None as they are.
-        """
-        self.plan, self.group = plan or self.plan, group or comm.everyone()
-        check_model(model, self.plan)
-        check_elementwise(optimizer)
-        self.model, self.optimizer = model, optimizer
-        self.bucket_size = bucket_size
-        self.weight_bits = weight_bits
-        bits = gradient_bits
-        self.quantized = comm.Quantized(bits) if bits else None
-        # each group of the grid has a copy of what is sharded: one, of all
-        # ranks, if the plan has no groups
-        size = self.plan.group or self.group.size
-        self.grid = comm.Groups(size, self.group)
-        self.precision = precision or Precision()
-        self.schedule = schedule or Schedule()
-        self.storage = storage or Storage(self.plan)
-        self.storage.attach(self.plan, self.schedule, optimizer)
-        self.syncing, self.in_backward = True, False
-        self.has_gradients = False  # whether a backward has run since `step`
-        self.unsynced = False
-        self._reduced: set[Unit] = set()
-        self.units = build_units(self, units)
-        self.flats = [flat for unit in self.units for flat in unit.flats]
-        self.trained = [flat for flat in self.flats if flat.trainable]
-        self._register_hooks()
-        adopt(self)
-        optimizer.register_step_pre_hook(refuse_step)
-        self.schedule.attach(self.units, self.plan)
-        self.note_writes()
-
-    def place(self, flat: Flat) -> None:
-        """Allocate what this plan keeps of a buffer between steps."""
-        if flat.trainable:
-            flat.grad_buffer()
-
-    def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
-        """The part of a buffer that this rank updates: here, all of it."""
-        return buffer
-
-    def _register_hooks(self) -> None:
-        """Let autograd report each parameter's gradient to `_on_grad`."""
-        # of each parameter
-        self.where: dict[nn.Parameter, tuple[Unit, Flat, Slot]] = {}
-        on_grad = weakref.WeakMethod(self._on_grad)  # hooks keep no net alive
-
-        def hook(p: Any) -> None:
-            if (alive := on_grad()) is not None:
-                alive(p)
-
-        for unit in self.units:
-            for flat in unit.flats:
-                for slot in flat.slots:
-                    p = slot.parameter
-                    self.where[p] = unit, flat, slot
-                    OWNERS[p] = weakref.ref(self)
-                    if flat.trainable:
-                        p.register_post_accumulate_grad_hook(hook)
-
     # continued: zero-data-parallel-backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -175,14 +72,13 @@ class DataParallel:
         """
         with comm.phase("backward"):
             self._begin_backward()
-            DataParallel.running += 1
+            Net.running += 1
             try:
                 loss = self.precision.scale_loss(loss)
                 loss.backward(retain_graph=retain_graph)
                 self._end_backward()
             finally:
-                self.in_backward = False
-                DataParallel.running -= 1
+                self.in_backward, Net.running = False, Net.running - 1
 
     def _begin_backward(self) -> None:
         self.wait()  # for what a backward that failed has left
@@ -205,7 +101,7 @@ class DataParallel:
         unit, flat, slot = self.where[p]
         if not self.in_backward:
             p.grad = None
-            if DataParallel.running:
+            if Net.running:
                 return  # another net's, as of a generator's loss
             raise RuntimeError(
                 f"a gradient of parameter {slot.name!r} came outside of "
@@ -222,23 +118,6 @@ class DataParallel:
         flat.collect(slot)
         unit.missing.discard(p)
         self._reduce_complete()
-
-    # continued: zero-data-parallel-run
-    def run(self, actions: Iterable[Action]) -> None:
-        """Carry out what the schedule has answered."""
-        for operation, unit in actions:
-            if operation == "wait":
-                unit.wait()
-                continue
-            if operation != "publish":
-                labels.mark(operation, unit.name)
-            with comm.phase(unit=unit.name):
-                getattr(self, operation)(unit)
-
-    def wait(self) -> None:
-        """Wait for all collectives under way."""
-        for unit in self.units:
-            unit.wait()
 
     # continued: zero-data-parallel-order
     def _reduce_complete(self) -> None:
@@ -288,13 +167,13 @@ class DataParallel:
         The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
-            pairs = zip(self.trained, self._means(), strict=True)
+            means = self._means()
             norms = [
                 torch.linalg.vector_norm(
                     mean.view(-1, flat.piece), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
-                for flat, mean in pairs
+                for flat, mean in zip(self.trained, means, strict=True)
             ]
             if not norms:
                 return torch.zeros(())
@@ -333,12 +212,10 @@ class DataParallel:
                 self._reduce(unit)
             self.wait()
         self.storage.wait_for_copies()
-        means = []
         for flat in self.trained:
             if flat.mean is None:  # there was no backward
                 flat.mean = self.owned(flat.full_grad(), flat)
-            means.append(flat.mean)
-        return means
+        return [f.mean for f in self.trained if f.mean is not None]
 
     # continued: zero-data-parallel-step
     def step(self) -> bool:
@@ -377,122 +254,3 @@ class DataParallel:
         """Clear the gradients that stay allocated between steps."""
         flat.mark_uninitialized()
         flat.mean = None
-
-    # continued: zero-data-parallel-writes
-    def _updated(self, units: list[Unit], frozen: bool = False) -> None:
-        """Publish units whose shards, frozen ones too, have new values."""
-        for unit in units:
-            unit.changed = unit.flats if frozen else unit.trainable
-            for flat in unit.changed:
-                flat.changed()
-            self.run(self.schedule.updated(unit))
-
-    def shards_written(self, *units: Unit) -> None:
-        """Publish shards, and their masters, that were written directly.
-
-        Without units all, frozen ones too, as after loading a run; gradients
-        are then cleared. All ranks must call it.
-        """
-        self._updated([*units] or self.units, frozen=not units)
-        if not units:
-            self.zero_grad()
-        self.wait()
-        self.note_writes()
-
-    def synchronize(self) -> None:
-        """Wait for an update, reductions and publications under way."""
-        if arrived := self.storage.flush():
-            labels.label_states(self.optimizer)
-            self.shards_written(*arrived)
-        self.wait()
-
-    def check_unchanged(self) -> None:
-        """RuntimeError if the script has frozen or unfrozen parameters, or set
-        a `.grad`."""
-        for p, (_, flat, slot) in self.where.items():
-            if p.requires_grad != flat.trainable:
-                raise RuntimeError(
-                    f"requires_grad of parameter {slot.name!r} has changed "
-                    "since the model was wrapped; set it before"
-                )
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"the script has set the gradient of parameter "
-                    f"{slot.name!r}; the net keeps gradients itself: scale "
-                    "the loss instead, or use "
-                    "minizero.utils.safe_set_full_grad after backward"
-                )
-
-    def take_over_writes(self) -> None:
-        """Let masters take over what the script has written since the update.
-
-        Writes to sharded parameters are noticed when these are gathered.
-        """
-        self.check_unchanged()
-        for flat in () if self.plan.parameters.sharded else self.flats:
-            if flat.writes() != flat.known_writes:
-                flat.fill()  # from other memory, after `p.data = values`
-        if not self._checksums().equal(self._sums):
-            self.refresh()
-
-    def note_writes(self) -> None:
-        """Remember the values, to notice what is written later."""
-        self._sums = self._checksums()
-
-    def _checksums(self) -> Tensor:
-        """Of each buffer of which the optimizer updates a copy.
-
-        A count of writes would not do: `p.data.clamp_()` is not counted.
-        """
-        sums = []
-        for flat in () if self.plan.parameters.sharded else self.trained:
-            if flat.master is not flat.shard:
-                raw = flat.full.view(torch.uint8)
-                words = len(raw) // 8 * 8
-                tail = raw[words:].sum(dtype=torch.int64)
-                sums.append(raw[:words].view(torch.int64).sum() + tail)
-        return torch.stack(sums) if sums else torch.empty(0)
-
-    def refresh(self) -> None:
-        """Let masters take over what was written to parameters or shards.
-
-        All ranks must call it.
-        """
-        for flat in self.trained:
-            self.storage.refresh(flat, self.precision)
-        self.note_writes()
-
-    # continued: zero-data-parallel-weights
-    def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
-        """All weights and buffers in host memory, on rank 0; {} on others.
-
-        Flat buffers are gathered one by one, so that no rank holds more than
-        one beside its shards. Tied parameters appear under each of their
-        names. `frozen`: whether to include parameters without gradient.
-        """
-        self.synchronize()
-        first = self.group.rank == 0
-        values: dict[nn.Parameter, Tensor] = {}
-        for flat in self.flats:
-            if frozen or flat.trainable:
-                with flat.gathered():
-                    for slot in flat.slots if first else ():
-                        p = slot.parameter
-                        values[p] = p.detach().cpu().clone()
-        if not first:
-            return {}
-        named = self.model.named_parameters(remove_duplicate=False)
-        weights = {name: values[p] for name, p in named if p in values}
-        others = self.module_state().items()
-        return weights | {k: v.detach().cpu().clone() for k, v in others}
-
-    def module_state(self) -> dict[str, Any]:
-        """Persistent buffers and extra state of all modules, by name."""
-        state: dict[str, Any] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            # one by one: `state_dict` refuses sharded parameters
-            prefix = f"{name}." if name else ""
-            module._save_to_state_dict(state, prefix, False)
-        named = self.model.named_parameters(remove_duplicate=False)
-        parameters = {name for name, _ in named}
-        return {k: v for k, v in state.items() if k not in parameters}

@@ -90,7 +90,7 @@ class Init(TorchFunctionMode):
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        plan = _plan_of(config)
+        plan = Plan.stage(3) if config is None else _plan_of(config)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
         self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
@@ -164,14 +164,12 @@ class Init(TorchFunctionMode):
                 flat.holders -= 1
                 flat.free(seen=True)
             for flat in flats:
-                flat.unshard()
+                flat.gather().wait()
                 flat.holders += 1
 
 
-def _plan_of(source: Source | None) -> Plan:
+def _plan_of(source: Source) -> Plan:
     """The plan of a config, as far as shards of parameters go."""
-    if source is None:
-        return Plan.stage(3)
     from ..config import load  # others need no pydantic
 
     zero = load(source)[0].get("zero_optimization", {})

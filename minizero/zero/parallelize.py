@@ -2,7 +2,7 @@
 
 Where the whole plan is in groups (MiCS, Zhang et al. 2022; HSDP, Zhao et al. 2023), the
 ranks of a group divide each buffer between them, and gradients are averaged within the
-group, then across (`ZeRO1.averaged`). Where only parameters have a group (hpZ, Wang et
+group, then across (`Net.averaged`). Where only parameters have a group (hpZ, Wang et
 al. 2023), gradients and optimizer state are divided between all ranks: `CopiedFlat`.
 """
 
@@ -45,12 +45,6 @@ class CopiedFlat(ShardedFlat):
         self.shard.copy_(own)  # quantizing has replaced the own part, too
 
 
-class CopiedZeRO3(ZeRO3):
-    """Stage 3 whose groups have a copy of the parameters each (hpZ)."""
-
-    flat_type = CopiedFlat
-
-
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -69,11 +63,11 @@ def parallelize(
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
     check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
-    kind = (DataParallel, ZeRO1, ZeRO2, ZeRO3)[sum(sharded)]
+    kinds = DataParallel, ZeRO1, ZeRO2, ZeRO3
     ranks = options.get("group") or comm.everyone()
     if (plan.parameters.group or ranks.size) < ranks.size and not plan.optimizer.group:
-        kind = CopiedZeRO3
-    return kind(model, optimizer, plan=plan, **options)
+        options["flat_type"] = CopiedFlat
+    return kinds[sum(sharded)](model, optimizer, plan=plan, **options)
 
 
 def check_groups(

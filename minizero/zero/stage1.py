@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -55,18 +54,3 @@ class ZeRO1(DataParallel):
                 flat.full, own, async_op=True, group=flat.ranks
             )
             unit.works.append(work)
-
-    # continued: zero-stage1-averaged
-    def averaged(self, unit: Unit, flat: Flat) -> None:
-        """Called when the group's mean has arrived: average over groups."""
-        if self.grid.copies > 1:
-            shard = flat.full_grad()[flat.place * flat.size :][: flat.size]
-            rows, across = shard.view(self.grid.copies, -1), self.grid.across
-            how: Any = {"average": True, "quantized": self.quantized}
-            with comm.phase(unit=unit.name):
-                if flat.master.numel() == flat.size:  # every group updates all
-                    comm.all_reduce(shard, group=across, **how)
-                else:
-                    own = rows[across.rank]
-                    comm.reduce_scatter(own, rows, group=across, **how)
-        self.reduced(flat)

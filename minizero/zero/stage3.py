@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import comm
-from ..comm import Work
 from ..memory.labels import label
 from ..memory.plan import Plan
 from .flat import Flat, Unit
@@ -44,7 +43,7 @@ class ShardedFlat(Flat):
     storage = Storage(Plan.stage(3))
     quantized: comm.Quantized | None = None
     is_unsharded, used, holders = True, False, 0
-    _arriving: Work | None = None
+    _gathered: Any = None  # its last all-gather
 
     def fill(self) -> None:
         """Take the parameters over, maybe from `zero.Init`'s buffers."""
@@ -52,7 +51,7 @@ class ShardedFlat(Flat):
             p: Any = slot.parameter
             source = getattr(p, "sharded_in", None)
             if source is not None:
-                source.unshard()
+                source.gather().wait()
             with torch._C.DisableTorchFunction():  # `zero.Init` would gather
                 view.copy_(p.detach())
             p.sharded_in = self
@@ -78,28 +77,23 @@ class ShardedFlat(Flat):
         self.freed = [nan.expand(slot.shape) for slot in self.slots]
 
     # continued: zero-sharded-gather
+    def gather(self) -> comm.Work:
+        """Launch the all-gather of the shards into `full`, if need be."""
+        if not self.is_unsharded:
+            self._check_unwritten()
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.is_unsharded = True
+            self._launch()
+        return self._gathered
 
-    def gather(self) -> Work | None:
-        """Launch the all-gather of the shards into `full`.
-
-        None if that has arrived already.
-        """
-        if self.is_unsharded:
-            return self._arriving
-        self._check_unwritten()
-        self.full.untyped_storage().resize_(self.full.nbytes)
-        self.is_unsharded = True
-        return self._launch()
-
-    def _launch(self) -> Work:
+    def _launch(self) -> None:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.kept(self.full))
             work = comm.all_gather(
                 self.full, own, async_op=True, group=self.ranks,
                 quantized=self.quantized,
             )  # fmt: skip
-        self._arriving = work
-        return work.then(arrive).then(self._arrived)
+        self._gathered = work.then(arrive).then(self._arrived)
 
     # continued: zero-sharded-free
     def kept(self, buffer: Tensor) -> Tensor:
@@ -107,24 +101,17 @@ class ShardedFlat(Flat):
         return super().own(buffer)
 
     def _arrived(self) -> None:
-        self._arriving = None
         self.point(self.views())
-
-    def unshard(self) -> None:
-        """Gather, and wait for it."""
-        work = self.gather()
-        if work is not None:
-            work.wait()
 
     def free(self, seen: bool = False) -> None:
         """Empty the storage, unless somebody still needs it.
 
         `seen`: a script may have kept views of it; they keep that storage.
         """
-        if self._arriving is not None:
-            self._arriving.wait()  # it must not write into freed memory
         if not self.is_unsharded or self.used or self.holders:
             return
+        if self._gathered is not None:
+            self._gathered.wait()  # it must not write into freed memory
         self.point(self.freed)
         if seen:
             self.full = self.full[:0].clone()  # frees it, if nobody has
@@ -141,11 +128,12 @@ class ShardedFlat(Flat):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Unsharded inside the block, with the values as they are stored."""
-        self.unshard()
+        self.gather().wait()
         if self.quantized is not None:  # gather once more, exact
             form, self.quantized = self.quantized, None
             self.send_copies()
-            self._launch().wait()
+            self._launch()
+            self._gathered.wait()
             self.quantized = form
         self.holders += 1
         try:
@@ -197,9 +185,10 @@ def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
     def counts(x: Any) -> bool:
         return isinstance(x, Tensor) and x.requires_grad
 
-    inputs = [x for x in tree_leaves((args, kwargs)) if counts(x)]
+    tree = args, kwargs
+    inputs = [x for x in tree_leaves(tree) if counts(x)]
     marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
-    return tree_map(lambda x: next(marked) if counts(x) else x, (args, kwargs))
+    return tree_map(lambda x: next(marked) if counts(x) else x, tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -220,33 +209,27 @@ class ZeRO3(ZeRO2):
     plan = Plan.stage(3)
     flat_type = ShardedFlat
 
-    def place(self, flat: Flat) -> None:
+    def place(self, flat: Any) -> None:
         """Keep a shard of the parameters."""
         super().place(flat)
-        assert isinstance(flat, ShardedFlat)
         flat.keep(self.storage)
 
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""
-        flats: list[Any] = unit.flats
-        for flat in flats:
+        for flat in unit.flats:
             flat.used = True
-            work = flat.gather()
-            if work is not None:
-                unit.works.append(work)
+            unit.works.append(flat.gather())
 
     def release(self, unit: Unit) -> None:
         """Free the unit's parameters."""
-        flats: list[Any] = unit.flats
-        for flat in flats:
+        for flat in unit.flats:
             flat.used = False
             flat.free()
 
     def publish(self, unit: Unit) -> None:
         """Free old values; ranks gather the shard when they need it."""
         self.release(unit)
-        flats: list[Any] = unit.changed
-        for flat in flats:
+        for flat in unit.changed:
             flat.send_copies()
 
     # continued: zero-stage3-hooks
@@ -259,8 +242,7 @@ class ZeRO3(ZeRO2):
         super()._register_hooks()
         self._forwards: Counter[Unit] = Counter()  # depth of forwards running
         self._backwards: set[Unit] = set()  # whose backward is running
-        # forwards whose backward has not come yet
-        self._expected: Counter[Unit] = Counter()
+        self._expected: Counter[Unit] = Counter()  # backwards still to come
         for unit in self.units:
             before = Hook(self._before_forward, unit)
             after = Hook(self._after_forward, unit)
@@ -370,7 +352,6 @@ class ZeRO3(ZeRO2):
 
     def _on_grad(self, p: nn.Parameter) -> None:
         unit, flat, slot = self.where[p]
-        assert isinstance(flat, ShardedFlat)
         if self.in_backward and not flat.is_unsharded:
             raise RuntimeError(
                 f"parameter {slot.name!r} was used outside of the forward of "
