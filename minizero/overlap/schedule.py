@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 
@@ -181,7 +180,7 @@ class Overlap(Schedule):
         """The units expected next; a disk may read their shards ahead."""
         return self.order.upcoming()
 
-    def pass_begins(self, which: Literal["forward", "backward"]) -> None:
+    def pass_begins(self, which: str) -> None:
         self.order.begin(which)
 
     def backward_ends(self) -> None:

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map
 
 from .. import comm
 from ..memory.labels import label
-from ..ranks.launch import device
+from ..ranks import device
 from ..zero.flat import Flat
 from ..zero.seams import Precision
 
 # %% auto #0
-__all__ = ['FLOATS', 'LossScale', 'DynamicLossScale', 'MixedPrecision', 'has_overflow']
+__all__ = ['LossScale', 'DynamicLossScale', 'MixedPrecision', 'has_overflow']
 
 # %% ../../notebooks/04_precision.ipynb #precision-loss-scale
 class LossScale:
@@ -113,9 +113,6 @@ class DynamicLossScale(LossScale):
             self.scale *= 2
 
 # %% ../../notebooks/04_precision.ipynb #precision-dtypes
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 class MixedPrecision(Precision):
     """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3).
 
@@ -143,8 +140,9 @@ class MixedPrecision(Precision):
     ) -> None:
         self.parameters, self.buffers = parameters, buffers
         self.reduce = parameters if reduce is None else reduce
+        floats = torch.float32, torch.bfloat16, torch.float16
         for dtype in (self.parameters, self.reduce, buffers or parameters):
-            if dtype not in FLOATS:
+            if dtype not in floats:
                 raise ValueError(
                     "a precision is made of torch.float32, torch.bfloat16 "
                     f"and torch.float16, not of {dtype!r}"

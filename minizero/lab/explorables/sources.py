@@ -43,7 +43,7 @@ LINES: dict[str, tuple[Function, str]] = {
     "reduce_scatter": (comm.reduce_scatter, "return begin("),
     "reduce_scatter backward": (ZeRO1.reduce, "work = comm.reduce_scatter("),
     "broadcast": (comm.broadcast, "return exchange("),
-    "barrier": (comm.barrier, "return exchange("),
+    "barrier": (comm.barrier, "return direct_all_gather("),
 }
 
 
