@@ -133,8 +133,8 @@ class Schedule:
 class Storage:
     """Where shards are stored between steps, and how they are updated.
 
-    Here: on the device, in place. `plan` says where each category is stored;
-    `places` are those that this class can store something in.
+    Here: on the device, in place (`zero.Init` also stores parameters on the host by it).
+    `plan` says where each category is stored; `places`: those that a net may use.
     """
 
     places: tuple[str, ...] = ("device",)
