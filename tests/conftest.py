@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -241,24 +240,6 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
 
 def find(root: Any, selector: str) -> Any:
     return root.find_element("css selector", selector)
-
-
-class Cells(HTMLParser):
-    """The text of a page's table cells, its scripts left out."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.inside = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.inside = tag == "td"
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.cells.append(data)
-        self.inside = False
 
 
 LIVE = """

@@ -27,7 +27,7 @@ LINES = {
     "activations": (580, 550),
     "offload": (1_150, 1_150),
     "checkpoint": (1_030, 1_050),
-    "config": (680, 690),
+    "config": (675, 690),
     "engine": (1_390, 1_450),
     "deepspeed": (490, 600),
     "hf kernels": (950, 950),

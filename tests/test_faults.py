@@ -33,6 +33,9 @@ def meet():
 def raises(folder):
     subprocess.Popen(["sleep", "1000"])  # which ends with the rank
     print("begun")
+    (folder / f"{rank()} has begun").touch()
+    while not (folder / "0 has begun").exists():
+        time.sleep(0.01)
     if rank() == 1:
         print("ending", end="", flush=True)
         raise ValueError("too short\nby two")

@@ -26,7 +26,7 @@ def test_explorer() -> None:
     assert explorer.kept() == {
         "fp32": 1.0, "bf16": 0.0, "fp16": 1.0, "fp8 e5m2": 0.0, "fp8 e4m3": 0.0,
     }  # fmt: skip
-    assert "bf16 0%" in repr(explorer) and "<td>bf16</td>" in explorer.fallback()
+    assert "bf16 0%" in repr(explorer) and "bf16 0%" in explorer.fallback()
     assert "weight + update" in explorer.static_html()
     tiny = FormatExplorer(weight=-19.0, update=-26.0).kept()
     assert (tiny["bf16"], tiny["fp16"]) == (1.0, 0.0)

@@ -49,9 +49,18 @@ def total(value, add=0):
     return Result(tensor.item() + add)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """However slow a machine is, ranks come back and leave before they are ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minizero.ranks.pool.PATIENCE", 1000)
+        patch.setattr("minizero.ranks.pool.LEAVE", 1000)
+        yield
+
+
 @pytest.fixture(scope="module")
-def pool():
-    with Pool(3, timeout=60) as ranks:
+def pool(patient):
+    with Pool(3) as ranks:
         yield ranks
 
 
