@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import html
 import json
+import math
+import random
 import re
 from itertools import product
 from typing import Any
 
 import nbformat
 import pytest
+import torch
 import traitlets
 from conftest import ROOT
 
 from minizero import estimate
 from minizero.config import ConfigError
+from minizero.lab.explorables import formats, interval
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
 from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.figures import Exchanges, LinkTime, Shards
-from minizero.lab.explorables.formats import FormatExplorer
+from minizero.lab.explorables.formats import FORMATS, FormatExplorer
 from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import (
     MemoryExplorer,
@@ -31,6 +35,7 @@ from minizero.lab.explorables.plans import SIZE, Plans
 from minizero.lab.explorables.predict import Predict, choice, curve, number
 from minizero.lab.explorables.steps import Setting, simulated
 from minizero.lab.explorables.timeline import Timeline
+from minizero.lab.plots import checkpoint as figures
 from minizero.memory.plan import OPTIMIZERS
 
 ALL: list[type[Explorable]] = [
@@ -250,3 +255,56 @@ def test_questions_without_javascript() -> None:
         choice("a choice", ["one", "two"], "three")
     with pytest.raises(ValueError, match="2 points for 1 places"):
         curve("a line", ["1"], [1.0, 2.0])
+
+
+# --- Formats, and how often to save ---
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_and_spacing(name: str) -> None:
+    dtype, exponent, significand = FORMATS[name]
+    assert 1 + exponent + significand == 8 * dtype.itemsize
+    assert formats.spacing(dtype, 1.0) == 2.0**-significand == torch.finfo(dtype).eps
+    least = formats.smallest(dtype)
+    assert torch.tensor(least, dtype=dtype).item() == least > 0
+    # half of it is a tie, and zero is the even one
+    assert torch.tensor(least / 2).to(dtype).item() == 0
+
+
+def test_format_explorer() -> None:
+    explorer = FormatExplorer(weight=0.0, update=-10.0)
+    assert explorer.kept() == {
+        "fp32": 1.0, "bf16": 0.0, "fp16": 1.0, "fp8 e5m2": 0.0, "fp8 e4m3": 0.0,
+    }  # fmt: skip
+    assert "bf16 0%" in repr(explorer) and "bf16 0%" in explorer.fallback()
+    assert "weight + update" in explorer.static_html()
+    tiny = FormatExplorer(weight=-19.0, update=-26.0).kept()
+    assert (tiny["bf16"], tiny["fp16"]) == (1.0, 0.0)
+
+
+def test_interval() -> None:
+    """At the best interval no other loses less, and dice agree with the formula."""
+    save, between = 60.0, 10_800.0
+    best = interval.best_interval(save, between)
+    assert best == math.sqrt(2 * save * between)
+    least = interval.lost(best, save, between)
+    for factor in (0.5, 0.8, 1.25, 2):
+        assert interval.lost(factor * best, save, between) > least
+    dice, done, passed = random.Random(0), 0.0, 0.0
+    for _ in range(20_000):
+        lasts = dice.expovariate(1 / between)
+        done += best * (lasts // (best + save))
+        passed += lasts
+    assert 1 - done / passed == pytest.approx(least, rel=0.05)
+    assert interval.lost(best, save, between, restart=600.0) > least
+
+
+def test_figures_of_saves() -> None:
+    shards = figures.shards_figure({"a": 20, "b": 31}, saved=4, loaded=3)
+    texts = {text.get_text() for text in shards.axes[0].texts}
+    assert {"file 3", "rank 2", "a", "b"} <= texts and "rank 3" not in texts
+    drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
+    assert "19 min" in drawn.axes[0].texts[0].get_text()
+    explorer = SaveInterval(n_params=70e9, bandwidth=10.0, nodes=128)
+    assert (explorer.save, explorer.between) == (84.0, 250 * 86_400 / 128)
+    assert "save every 1.48 h" in repr(explorer) and "3.1 %" in explorer.fallback()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TORCHRUN, run_script
 
 from minizero import comm
 from minizero.ranks import Pool, RankError, launch, pool, rank, report, reports
@@ -422,16 +423,7 @@ UNLIKE = """
 
 def torchrun(tmp_path, text):
     """What two ranks print to stderr, without torchrun's own words."""
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", str(program)],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(tmp_path, text, *TORCHRUN, "--nproc-per-node=2")
     assert done.returncode == 1
     return re.split(r"(?m)^E\d", done.stderr)[0]
 
