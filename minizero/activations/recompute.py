@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..zero.units import Policy, find_units
+from ..zero.build import Policy, find_units
 from .saved_tensors import note, noting
 from .stores import Store
 
