@@ -163,7 +163,7 @@ def test_memory_agrees_with_the_estimate() -> None:
         ({"sequence": float("nan")}, "sequence must be a whole number >= 1, not nan"),
         ({"group": 3}, "8 ranks cannot form groups of 3"),
         ({"secondary": 2, "group": 2}, "use it at stage 3, without group"),
-        ({"weight_bits": 8, "stage": 2}, "leave weight_bits out"),
+        ({"weight_bits": 8, "stage": 2}, "leave weight_bits or gradient_bits out"),
     ],
 )
 def test_predict_refuses_in_a_sentence(change: dict[str, Any], sentence: str) -> None:

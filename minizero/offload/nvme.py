@@ -31,9 +31,9 @@ VECTOR = 64
 class NVMe(Offload):
     """Keeps on disk what the plan places on "nvme", the rest as `Offload`.
 
-    A placeholder stands for each tensor on disk. Host memory holds
-    `buffer_count` staging buffers, each with room for all that the update of
-    `buffer_size` elements needs, so it does not grow with the model
+    A placeholder stands for each tensor on disk. The host makes every update, slice by
+    slice. Its memory holds `buffer_count` staging buffers, each with room for all that
+    the update of `buffer_size` elements needs, so it does not grow with the model
     (Rajbhandari et al. 2021, sec. 5.2.2, 6.3).
 
     `folder`: of the swap file (default: the environment's MINIZERO_NVME, or
@@ -62,6 +62,7 @@ class NVMe(Offload):
                 f"buffer_size must be a multiple of {VECTOR} elements, not "
                 f"{buffer_size!r}"
             )
+        self.at = "cpu"
         self.buffer_size = buffer_size
         self.buffers = StagingBuffers(buffer_count)
         chosen = folder or os.environ.get("MINIZERO_NVME") or tempfile.gettempdir()
@@ -148,7 +149,7 @@ class NVMe(Offload):
                 buffer = self.buffers.take()
                 elements = swapped.elements(record, buffer)
                 if high - low < len(elements):
-                    swapped.read(record, buffer).wait()
+                    swapped.read(record, buffer).synchronize()
                 elements[low - start : high - start] = values[low - a : high - a]
                 self.buffers.give(buffer, [swapped.write(record, buffer)])
             self.buffers.drain()
@@ -162,7 +163,7 @@ class NVMe(Offload):
         with self.guard():
             for record, start, low, high in self._records(swapped, a, b):
                 buffer = self.buffers.take()
-                swapped.read(record, buffer).wait()
+                swapped.read(record, buffer).synchronize()
                 elements = swapped.elements(record, buffer)
                 out[low - a : high - a] = elements[low - start : high - start]
                 self.buffers.give(buffer)
@@ -189,7 +190,7 @@ class NVMe(Offload):
             for record in range(swapped.records):
                 self._read_ahead(swapped, record)
                 buffer, reading = self._ahead.pop((swapped, record))
-                reading.wait()
+                reading.synchronize()
                 a, b = swapped.range(record)
                 self.up.copy(into[a:b], swapped.elements(record, buffer))
                 self.buffers.give(buffer, [self.up.event()])
@@ -215,7 +216,7 @@ class NVMe(Offload):
     def _cancel_reads(self) -> None:
         """Give the buffers of reads back that are not needed."""
         for buffer, reading in self._ahead.values():
-            reading.wait()
+            reading.synchronize()
             self.buffers.give(buffer)
         self._ahead.clear()
 
@@ -228,6 +229,7 @@ class NVMe(Offload):
             todo = list(self._slices(units, optimizer))
             rooms = (sum(t.room for t in part.tensors) for part in todo)
             self.buffers.reserve(max(rooms, default=0))
+            last = {part.unit: part for part in todo}
             # one buffer is for what is being written
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, part in enumerate(todo):
@@ -238,12 +240,9 @@ class NVMe(Offload):
                 state = optimizer.state[part.flat.master]
                 part.show(state)
                 self.step([part.flat], optimizer, precision)
-                stand_in = placeholder(self._stored[part.flat.master], self.at)
                 labels.mark("update", part.unit.name)
-                part.launch_writes(state, stand_in)
-                self.buffers.give(part.buffer, part.writes)
-                is_last = todo[i + 1 :] == [] or todo[i + 1].unit is not part.unit
-                if is_last and self.plan.parameters.on != "nvme":
+                self.buffers.give(part.buffer, part.launch_writes(state))
+                if part is last[part.unit] and self.plan.parameters.on != "nvme":
                     yield [part.unit]
             self.buffers.drain()
             if self.plan.parameters.on == "nvme":
@@ -263,17 +262,21 @@ class NVMe(Offload):
                     like = torch.empty(master.shape, dtype=dtype, device="meta")
                     states[key] = self._allocate(like, "optimizer")
             stored = self._stored[master]
+            assert flat.mean is not None
             for a in range(0, master.numel(), self.buffer_size):
                 ends = a, min(a + self.buffer_size, master.numel())
-                values = copy = StagedTensor(self, "parameters", flat.shard, *ends)
+                values = copy = self._part("parameters", flat.shard, *ends)
                 if stored is not flat.shard:  # a copy, which is rounded into them
                     values.read = False
-                    copy = StagedTensor(self, "optimizer", stored, *ends)
-                assert flat.mean is not None
-                grad = StagedTensor(self, "gradients", flat.mean, *ends)
+                    copy = self._part("optimizer", stored, *ends)
+                grad = self._part("gradients", flat.mean, *ends)
                 grad.written = False
-                parts = {}
-                for key, tensor in states.items():
-                    parts[key] = StagedTensor(self, "optimizer", tensor, *ends)
-                    parts[key].read = not fresh
+                parts = {k: self._part("optimizer", t, *ends) for k, t in states.items()}
+                for part in parts.values():
+                    part.read = not fresh
                 yield Slice(unit, flat, values, grad, copy, parts, others, fresh)
+
+    def _part(self, category: str, tensor: Tensor, a: int, b: int) -> StagedTensor:
+        """Elements a to b of a tensor, wherever the plan places its category."""
+        on = getattr(self.plan, category).on
+        return StagedTensor(tensor, on, self.swapped(tensor), a, b)
