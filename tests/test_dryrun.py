@@ -19,9 +19,9 @@ from minizero import Tracker, dryrun, launch
 from minizero.__main__ import main
 from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape
+from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape, predict
 from minizero.scale.dryrun import Decoder
-from minizero.scale.planner import Result, ds_config
+from minizero.scale.planner import ds_config
 
 SHAPE = Shape(2, 64, 4, 128, kv_heads=2, ffn_hidden=96, gated=True)
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -169,7 +169,7 @@ def test_the_planner_and_the_dry_run_have_one_model_of_memory(
 
     config = ds_config(job, candidate)
     found = dryrun(build, config, world_size=8, batch=(tokens, tokens))
-    memory = Result(job, candidate).memory
+    memory = predict(job, candidate).memory
     low = 0.999 if shape.vocab > 256 else 0.9
     assert low < found.peaks["activations"] / memory.activations < 1.01
     assert found.peaks["parameters"] == pytest.approx(memory.parameters, rel=1e-3)

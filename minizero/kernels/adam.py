@@ -79,8 +79,6 @@ class FusedAdam(torch.optim.Adam):
     # continued: fused-update
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """One launch; the states are made at the first."""
-        from minizero.kernels.triton_kernels import adam_step
-
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)  # in host memory
@@ -91,6 +89,6 @@ class FusedAdam(torch.optim.Adam):
         numbers = coefficients(int(state["step"]), group)
         decoupled = group["decoupled_weight_decay"]
         launch(
-            adam_step, (-(-p.numel() // BLOCK),), *tensors, p.numel(),
+            "adam_step", (-(-p.numel() // BLOCK),), *tensors, p.numel(),
             **numbers, DECOUPLED=decoupled, BLOCK=BLOCK, **EXACT,
         )

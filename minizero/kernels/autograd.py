@@ -27,8 +27,6 @@ class Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
         eps: float, centre: bool,
     ) -> Tensor:
-        from minizero.kernels.triton_kernels import norm_forward
-
         width = x.shape[-1]
         rows = x.numel() // width
         x = x.contiguous()
@@ -37,15 +35,13 @@ class Norm(torch.autograd.Function):
         block = 1 << (width - 1).bit_length()
         ctx.options = {"CENTRE": centre, "BLOCK": block}
         tensors = (x, weight, bias, y, mean, rstd)
-        launch(norm_forward, (rows,), *tensors, width, eps, **ctx.options)
+        launch("norm_forward", (rows,), *tensors, width, eps, **ctx.options)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y
 
     # continued: norm-autograd-backward
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from minizero.kernels.triton_kernels import norm_backward
-
         x, weight, bias, mean, rstd = ctx.saved_tensors
         width, rows = x.shape[-1], len(rstd)
         dx, programs = torch.empty_like(x), min(rows, MOST_PROGRAMS)
@@ -53,7 +49,7 @@ class Norm(torch.autograd.Function):
         dbias = None if bias is None else torch.empty_like(dweight)
         given = (x, weight, dy.contiguous(), mean, rstd, dx, dweight, dbias)
         launch(
-            norm_backward, (programs,), *given, rows, width, **ctx.options
+            "norm_backward", (programs,), *given, rows, width, **ctx.options
         )
         dbias = None if dbias is None else dbias.sum(0)
         return dx, dweight.sum(0), dbias, None, None  # autograd casts
@@ -69,24 +65,20 @@ class RowLosses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignored: int
     ) -> Tensor:
-        from minizero.kernels.triton_kernels import loss_forward
-
         logits, target = logits.contiguous(), target.contiguous()
         rows, vocabulary = logits.shape
         losses, totals = logits.new_empty(2, rows, dtype=torch.float32)
         ctx.options = vocabulary, ignored
         tensors = (logits, target, losses, totals)
-        launch(loss_forward, (rows,), *tensors, *ctx.options, BLOCK=WORDS)
+        launch("loss_forward", (rows,), *tensors, *ctx.options, BLOCK=WORDS)
         ctx.save_for_backward(logits, target, totals)
         return losses
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        from minizero.kernels.triton_kernels import loss_backward
-
         logits, target, totals = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         grid = len(logits), -(-logits.shape[1] // WORDS)
         tensors = (logits, target, totals, dlosses.contiguous(), dlogits)
-        launch(loss_backward, grid, *tensors, *ctx.options, BLOCK=WORDS)
+        launch("loss_backward", grid, *tensors, *ctx.options, BLOCK=WORDS)
         return dlogits, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,12 +31,13 @@ def runs_on(*tensors: Tensor | None) -> bool:
     return len(devices) == 1 and (given[0].is_cuda or (interprets and given[0].is_cpu))
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
-) -> None:
-    """Run a kernel on a grid of programs; the first argument is a tensor."""
+def launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a kernel of `triton_kernels` on a grid of programs.
+
+    The first argument is a tensor. Triton is imported now, if it has not been yet.
+    """
     if all(grid):
-        launched[kernel.__name__] += 1
-        like = arguments[0]
+        launched[name] += 1
+        like, kernels = arguments[0], import_module(".triton_kernels", __package__)
         with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
-            kernel[grid](*arguments, **constants)
+            getattr(kernels, name)[grid](*arguments, **constants)

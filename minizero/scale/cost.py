@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ..memory.plan import PRECISIONS, Plan, estimate
-from .machines import STREAM, Machine
 from ..zero.parallelize import check_groups
+from .machines import STREAM, Machine
 from .shapes import Shape, check_choices, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
@@ -69,6 +68,10 @@ class Job:
     def host(self) -> float:
         """A rank's share of the host's memory."""
         return (1 - self.machine.reserved) * self.machine.host / self.per_node
+
+    def allows(self, how: Candidate) -> bool:
+        """Whether it may round what it sends."""
+        return self.quantize or not how.weight_bits
 
     @property
     def reduced(self) -> int:
@@ -151,7 +154,6 @@ class Candidate:
         return f"{self.kind}; {self.how}"
 
 
-@dataclass(frozen=True)
 class Costs:
     """Seconds that a GPU computes for `tokens` tokens of a job, and bytes that it saves.
 
@@ -159,20 +161,9 @@ class Costs:
     three matrices at the memory's rate, because a small one cannot hide them.
     """
 
-    job: Job
-    tokens: int
-
-    @cached_property
-    def shape(self) -> Shape:
-        return self.job.shape
-
-    @cached_property
-    def machine(self) -> Machine:
-        return self.job.machine
-
-    @cached_property
-    def itemsize(self) -> int:
-        return ITEMSIZES[self.job.precision]
+    def __init__(self, job: Job, tokens: int) -> None:
+        self.job, self.shape, self.machine = job, job.shape, job.machine
+        self.tokens, self.itemsize = tokens, ITEMSIZES[job.precision]
 
     def memory(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes."""
@@ -286,8 +277,8 @@ class Memory:
     """Bytes of one rank at the peak of each category; `host` and `disk` off the device.
 
     parameters: the shard, and what is unsharded at once: the root and two blocks.
-    gradients: the shard, and one unit's before and while it is reduced. The categories peak at
-    different moments, so their sum is a bound on the peak of all.
+    gradients: the shard, and one unit's before and while it is reduced. The categories
+    peak at different moments, so their sum is a bound on the peak of all.
     """
 
     parameters: float
@@ -302,10 +293,15 @@ class Memory:
         """On the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
+    def fits(self, job: Job) -> bool:
+        """On the device, and with all ranks of a node in the host."""
+        return self.total <= job.room and self.host <= job.host
+
     @classmethod
-    def of(cls, costs: Costs, how: Candidate) -> Memory:
+    def of(cls, job: Job, how: Candidate) -> Memory:
         """What a rank needs, before fragmentation and what CUDA takes."""
-        job, shape, plan = costs.job, costs.shape, how.plan
+        shape, plan = job.shape, how.plan
+        costs = Costs(job, how.micro_batch * job.sequence)
         kind = "bf16" if job.precision == "fp8" else job.precision
         state = estimate(shape.parameters, job.gpus, plan, kind)
         parameter, gradient, _ = PRECISIONS[kind]

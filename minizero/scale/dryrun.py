@@ -36,7 +36,6 @@ from ..offload.swap_file import Transfer
 from .shapes import Shape
 
 aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default
 
 
 class Values(TorchDispatchMode):
@@ -58,13 +57,6 @@ class Values(TorchDispatchMode):
 class FakeTracker(Tracker):
     """A tracker of storages without memory."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is DEVICE:  # asked for twice an operation: the short way
-            return args[0].device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
         if storage.device.type == "meta":  # a real tensor is not part of the run
             super().see(storage, category)
@@ -81,9 +73,7 @@ class FakeTracker(Tracker):
 class NoFile:
     """In place of a swap file: reads and writes are over at once, and move nothing."""
 
-    direct = True
-
-    def __init__(self, path: Path, *limits: int) -> None:
+    def __init__(self, folder: Path, *limits: int) -> None:
         self.size = 0
 
     def allocate(self, nbytes: int) -> int:

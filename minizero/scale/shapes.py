@@ -12,8 +12,7 @@ from typing import Any
 def check_counts(**counts: int) -> None:
     """Raise ValueError unless all are whole numbers of at least 1."""
     for name, value in counts.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 1 <= value < 1e15 or value % 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
 
 
