@@ -23,7 +23,7 @@ help:
 	@echo 'make oldest    the tests of minizero.hf on the oldest transformers that is supported'
 	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="kernels --repeats 9")'
-	@echo 'make gpu       run everything that concerns a GPU, on one, in parts (ARGS="alone waits")'
+	@echo 'make gpu       what one card can show, in parts (ARGS="alone waits")'
 	@echo 'make parity    train one script on DeepSpeed and on this, and compare (ARGS=--record keeps DeepSpeed half for the tests)'
 	@echo 'make course    what a course is given, in _build/course: notebooks, a book without solutions'
 	@echo 'make grade     grade a class (SUBMISSIONS=folder with a folder for each student)'

@@ -1,14 +1,22 @@
-"""A small model with everything that breaks sharding, its optimizer, and its data."""
+"""A small model with everything that breaks sharding, and every way to train it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import minizero
+from minizero import Overlap, Plan, parallelize
+from minizero.activations import Offloaded, Recompute, recompute_units
+from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import rank, world_size
+from minizero.zero import DataParallel, Muon, Storage
 
 VOCABULARY, HIDDEN, STEPS = 17, 12, 20
 
@@ -76,6 +84,90 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
+
+
+def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Muon for matrices, and AdamW for the other group."""
+    matrices, others = groups
+    return Muon([{**matrices, "use_muon": True, "lr": 0.02}, others])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train: the arithmetic first, then what must change no bit of it."""
+
+    plan: Plan
+    precision: str = "fp32"  # or "bf16", "fp16"
+    optimizer: Callable[..., Any] = adamw
+    micro: int = 1
+    postpone: bool = False  # reduce at the last micro-batch only
+    bits: tuple[int | None, int | None] = (None, None)  # of weights, of gradients
+    events: bool = False  # steps that fail, overflow, are saved and loaded
+    scale_power: int = 14  # of the first loss scale
+
+    # "Delayed", which is another arithmetic, or a class; else the plan's own
+    storage: str | type[Storage] | None = None
+    buffers: tuple[int, int] = (4, 128)  # that NVMe has, and elements of a slice
+    overlap: tuple[int, int, int] | None = None  # ahead, live, kept
+    recompute: tuple[str, bool] = ("none", False)  # mode, offloaded
+    bucket_size: int = 500
+
+    def reference(self) -> Case:
+        """Data parallelism in the same arithmetic."""
+        plan, storage = Plan.stage(0), None
+        if self.storage == "Delayed":
+            plan, storage = Plan.stage(1, "cpu"), "Delayed"
+        if any(self.bits):
+            plan = self.plan
+        elif self.plan.group and self.precision != "fp32":
+            plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
+        return Case(
+            plan, self.precision, self.optimizer, self.micro, self.postpone, self.bits,
+            self.events, self.scale_power, storage,
+        )  # fmt: skip
+
+    def build(
+        self,
+        make: Callable[[], nn.Module] = Nasty,
+        folder: Path | None = None,
+        **options: Any,
+    ) -> DataParallel:
+        """The nasty model, or another, under this plan; rank 0's weights must win."""
+        torch.manual_seed(rank())
+        model = make()
+        mode, offloaded = self.recompute
+        recompute_units(model, Recompute(mode, Offloaded() if offloaded else None))
+        if self.precision == "fp16":
+            scale = DynamicLossScale(self.scale_power, 2, 1)
+            options["precision"] = MixedPrecision(torch.float16, loss_scale=scale)
+        elif self.precision == "bf16":
+            options["precision"] = MixedPrecision()
+        if self.overlap:
+            options["schedule"] = Overlap(*self.overlap)
+        if any(self.bits):
+            options["weight_bits"], options["gradient_bits"] = self.bits
+        optimizer = self.optimizer(groups(model))
+        options = {"bucket_size": self.bucket_size, **options}
+        storage = self._storage(folder)
+        return parallelize(model, optimizer, self.plan, storage=storage, **options)
+
+    def _storage(self, folder: Path | None) -> Storage | None:
+        plan = self.plan
+        on = {plan.parameters.on, plan.gradients.on, plan.optimizer.on}
+        if self.storage == "Delayed":
+            return minizero.Delayed(plan)
+        if not isinstance(self.storage, str | None):
+            return self.storage(plan)
+        if "nvme" in on:
+            count, size = self.buffers
+            where = {} if folder is None else {"folder": folder}
+            return minizero.NVMe(plan, **where, buffer_count=count, buffer_size=size)
+        return minizero.Offload(plan) if "cpu" in on else None
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """The same names, and tensors that are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from nasty import HIDDEN, VOCABULARY, Nasty, groups
+from nasty import HIDDEN, VOCABULARY, Case, Nasty, same
 from torch import Tensor, nn
 
-import minizero
-from minizero import Plan, parallelize
 from minizero.checkpoint import load, save
-from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import rank, world_size
-from minizero.zero import DataParallel, Muon
+from minizero.zero import DataParallel
 
 ROWS = 12  # of a global batch: as many for each of 1, 2, 3 or 4 ranks
 Run = tuple[list[Tensor], dict[str, Tensor]]
@@ -40,54 +37,6 @@ class Small(Nasty):
             self.calls += 1
             self.mean.lerp_(h.detach().float().mean((0, 1)), 0.1)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "muon": lambda p: Muon([{**p[0], "use_muon": True, "lr": 0.02}, p[1]]),
-}
-
-
-def precision_of(name: str) -> MixedPrecision | None:
-    if name == "fp16":  # so high a scale that steps are skipped
-        scale = DynamicLossScale(22, loss_scale_window=2, hysteresis=1)
-        return MixedPrecision(torch.float16, loss_scale=scale)
-    return MixedPrecision(torch.bfloat16) if name == "bf16" else None
-
-
-def make(
-    stage: int = 3,
-    where: str = "device",
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    dropout: float = 0.0,
-    **options: Any,
-) -> DataParallel:
-    """A net of any kind; its weights are rank 0's."""
-    on = "cpu" if where == "delayed" else where
-    plan = Plan.stage(stage)
-    if on != "device":
-        plan = Plan.stage(stage, on, on if stage == 3 else None)
-    storage = {
-        "device": lambda: None,
-        "cpu": lambda: minizero.Offload(plan),
-        "delayed": lambda: minizero.Delayed(plan),
-        # a row is several records
-        "nvme": lambda: minizero.NVMe(plan, buffer_size=64),
-    }[where]()
-    torch.manual_seed(rank())
-    model = Small(dropout)
-    return parallelize(
-        model,
-        OPTIMIZERS[optimizer](groups(model)),
-        plan,
-        storage=storage,
-        precision=precision_of(precision),
-        **options,
-    )
 
 
 def steps(net: DataParallel, first: int, last: int) -> list[Tensor]:
@@ -117,10 +66,15 @@ def whole(net: DataParallel) -> dict[str, Tensor]:
 
 
 def unbroken(
-    before: int, after: int, folder: Path | None = None, tag: str = "t", **kind: Any
+    case: Case,
+    before: int,
+    after: int,
+    folder: Path | None = None,
+    tag: str = "t",
+    dropout: float = 0.0,
 ) -> Run:
     """A run that is saved on its way, if there is a folder, and goes on."""
-    net = make(**kind)
+    net = case.build(partial(Small, dropout))
     steps(net, 0, before)
     if folder is not None:
         save(net, folder, tag, extra={"step": before})
@@ -131,11 +85,17 @@ def unbroken(
 
 
 def resumed(
-    before: int, after: int, folder: Path, tag: str = "t", spoilt: int = 1, **kind: Any
+    case: Case,
+    before: int,
+    after: int,
+    folder: Path,
+    tag: str = "t",
+    dropout: float = 0.0,
+    **options: Any,
 ) -> Run:
-    """Another run, `spoilt` steps old, that takes the first one's place."""
-    net = make(**kind)
-    steps(net, 5, 5 + spoilt)
+    """Another run, a step old, that takes the first one's place."""
+    net = case.build(partial(Small, dropout), **options)
+    steps(net, 5, 6)
     loaded = load(net, folder, tag)
     assert loaded.extra == {"step": before} and loaded.tag == tag
     losses = steps(net, before, before + after)
@@ -147,9 +107,7 @@ def resumed(
 def equal(a: list[Run], b: list[Run]) -> bool:
     """Bit for bit, on every rank."""
     return all(
-        all(map(torch.equal, x[0], y[0]))
-        and x[1].keys() == y[1].keys()
-        and all(torch.equal(x[1][k], y[1][k]) for k in x[1])
+        all(map(torch.equal, x[0], y[0])) and same(x[1], y[1])
         for x, y in zip(a, b, strict=True)
     )
 

@@ -75,25 +75,16 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 def test_gpu_parts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a GPU all are left out; with one, what each found is written."""
+    """What needs more GPUs than there are is left out."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    gpu.main(["--out", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [*gpu.commands()]
+    gpu.main([])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [*gpu.PARTS]
     assert all("left out: 0 GPUs of" in line for line in lines)
-    assert not list(tmp_path.iterdir())
-    made = {"alone": "print('{\"up\": 1.5}')", "bad": "raise SystemExit('no card')"}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "A Card"})
-    monkeypatch.setattr(
-        gpu, "commands", lambda: {n: ["-c", c] for n, c in made.items()}
-    )
-    gpu.main(["--out", str(tmp_path)])
-    found = json.loads((tmp_path / "gpu-a-card.json").read_text())["parts"]
-    assert found["alone"]["ok"] and found["alone"]["found"] == {"up": 1.5}
-    assert not found["bad"]["ok"] and "no card" in found["bad"]["said"]
+    with pytest.raises(ValueError, match="there is no part speed"):
+        gpu.main(["speed"])
 
 
 def waits(how: str) -> tuple[float, float, bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -18,16 +17,14 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Fails, Nasty, batches, own
+from nasty import Case, Fails, Nasty, batches, muon, own
 from torch import Tensor, nn
 
 import minizero
-from minizero import Overlap, Plan, checkpoint, parallelize
-from minizero.activations import Offloaded, Recompute, recompute_units
+from minizero import Plan, checkpoint
 from minizero.memory import Placement
-from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import Pool, rank, world_size
-from minizero.zero import DataParallel, Muon, Storage
+from minizero.zero import DataParallel
 
 ALL, NONE, STEPS = 10**9, 0, 6
 EVENTS = (
@@ -54,72 +51,10 @@ class Nothing(nn.Module):
         return x + gain * self.trained.sum()
 
 
-def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Muon for matrices, and AdamW for the other group."""
-    matrices, others = groups
-    return Muon([{**matrices, "use_muon": True, "lr": 0.02}, others])
-
-
-@dataclass(frozen=True)
-class Case:
-    """How to train: the arithmetic first, then what must change no bit of it."""
-
-    plan: Plan
-    precision: str = "fp32"  # or "bf16", "fp16"
-    optimizer: Callable[..., Any] = nasty.adamw
-    micro: int = 1
-    postpone: bool = False  # reduce at the last micro-batch only
-    bits: tuple[int | None, int | None] = (None, None)  # of weights, of gradients
-    events: bool = False  # steps that fail, overflow, are saved and loaded
-
-    # a class, or its name in minizero; "Delayed" is another arithmetic
-    storage: str | type[Storage] | None = None
-    buffers: tuple[int, int] = (4, 128)  # that NVMe has, and elements of a slice
-    overlap: tuple[int, int, int] | None = None  # ahead, live, kept
-    recompute: tuple[str, bool] = ("none", False)  # mode, offloaded
-    bucket_size: int = 500
-
-    def reference(self) -> Case:
-        """Data parallelism in the same arithmetic."""
-        plan, storage = Plan.stage(0), None
-        if self.storage == "Delayed":
-            plan, storage = Plan.stage(1, "cpu"), "Delayed"
-        if any(self.bits):
-            plan = self.plan
-        elif self.plan.group and self.precision != "fp32":
-            plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
-        return Case(
-            plan, self.precision, self.optimizer, self.micro, self.postpone, self.bits,
-            self.events, storage,
-        )  # fmt: skip
-
-    def build(self, folder: Path) -> DataParallel:
-        torch.manual_seed(rank())  # rank 0's values must win
-        model = Nasty()
-        model.blocks.append(Nothing())
-        mode, offloaded = self.recompute
-        recompute_units(model, Recompute(mode, Offloaded() if offloaded else None))
-        options: dict[str, Any] = {"bucket_size": self.bucket_size}
-        if self.precision != "fp32":
-            scale, dtype = None, torch.bfloat16
-            if self.precision == "fp16":
-                scale = DynamicLossScale(14, loss_scale_window=2, hysteresis=1)
-                dtype = torch.float16
-            options["precision"] = MixedPrecision(dtype, loss_scale=scale)
-        if self.overlap:
-            options["schedule"] = Overlap(*self.overlap)
-        if self.storage is not None:
-            there: dict[str, Any] = {}
-            if self.storage == "NVMe":
-                count, size = self.buffers
-                there = {"folder": folder, "buffer_count": count, "buffer_size": size}
-            kind: Any = self.storage
-            kind = getattr(minizero, kind) if isinstance(kind, str) else kind
-            options["storage"] = kind(self.plan, **there)
-        if any(self.bits):
-            options["weight_bits"], options["gradient_bits"] = self.bits
-        optimizer = self.optimizer(nasty.groups(model))
-        return parallelize(model, optimizer, self.plan, **options)
+def model() -> Nasty:
+    made = Nasty()
+    made.blocks.append(Nothing())
+    return made
 
 
 def fail(net: DataParallel, where: str, x: Tensor, y: Tensor) -> None:
@@ -140,14 +75,14 @@ def fail(net: DataParallel, where: str, x: Tensor, y: Tensor) -> None:
 
 def train(case: Case, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     """What was seen in every step, and the weights."""
-    net, seen = case.build(folder / "files"), []
+    net, seen = case.build(model, folder / "files"), []
     events = EVENTS if case.events else ("healthy",) * STEPS
     data = [(own(x, 2), own(y, 2)) for x, y in batches(len(events), case.micro, rows=2)]
     for step, event in enumerate(events):
         net.model.step = step
         if event == "loaded":
             checkpoint.save(net, folder / "saved", "here")
-            net = case.build(folder / "files")
+            net = case.build(model, folder / "files")
             net.model.step = step
             checkpoint.load(net, folder / "saved")
         if event.endswith("fails"):
@@ -189,41 +124,35 @@ CASES: dict[str, Case] = {
     "kept units": Case(at(3), overlap=(2000, 3000, 900), micro=2),
     "late reductions": Case(at(2), overlap=(NONE, ALL, NONE), micro=2),
     "recomputed": Case(at(3), recompute=("full", False)),
-    "host, states alone": Case(at(1, "cpu"), "bf16", storage="Offload"),
-    "host, Muon": Case(at(2, "cpu"), "bf16", muon, storage="Offload"),
-    "files, short slices": Case(
-        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(2, 64)
-    ),
-    "files, long slices": Case(
-        at(3, "nvme", "nvme"), "bf16", storage="NVMe", buffers=(3, 1 << 20)
-    ),
+    "host, states alone": Case(at(1, "cpu"), "bf16"),
+    "host, Muon": Case(at(2, "cpu"), "bf16", muon),
+    "files, short slices": Case(at(3, "nvme", "nvme"), "bf16", buffers=(2, 64)),
+    "files, long slices": Case(at(3, "nvme", "nvme"), "bf16", buffers=(3, 1 << 20)),
     "delayed, fp32": Case(at(2, "cpu"), storage="Delayed"),
     # everything at once, with steps that fail
-    "files": Case(
-        at(3, "nvme", "nvme"), **both, storage="NVMe", overlap=(2000, 3000, NONE)
-    ),
+    "files": Case(at(3, "nvme", "nvme"), **both, overlap=(2000, 3000, NONE)),
     "files, kept": Case(
-        at(3, "nvme", "nvme"), **both, storage="NVMe", buffers=(1, 192),
-        overlap=(ALL, ALL, ALL), recompute=("full", True),
+        at(3, "nvme", "nvme"), **both, buffers=(1, 192), overlap=(ALL, ALL, ALL),
+        recompute=("full", True),
     ),
     "files and host": Case(
-        at(3, "nvme", "cpu"), **both, storage="NVMe", overlap=(2000, ALL, 900),
+        at(3, "nvme", "cpu"), **both, overlap=(2000, ALL, 900),
         recompute=("selective", False),
     ),
     "parameters in files": Case(
         at(3, None, "nvme"), optimizer=momentum, micro=2, events=True,
-        storage="NVMe", overlap=(ALL, ALL, NONE),
+        overlap=(ALL, ALL, NONE),
     ),
     "states in files, postponed": Case(
-        at(1, "nvme"), **both, storage="NVMe", overlap=(NONE, ALL, NONE), postpone=True
+        at(1, "nvme"), **both, overlap=(NONE, ALL, NONE), postpone=True
     ),
     "host": Case(
-        at(3, "cpu", "cpu"), **both, storage="Offload", overlap=(2000, 3000, NONE),
+        at(3, "cpu", "cpu"), **both, overlap=(2000, 3000, NONE),
         recompute=("none", True),
     ),
     "host, postponed": Case(
-        at(1, "cpu"), **both, storage="Offload", overlap=(NONE, ALL, NONE),
-        recompute=("full", False), postpone=True,
+        at(1, "cpu"), **both, overlap=(NONE, ALL, NONE), recompute=("full", False),
+        postpone=True,
     ),
     "delayed": Case(
         at(3, "cpu", "cpu"), **both, storage="Delayed", overlap=(ALL, ALL, 900),
@@ -245,10 +174,9 @@ def offloaded() -> Iterator[tuple[str, Case]]:
         if on[1] == "nvme" or any(o != "device" and not s for s, o in pairs):
             continue
         plan = Plan(*(Placement(*pair) for pair in pairs))
-        storage = "NVMe" if "nvme" in on else "Offload"
         if on != ("device",) * 3:
-            yield f"{stage} {' '.join(on)}", Case(plan, micro=2, storage=storage)
-            fp16 = Case(plan, "fp16", micro=2, storage=storage, events=True)
+            yield f"{stage} {' '.join(on)}", Case(plan, micro=2)
+            fp16 = Case(plan, "fp16", micro=2, events=True)
             yield f"{stage} {' '.join(on)}, fp16", fp16
 
 
@@ -320,13 +248,8 @@ OPTIMIZERS = {
 def test_any_elementwise_optimizer(
     two: Pool, tmp_path: Path, reference: Any, name: str
 ) -> None:
-    options = {"optimizer": OPTIMIZERS[name]}
-    for case in (
-        Case(at(3), **options),
-        Case(at(3, "cpu", "cpu"), **options, storage="Offload"),
-        Case(at(3, None, "nvme"), **options, storage="NVMe"),
-    ):
-        check(two, case, reference, tmp_path)
+    for plan in (at(3), at(3, "cpu", "nvme")):
+        check(two, Case(plan, optimizer=OPTIMIZERS[name]), reference, tmp_path)
 
 
 # against torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from resumed import Small, make, steps
+from nasty import Case, same
+from resumed import Small, steps
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,8 +21,8 @@ from minizero.ranks import Pool
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def trained(folder: Path, **kind: Any) -> dict[str, Tensor]:
-    net = make(**kind)
+def trained(folder: Path, stage: int, precision: str = "fp32") -> dict[str, Tensor]:
+    net = Case(Plan.stage(stage), precision).build(Small)
     steps(net, 0, 2)
     save(net, folder, "t")
     return net.state_dict()
@@ -37,14 +37,13 @@ def files(folder: Path) -> dict[str, Tensor]:
 
 def test_one_state_dict_for_a_plain_model(two: Pool, tmp_path: Path) -> None:
     """Tied, frozen and unused parameters and buffers, from every rank's file."""
-    expected = two.run(trained, tmp_path, stage=3)[0]
+    expected = two.run(trained, tmp_path, 3)[0]
     got = consolidate(tmp_path)
     umask = os.umask(0)
     os.umask(umask)
     for path in tmp_path.glob("t/*"):  # every user may read it that the umask lets
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
-    assert got.keys() == expected.keys() == Small().state_dict().keys()
-    assert all(torch.equal(got[name], expected[name]) for name in got)
+    assert same(got, expected) and got.keys() == Small().state_dict().keys()
     assert got["head.weight"].data_ptr() == got["tokens.weight"].data_ptr()
     # files have all names, too: a strict load into plain torch takes them
     export(tmp_path, tmp_path / "out", max_shard_size=3000)
@@ -58,12 +57,12 @@ def test_one_state_dict_for_a_plain_model(two: Pool, tmp_path: Path) -> None:
 
 def test_masters_are_what_is_consolidated_and_exported(tmp_path: Path) -> None:
     """fp32, and not what 16-bit parameters were rounded to, unless asked for it."""
-    rounded = trained(tmp_path, stage=2, precision="bf16")
+    rounded = trained(tmp_path, 2, "bf16")
     whole = consolidate(tmp_path, "t")
     floats = {name for name, t in whole.items() if t.is_floating_point()}
     assert {whole[name].dtype for name in floats} == {torch.float32}
     assert whole["calls"].dtype == torch.int64
-    for name in floats - {"mean"}:
+    for name in floats - {"mean", "statistics"}:  # the root has no parameters
         assert torch.equal(whole[name].to(torch.bfloat16), rounded[name]), name
     assert not torch.equal(whole["tokens.weight"], rounded["tokens.weight"].float())
     for dtype in (None, torch.float16):
@@ -81,7 +80,7 @@ def test_masters_are_what_is_consolidated_and_exported(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path, stage=1)
+    trained(tmp_path, 1)
     out = tmp_path / "out"
     export(tmp_path, out, max_shard_size=3000)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -132,8 +131,7 @@ def gpt2(folder: Path) -> None:
     config.save_pretrained(folder / "out")
     read = GPT2LMHeadModel.from_pretrained(folder / "out").eval()
     weights = read.state_dict()
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[k], expected[k]) for k in weights)
+    assert same(weights, expected)
     assert read.lm_head.weight is read.transformer.wte.weight
     with torch.no_grad():
         assert torch.equal(read(x).logits, logits)
@@ -150,7 +148,7 @@ def test_hugging_face_reads_it(two: Pool, tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, stage=1)
+    trained(tmp_path, 1)
     out = tmp_path / "out"
     words = ["consolidate", str(tmp_path), str(out), "--tag", "t", "--dtype", "bf16"]
     assert main([*words, "--max-shard-size", "2e3"]) == 0

@@ -39,7 +39,7 @@ EQUAL: dict[str, Case] = {
     **{f"groups at stage {s}": Case(at(s, group=2)) for s in (1, 2, 3)},
     "groups, accumulated": Case(at(3, group=2), "bf16", micro=2),
     "groups, Muon": Case(at(3, group=2), "bf16", muon),
-    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16", storage="Offload"),
+    "groups, offloaded": Case(at(3, "cpu", "cpu", group=2), "bf16"),
     "parameters in groups": Case(SECONDARY, "bf16", micro=2),
     "parameters in groups, Muon": Case(SECONDARY, "bf16", muon),
     "parameters in groups, overlap": Case(SECONDARY, **both, overlap=(2000, 3000, 900)),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from resumed import Run, close, equal, make, near, resumed, steps, unbroken
+from nasty import Case, muon
+from resumed import Run, Small, close, equal, near, resumed, steps, unbroken
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -24,15 +26,16 @@ from minizero.ranks import Pool, rank, world_size
 from minizero.zero import DataParallel
 
 RANKS = (1, 2, 3)
-KINDS: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "1 cpu": {"stage": 1, "where": "cpu"},
-    "3": {"stage": 3},
-    "2 nvme": {"stage": 2, "where": "nvme"},
-    "1": {"stage": 1},
-    "3 cpu": {"stage": 3, "where": "cpu"},
-    "2": {"stage": 2},
-    "3 nvme": {"stage": 3, "where": "nvme"},
+at = Plan.stage
+KINDS: dict[str, Case] = {
+    "0": Case(at(0)),
+    "1 cpu": Case(at(1, "cpu")),
+    "3": Case(at(3)),
+    "2 nvme": Case(at(2, "nvme")),
+    "1": Case(at(1)),
+    "3 cpu": Case(at(3, "cpu", "cpu")),
+    "2": Case(at(2)),
+    "3 nvme": Case(at(3, "nvme", "nvme")),
 }
 NAMES = list(KINDS)
 BEFORE, AFTER = 2, 2
@@ -53,14 +56,14 @@ def pools() -> Iterator[dict[int, Any]]:
 
 def save_all(folder: Path, kinds: list[str]) -> dict[str, Run]:
     return {
-        kind: unbroken(BEFORE, AFTER, folder, f"{world_size()} {kind}", **KINDS[kind])
+        kind: unbroken(KINDS[kind], BEFORE, AFTER, folder, f"{world_size()} {kind}")
         for kind in kinds
     }
 
 
 def load_all(folder: Path, tags: dict[str, str]) -> dict[str, Run]:
     return {
-        kind: resumed(BEFORE, AFTER, folder, tag, **KINDS[kind])
+        kind: resumed(KINDS[kind], BEFORE, AFTER, folder, tag)
         for kind, tag in tags.items()
     }
 
@@ -80,7 +83,7 @@ def test_every_kind_loads_what_every_other_has_saved(
     for ranks, pool in pools.items():
         kinds = NAMES if ranks == 2 else NAMES[:4]
         runs = pool.run(save_all, tmp_path, kinds)
-        expected[ranks] = pool.run(unbroken, BEFORE, AFTER)
+        expected[ranks] = pool.run(unbroken, KINDS["0"], BEFORE, AFTER)
         files = contents(tmp_path / f"{ranks} 0")
         for kind in kinds:
             # saving did not change the run
@@ -105,30 +108,37 @@ def test_every_kind_loads_what_every_other_has_saved(
                     near(got, expected[saved_on])
 
 
-# steps before the save, what both runs have, the one that saves, the one that loads
-Kind = dict[str, Any]
-RESUMES: dict[str, tuple[int, Kind, Kind, Kind]] = {
-    "fp16": (4, {"precision": "fp16"}, {"stage": 3, "where": "nvme"}, {"stage": 0}),
-    "no states": (4, {"optimizer": "sgd"}, {"stage": 1}, {"stage": 3}),
+sgd = partial(torch.optim.SGD, lr=0.1)
+nadam = partial(torch.optim.NAdam, lr=1e-2)
+fused = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+high = {"precision": "fp16", "scale_power": 22}  # so that steps are skipped
+
+# steps before the save, the run that saves, the one that loads
+RESUMES: dict[str, tuple[int, Case, Case]] = {
+    "fp16": (4, Case(at(3, "nvme", "nvme"), **high), Case(at(0), **high)),
+    "no states": (4, Case(at(1), optimizer=sgd), Case(at(3), optimizer=sgd)),
     # states that the loading run has made are dropped
-    "at the start": (0, {"precision": "bf16"}, {"stage": 2}, {"stage": 3}),
+    "at the start": (0, Case(at(2), "bf16"), Case(at(3), "bf16")),
     # with states that are numbers
-    "nadam": (4, {"optimizer": "nadam"}, {"stage": 1}, {"stage": 2, "where": "cpu"}),
-    "muon": (4, {"optimizer": "muon"}, {"stage": 1}, {"stage": 3}),
-    "dropout": (4, {"dropout": 0.3, "optimizer": "fused"}, {"stage": 1}, {"stage": 3}),
+    "nadam": (4, Case(at(1), optimizer=nadam), Case(at(2, "cpu"), optimizer=nadam)),
+    "muon": (4, Case(at(1), optimizer=muon), Case(at(3), optimizer=muon)),
+    "dropout": (4, Case(at(1), optimizer=fused), Case(at(3), optimizer=fused)),
     # an update that is under way arrives when the run is saved
-    "late": (4, {"where": "delayed"}, {"stage": 1}, {"stage": 3}),
-}
+    "late": (
+        4, Case(at(1, "cpu"), storage="Delayed"),
+        Case(at(3, "cpu", "cpu"), storage="Delayed"),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_resumed_run_goes_on_to_the_bit(
     pools: dict[int, Any], tmp_path: Path, name: str
 ) -> None:
-    before, both, saves, loads = RESUMES[name]
-    expected = pools[2].run(unbroken, before, 3, tmp_path, **both, **saves)
-    got = pools[2].run(resumed, before, 3, tmp_path, **both, **loads)
-    assert equal(got, expected)
+    before, saves, loads = RESUMES[name]
+    how = before, 3, tmp_path, "t", 0.3 * (name == "dropout")
+    expected = pools[2].run(unbroken, saves, *how)
+    assert equal(pools[2].run(resumed, loads, *how), expected)
 
 
 def test_units_may_differ(pools: dict[int, Any], tmp_path: Path) -> None:
@@ -137,8 +147,8 @@ def test_units_may_differ(pools: dict[int, Any], tmp_path: Path) -> None:
     def is_norm(module: nn.Module) -> bool:
         return isinstance(module, nn.LayerNorm)
 
-    saved = pools[2].run(unbroken, 2, 2, tmp_path, stage=3)
-    got = pools[2].run(resumed, 2, 2, tmp_path, stage=1, units=is_norm)
+    saved = pools[2].run(unbroken, Case(at(3)), 2, 2, tmp_path)
+    got = pools[2].run(resumed, Case(at(1)), 2, 2, tmp_path, units=is_norm)
     near(got, saved)  # the gradient's norm is summed over other shards
 
 
@@ -151,14 +161,14 @@ def masters(net: DataParallel) -> list[Tensor]:
 
 def test_from_precision_to_precision(tmp_path: Path) -> None:
     """Masters and states are what is saved, and they come back bit for bit."""
-    net = make(3, precision="fp16")
+    net = Case(at(3), **high).build(Small)
     steps(net, 0, 5)
     skipped, expected = net.precision.skipped_steps, masters(net)
     scales = net.precision.state_dict()["loss_scale"]
     assert skipped > 0 and scales["scale"] < 2**22
     for stage, precision in enumerate(("fp16", "fp32", "bf16", "fp16")):
         save(net, tmp_path, precision)
-        net = make(stage, precision=precision)
+        net = Case(at(stage), precision, scale_power=22).build(Small)
         load(net, tmp_path)
         assert net.precision.skipped_steps == skipped
         got = masters(net)
@@ -168,7 +178,7 @@ def test_from_precision_to_precision(tmp_path: Path) -> None:
             assert net.precision.state_dict()["loss_scale"] == scales
     # a precision without a loss scale was in between
     assert net.precision.loss_scale == 2.0**22
-    other = make(1, precision="fp16")
+    other = Case(at(1), "fp16").build(Small)
     other.precision.scaler = LossScale(8.0)
     load(other, tmp_path, "fp32")
     assert other.precision.loss_scale == 8.0  # it is of another kind
@@ -176,7 +186,7 @@ def test_from_precision_to_precision(tmp_path: Path) -> None:
 
 def drawn(folder: Path, load_it: bool) -> list[float]:
     """What generators draw, and what a scheduler and a rank's buffer say."""
-    net = make(3)
+    net = Case(at(3)).build(Small)
     schedule = torch.optim.lr_scheduler.OneCycleLR(net.optimizer, [0.1, 0.01], 20)
     buffer = net.model.get_buffer("mean")
     buffer.fill_(rank() + 1.0)

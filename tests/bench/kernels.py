@@ -2,29 +2,25 @@
 
 The bytes are the floor of the operation, whatever a case really moves; so each ratio is
 the share of the bandwidth limit that it reaches. Kernels of Triton are timed on a GPU
-only. There the results are kept in `book/measured/kernels.json`.
+only.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.runner import Comparison, interleaved, machine
+from bench.runner import Comparison, interleaved
 from minizero import kernels
 from minizero.kernels import FusedAdam
 
-MEASURED = Path(__file__).parents[2] / "book/measured/kernels.json"
 TENSORS = 256
 """Parameters of the model that is updated tensor by tensor."""
 
@@ -50,11 +46,6 @@ def compare(repeats: int) -> list[Comparison]:
     x = torch.randn(rows, width, device=device, dtype=dtype)
     label = "cross_entropy, forward and backward"
     results += _against_copy(label, 3 * x.nbytes, _losses(x), repeats, device)
-    if gpu:
-        MEASURED.parent.mkdir(exist_ok=True)
-        kept = [asdict(c) | {"ratio": c.ratio, "met": c.met} for c in results]
-        text = json.dumps({"machine": machine(), "comparisons": kept}, indent=1)
-        MEASURED.write_text(text + "\n")
     return results
 
 
