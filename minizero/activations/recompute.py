@@ -26,7 +26,8 @@ from .saved_tensors import note, noting
 from .stores import Store
 
 # %% auto #0
-__all__ = ['Keep', 'MODES', 'CHECKPOINT', 'store_hooks', 'keep_matmuls', 'selective_contexts', 'Recompute', 'recompute_units']
+__all__ = ['Keep', 'MODES', 'CHECKPOINT', 'store_hooks', 'unchanged', 'keep_matmuls', 'selective_contexts', 'Recompute',
+           'recompute_units']
 
 # %% ../../notebooks/09_activations.ipynb #act-hooks
 def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:

@@ -13,10 +13,9 @@ from statistics import median
 
 from minizero.lab.models.gpt import GPTConfig
 from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale.cost import Job
+from minizero.scale import Job, predict
 from minizero.scale.machines import BUS, NETWORK, NVLINK
 from minizero.scale.planner import candidates
-from minizero.scale.predict import predict
 
 MEASURED = Path(__file__).parents[2] / "book/measured"
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -261,22 +262,22 @@ class NVMe(Offload):
                 for key, dtype in state_layout(optimizer, group, master).items():
                     like = torch.empty(master.shape, dtype=dtype, device="meta")
                     states[key] = self._allocate(like, "optimizer")
-            stored = self._stored[master]
-            assert flat.mean is not None
-            for a in range(0, master.numel(), self.buffer_size):
-                ends = a, min(a + self.buffer_size, master.numel())
-                values = copy = self._part("parameters", flat.shard, *ends)
-                if stored is not flat.shard:  # a copy, which is rounded into them
-                    values.read = False
-                    copy = self._part("optimizer", stored, *ends)
-                grad = self._part("gradients", flat.mean, *ends)
-                grad.written = False
-                parts = {k: self._part("optimizer", t, *ends) for k, t in states.items()}
-                for part in parts.values():
-                    part.read = not fresh
-                yield Slice(unit, flat, values, grad, copy, parts, others, fresh)
+            end, has_copy = master.numel(), self._stored[master] is not flat.shard
+            for a in range(0, end, self.buffer_size):
+                part = partial(self._part, a, min(a + self.buffer_size, end))
+                assert flat.mean is not None
+                # a master copy is rounded into them
+                values = part("parameters", flat.shard, read=not has_copy)
+                grad = part("gradients", flat.mean, written=False)
+                copy = part("optimizer", self._stored[master]) if has_copy else values
+                moments = {
+                    k: part("optimizer", t, read=not fresh) for k, t in states.items()
+                }
+                yield Slice(unit, flat, values, grad, copy, moments, others, fresh)
 
-    def _part(self, category: str, tensor: Tensor, a: int, b: int) -> StagedTensor:
+    def _part(
+        self, a: int, b: int, category: str, tensor: Tensor, **how: bool
+    ) -> StagedTensor:
         """Elements a to b of a tensor, wherever the plan places its category."""
         on = getattr(self.plan, category).on
-        return StagedTensor(tensor, on, self.swapped(tensor), a, b)
+        return StagedTensor(tensor, on, self.swapped(tensor), a, b, **how)

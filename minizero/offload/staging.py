@@ -88,17 +88,18 @@ class StagedTensor:
 
     `staged`: the elements, in host memory: they themselves, if `on` is
     "cpu", else a copy in a staging buffer, of which it takes `room` bytes.
-    `swapped`: their place on disk, or None; a and b are then the borders of
-    a record. `read`, `written`: whether the update needs the old values, and
-    changes them.
+    `swapped`: the tensor's place on disk, or None; a and b are then the
+    borders of a record. `read`, `written`: whether the update needs the old
+    values, and changes them.
     """
 
     def __init__(
-        self, tensor: Tensor, on: str, swapped: SwappedTensor | None, a: int, b: int
+        self, tensor: Tensor, on: str, swapped: SwappedTensor | None,
+        a: int, b: int, read: bool = True, written: bool = True,
     ) -> None:
         self.tensor, self.swapped, self.a, self.b = tensor, swapped, a, b
+        self.read, self.written = read, written
         self.reading: Transfer | None = None
-        self.read = self.written = True
         nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
         self.room = 0 if on == "cpu" else nbytes
 

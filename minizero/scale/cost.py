@@ -143,7 +143,7 @@ class Candidate:
         ))  # fmt: skip
 
     @property
-    def how(self) -> str:
+    def batching(self) -> str:
         """Checkpointing and micro-batches, in words."""
         kept = self.checkpointing.replace("none", "no")
         return (
@@ -151,7 +151,7 @@ class Candidate:
         )
 
     def __str__(self) -> str:
-        return f"{self.kind}; {self.how}"
+        return f"{self.kind}; {self.batching}"
 
 
 class Costs:

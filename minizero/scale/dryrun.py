@@ -268,7 +268,7 @@ class Block(nn.Module):
         heads = batch, sequence, -1, hidden // shape.heads
         q, k, v = (part.view(heads).transpose(1, 2) for part in split)
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=shape.groups < shape.heads
+            q, k, v, is_causal=True, enable_gqa=shape.key_heads < shape.heads
         )
         x = x + self.out(y.transpose(1, 2).reshape(batch, sequence, hidden))
         y = self.up(self.norm2(x))

@@ -198,7 +198,7 @@ def describe(choice: Choice) -> str:
         if other.fits:
             loses = choice.loses(other)
             what = f"{abs(loses):.1%} {'slower' if loses >= 0 else 'faster'}"
-            what += f" ({other.candidate.how})"
+            what += f" ({other.candidate.batching})"
         lines.append(f"  {other.candidate.kind}: {what}")
         if other.fits and not job.allows(other.candidate):
             lines.append("    (it rounds what is sent, so losses change: --quantize)")

@@ -48,21 +48,21 @@ class Shape:
         names = ("layers", "hidden", "heads", "vocab", "kv_heads", "ffn_hidden")
         sizes = {name: getattr(self, name) for name in names}
         check_counts(**{name: n for name, n in sizes.items() if n is not None})
-        if self.hidden % self.heads or self.heads % self.groups:
+        if self.hidden % self.heads or self.heads % self.key_heads:
             raise ValueError(
                 f"heads must divide hidden, and kv_heads must divide heads: "
-                f"{self.hidden}, {self.heads} and {self.groups} do not"
+                f"{self.hidden}, {self.heads} and {self.key_heads} do not"
             )
 
     @property
-    def groups(self) -> int:
+    def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def kv(self) -> int:
         """Elements of a token's keys."""
-        return self.hidden // self.heads * self.groups
+        return self.hidden // self.heads * self.key_heads
 
     @property
     def ffn(self) -> int:
