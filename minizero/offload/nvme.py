@@ -145,15 +145,8 @@ class NVMe(Offload):
         swapped = self.swapped(shard)
         if swapped is None:
             return super().write_shard(shard, values, a)
-        with self.guard():
-            for record, start, low, high in self._records(swapped, a, a + len(values)):
-                buffer = self.buffers.take()
-                elements = swapped.elements(record, buffer)
-                if high - low < len(elements):
-                    swapped.read(record, buffer).synchronize()
-                elements[low - start : high - start] = values[low - a : high - a]
-                self.buffers.give(buffer, [swapped.write(record, buffer)])
-            self.buffers.drain()
+        for part, at in self._records(swapped, a, a + len(values), write=True):
+            part.copy_(values[at])
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
         swapped = self.swapped(shard)
@@ -161,24 +154,28 @@ class NVMe(Offload):
             return super().read_shard(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
         out = host_empty((b - a,), swapped.dtype, "buffers", passing=True)
-        with self.guard():
-            for record, start, low, high in self._records(swapped, a, b):
-                buffer = self.buffers.take()
-                swapped.read(record, buffer).synchronize()
-                elements = swapped.elements(record, buffer)
-                out[low - a : high - a] = elements[low - start : high - start]
-                self.buffers.give(buffer)
+        for part, at in self._records(swapped, a, b):
+            out[at] = part
         return out
 
     def _records(
-        self, swapped: SwappedTensor, a: int, b: int
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Records that hold some of elements a to b: number, start, first, last."""
-        self._cancel_reads()
-        self.buffers.reserve(swapped.record_bytes)
-        for record in range(a // swapped.step, -(-b // swapped.step)):
-            start, stop = swapped.range(record)
-            yield record, start, max(a, start), min(b, stop)
+        self, swapped: SwappedTensor, a: int, b: int, write: bool = False
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Elements a to b, record by record: in a buffer, and their place from a on."""
+        with self.guard():
+            self._cancel_reads()
+            self.buffers.reserve(swapped.record_bytes)
+            for record in range(a // swapped.step, -(-b // swapped.step)):
+                start, stop = swapped.range(record)
+                low, high = max(a, start), min(b, stop)
+                buffer = self.buffers.take()
+                if not write or high - low < stop - start:
+                    swapped.read(record, buffer).synchronize()
+                elements = swapped.elements(record, buffer)
+                yield elements[low - start : high - start], slice(low - a, high - a)
+                uses = [swapped.write(record, buffer)] if write else []
+                self.buffers.give(buffer, uses)
+            self.buffers.drain()
 
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         """Read the shard, and launch reads of the shards that are needed next."""
