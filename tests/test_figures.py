@@ -379,7 +379,7 @@ def test_memory_explorer_says_it_in_words(show: Show) -> None:
         "ZeRO-2 shards gradients too 27.93 GB ✓ fits, from 2 GPUs up",
         "ZeRO-3 shards everything 16.53 GB ✓ fits, from 2 GPUs up",
     ]
-    find(root, "details").click()
+    find(root, ".chart details").click()
     widget = explorer(n_params=7e9, world_size=8)
     assert json.loads(find(root, "pre").text) == widget.config()
     said = find(root, ".words").text

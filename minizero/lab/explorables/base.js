@@ -50,6 +50,10 @@ const LOOK = `
     color-mix(in srgb, CanvasText 60%, transparent); outline-offset: -1px; }
   .after { text-align: right; font-weight: 600; font-variant-numeric: tabular-nums; }
   .words { margin: 12px 0 0; min-height: 2lh; }
+  svg { display: block; width: 100%; height: auto; overflow: visible; user-select: none;
+    font-size: 13px; fill: currentColor; }
+  .bold { font-weight: 600; }
+  .halo { stroke: Canvas; stroke-width: 4; paint-order: stroke; }
   .tools { display: flex; flex-wrap: wrap; gap: 8px 16px; align-items: start;
     margin-top: 12px; font-size: 13px; }
   .tools > a, summary { line-height: 30px; cursor: pointer; }
@@ -142,6 +146,58 @@ function range(model, name, title, [least, most, scale], show) {
     input.setAttribute("aria-valuetext", show(model.get(name)));
   };
   return { box: input, update };
+}
+
+/** A choice under its title; options are [value, text]. */
+function choice(title, options, chosen) {
+  const select = make("select", { onchange: () => chosen(options[select.selectedIndex][0]) },
+    ...options.map(([, text]) => make("option", {}, text)));
+  const box = make("label", {}, make("span", { class: "name" }, title), select);
+  const show = (value) => {
+    select.selectedIndex = options.findIndex(([one]) => one === value);
+  };
+  return { box, select, show };
+}
+
+/** A box with a drawing in it: [box, drawing]. */
+function canvas(inside = "") {
+  const box = make("div");
+  box.innerHTML = `<svg role="img">${inside}</svg>`;
+  return [box, box.firstChild];
+}
+
+/** Pressing on a drawing and dragging: `to` gets each event, and whether it is the first. */
+function drag(svg, to) {
+  svg.addEventListener("pointerdown", (event) => {
+    svg.setPointerCapture(event.pointerId);
+    to(event, true);
+  });
+  svg.addEventListener("pointermove", (event) => { if (event.buttons) to(event, false); });
+}
+
+/** A button that plays: `step` gets the seconds since the last one, and says whether it
+ *  goes on. Who has asked for less motion is shown one step a second. */
+function playing(step) {
+  const calm = matchMedia("(prefers-reduced-motion: reduce)");
+  let ticking = 0;
+  const stop = () => {
+    clearInterval(ticking);
+    ticking = 0;
+    button.textContent = "Play";
+  };
+  const start = () => {
+    let last = performance.now();
+    button.textContent = "Pause";
+    ticking = setInterval(() => {
+      const since = (performance.now() - last) / 1000;
+      if (calm.matches && since < 1) return;
+      last = performance.now();
+      if (!button.isConnected || !step(since, calm.matches)) stop();
+    }, 40);
+  };
+  const button = make("button", { type: "button", "aria-label": "play",
+    onclick: () => (ticking ? stop() : start()) }, "Play");
+  return { button, stop, on: () => ticking !== 0 };
 }
 
 /** Sliders under their names and values, by name: [title, places, text of a value]. */

@@ -95,7 +95,7 @@ const zeroOf = (config) => (config.zero_optimization ??= {});
 
 /** How a select changes the config, by its name. */
 const EDITS = {
-  stage: (config, value) => { zeroOf(config).stage = Number(value); },
+  stage: (config, value) => { zeroOf(config).stage = value; },
   precision: (config, value) => {
     delete config.fp16;
     delete config.bf16;
@@ -129,12 +129,11 @@ function selects(model, refused) {
     offload_optimizer: ["Optimizer on", Object.entries(ON)],
     offload_param: ["Parameters on", Object.entries(ON)],
   }).map(([name, [title, options]]) => {
-    const input = make("select", { onchange: () => edit(name, input.value) },
-      ...options.map(([value, text]) => make("option", { value }, text)));
-    return [name, input, make("label", {}, make("span", { class: "name" }, title), input)];
+    const { box, show } = choice(title, options, (value) => edit(name, value));
+    return [name, box, show];
   });
-  const box = make("div", { class: "choices" }, ...all.map(([, , label]) => label));
-  const show = (chosen) => all.forEach(([name, input]) => { input.value = chosen[name]; });
+  const box = make("div", { class: "choices" }, ...all.map(([, label]) => label));
+  const show = (chosen) => all.forEach(([name, , one]) => one(chosen[name]));
   return { box, show };
 }
 

@@ -3,18 +3,19 @@
 
 const STEPS_OF = { ring: (n) => 2 * n - 2, direct: () => 2, "rank 0": () => 2 };
 const TALL = 330;
+const TOTAL = { sent: { colour: "#7D7D7D" } };
 const PACE = 1100;  // milliseconds of a step that is played
 
 const STYLE = `
   .line { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: end; }
   .line label { flex: 0 1 180px; }
   .steps { display: flex; gap: 8px; align-items: center; }
-  svg { display: block; width: 100%; max-width: 620px; height: auto; margin: 8px auto 0;
-    overflow: visible; font-size: 13px; fill: currentColor; }
+  svg { max-width: 620px; margin: 8px auto 0; }
   .link { fill: none; stroke: currentColor; opacity: 0.3; stroke-linecap: round; }
   .cell { stroke: color-mix(in srgb, CanvasText 60%, transparent); }
   .done { stroke: CanvasText; stroke-width: 2.5; }
-  .load { font-weight: 600; stroke: Canvas; stroke-width: 3; paint-order: stroke; }
+  .bars { margin-top: 12px; }
+  .bars .on { font-weight: 600; }
 `;
 
 const mod = (a, n) => ((a % n) + n) % n;
@@ -22,7 +23,7 @@ const mod = (a, n) => ((a % n) + n) % n;
 /** After some steps: held[r][j], the ranks whose row j is in rank r's sum; the elements
  *  that each rank has sent and each link carried, as a share of the buffer; and what the
  *  last step sent: [from, to, row, how many ranks' sum]. */
-function play(way, n, steps) {
+function after(way, n, steps) {
   const all = [...Array(n).keys()];
   const held = all.map((r) => all.map(() => [r]));
   const [sent, links] = [Array(n).fill(0), new Map()];
@@ -54,7 +55,7 @@ const stepOf = (get) => Math.min(get("step"), STEPS_OF[get("way")](get("ranks"))
 
 /** What each rank has sent, as a share of the buffer. */
 function numbers(get) {
-  const { sent } = play(get("way"), get("ranks"), stepOf(get));
+  const { sent } = after(get("way"), get("ranks"), stepOf(get));
   return sent.map((share, r) => [`rank ${r}`, share]);
 }
 
@@ -79,9 +80,10 @@ function drawing({ held, sent, links, moved }, part, way, wide) {
   const lines = [...links].map(([key, load]) => {
     const [p, q, r] = bend(...key.split(" ").map(Number));
     const [[x, y], [u, v]] = [on([p, q, r], 0.5), on([p, q, r], 0.55)];
-    const turn = 180 / Math.PI * Math.atan2(v - y, u - x);
-    const told = links.size > 2 * n ? "" : `<text class="load" x="${q[0]}" y="${q[1] + 4}"
-      text-anchor="middle">${short(load)} Ψ</text>`;
+    const angle = Math.atan2(v - y, u - x);
+    const turn = 180 / Math.PI * angle;
+    const told = links.size > 2 * n ? "" : `<text class="halo bold" x="${x + 30 * Math.sin(angle)}"
+      y="${y - 18 * Math.cos(angle) + 4}" text-anchor="middle">${short(load)} Ψ</text>`;
     return `<path class="link" stroke-width="${1 + 8 * load}" d="M${p}Q${q} ${r}"/>
       <path d="M-5 -6L7 0L-5 6Z" transform="translate(${x} ${y}) rotate(${turn})"/>${told}`;
   });
@@ -89,10 +91,11 @@ function drawing({ held, sent, links, moved }, part, way, wide) {
     const [x, y] = [at(r)[0] - n * side / 2, at(r)[1] - side / 2];
     const cells = row.map((who, j) => square(x + j * side, y, who.length / n,
       who.length === n ? "done" : ""));
-    return `<rect x="${x - 3}" y="${y - 3}" width="${n * side + 6}" height="${side + 6}"
+    const broad = Math.max(n * side + 6, 84);  // no link behind the words
+    return `<rect x="${at(r)[0] - broad / 2}" y="${y - 22}" width="${broad}" height="${side + 44}"
         fill="Canvas"/>${cells.join("")}
-      <text class="load" x="${at(r)[0]}" y="${y - 8}" text-anchor="middle">rank ${r}</text>
-      <text class="load" x="${at(r)[0]}" y="${y + side + 16}" text-anchor="middle">sent ${
+      <text class="halo bold" x="${at(r)[0]}" y="${y - 8}" text-anchor="middle">rank ${r}</text>
+      <text class="halo bold" x="${at(r)[0]}" y="${y + side + 16}" text-anchor="middle">sent ${
       short(sent[r])} Ψ</text>`;
   });
   const flying = part >= 1 ? [] : moved.map(([from, to, row, many]) => {
@@ -107,7 +110,7 @@ function render({ model, el }) {
   const get = (name) => model.get(name);
   const last = () => STEPS_OF[get("way")](get("ranks"));
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
-  let [began, playing] = [0, false];  // when the last step's messages left
+  let [began, waited] = [0, PACE];  // when the last step's messages left; while it plays
   const go = (step) => {
     const next = Math.max(0, Math.min(last(), step));
     began = next === stepOf(get) + 1 && !calm.matches ? performance.now() : 0;
@@ -115,88 +118,94 @@ function render({ model, el }) {
     if (began) requestAnimationFrame(fly);
   };
   const restart = (name, value) => {
-    [playing, began] = [false, 0];
+    play.stop();
+    began = 0;
     put(model, name, value);
     put(model, "step", 0);
   };
-  const way = make("select", { onchange: () => restart("way", way.value) },
-    ...Object.keys(STEPS_OF).map((name) => make("option", {}, name)));
+  const way = choice("way", Object.keys(STEPS_OF).map((name) => [name, name]),
+    (name) => restart("way", name));
   const ranks = make("input", { type: "range", min: 2, max: 8, "aria-label": "ranks",
     oninput: () => restart("ranks", ranks.valueAsNumber) });
   const step = make("input", { type: "range", min: 0, "aria-label": "step",
     oninput: () => go(step.valueAsNumber) });
   const button = (text, title, onclick) => make("button", { type: "button",
     "aria-label": title, onclick }, text);
-  const start = button("Play", "play", () => {
-    playing = !playing;
-    if (playing) go(stepOf(get) >= last() ? 0 : stepOf(get) + 1);
-    if (playing && !began) setTimeout(on, PACE);
-    update();
+  const play = playing((since) => {
+    waited += 1000 * since;
+    if (waited < PACE) return true;
+    waited = 0;
+    go(stepOf(get) < last() ? stepOf(get) + 1 : 0);
+    if (stepOf(get) < last()) return true;
+    waited = PACE;
+    return false;
   });
-  const on = () => {  // from step to step, while it plays
-    if (!playing || !start.isConnected) return;
-    if (stepOf(get) >= last()) playing = false;
-    else go(stepOf(get) + 1);
-    if (playing && !began) setTimeout(on, PACE);
-    update();
-  };
   const count = make("output");
   const named = (title, control, ...more) => make("label", {},
     make("span", { class: "name" }, title, ...more), control);
   const steps = make("div", {}, make("span", { class: "name" }, "step"),
-    make("div", { class: "steps" }, start,
+    make("div", { class: "steps" }, play.button,
       button("◀", "one step back", () => go(stepOf(get) - 1)), step,
       button("▶", "one step on", () => go(stepOf(get) + 1))));
-  const out = make("div");
-  out.innerHTML = `<svg role="img" ></svg>`;
+  const [out, svg] = canvas();
   const words = make("p", { class: "words", role: "status" });
-  const legend = make("p", { class: "words" }, "A square is a row of the buffer: fuller as " +
-    "more ranks are in its sum, framed when all are. A link is as thick as what it carried.");
+  const legend = make("p", { class: "words" }, "A square is a row of the buffer, whose size is " +
+    "Ψ: fuller as more ranks are in its sum, framed when all are. A link is as thick as what " +
+    "it carried.");
+  const ways = Object.keys(STEPS_OF).map((name) => [name, row(TOTAL, (x) => `${short(x)} Ψ`)]);
+  const totals = make("div", { class: "bars" }, ...ways.map(([, one]) => one.box));
   const draw = () => {
     const part = began ? Math.min(1, (performance.now() - began) / (0.8 * PACE)) : 1;
     const wide = Math.min(520, out.clientWidth || 520);
-    out.firstChild.setAttribute("viewBox", `0 0 ${wide} ${TALL}`);
-    out.firstChild.innerHTML = drawing(play(get("way"), get("ranks"), stepOf(get)), part,
+    svg.setAttribute("viewBox", `0 0 ${wide} ${TALL}`);
+    svg.innerHTML = drawing(after(get("way"), get("ranks"), stepOf(get)), part,
       get("way"), wide);
     return part;
   };
   const fly = () => {
-    if (!began || !start.isConnected) return;
+    if (!began || !svg.isConnected) return;
     if (draw() < 1) requestAnimationFrame(fly);
-    else {
-      began = 0;
-      if (playing) setTimeout(on, 0.2 * PACE);
-    }
+    else began = 0;
   };
   const update = () => {
     const [n, s] = [get("ranks"), stepOf(get)];
-    way.value = get("way");
+    way.show(get("way"));
     ranks.value = n;
     count.textContent = n;
     ranks.setAttribute("aria-valuetext", n);
     step.max = last();
     step.value = s;
     step.setAttribute("aria-valuetext", `${s} of ${last()}`);
-    start.textContent = playing ? "Pause" : "Play";
-    const { sent, links } = play(get("way"), n, s);
+    const { sent, links } = after(get("way"), n, s);
     const list = sent.map((x) => +x.toFixed(3));
     const told = list.every((x) => x === list[0]) ? `Each rank has sent ${list[0]} Ψ`
       : `Ranks 0 to ${n - 1} have sent ${list.join(", ")} Ψ`;
     draw();
+    const most = ways.map(([name]) => Math.max(...after(name, n, STEPS_OF[name](n)).sent));
+    ways.forEach(([name, one], i) => {
+      one.update(name, [["sent", most[i]]], Math.max(...most),
+        `${short(most[i])} Ψ in ${STEPS_OF[name](n)} steps`);
+      one.box.classList.toggle("on", name === get("way"));
+    });
     words.textContent = `Step ${s} of ${last()}. ${told}, over ${links.size} links.`;
-    out.firstChild.setAttribute("aria-label", `Step ${s} of ${last()}. ${told}.`);
+    svg.setAttribute("aria-label", `Step ${s} of ${last()}. ${told}.`);
   };
   const controls = make("div", { class: "controls line" },
-    named("way", way), named("ranks", ranks, count), steps);
-  return mount({ model, el }, {
+    way.box, named("ranks", ranks, count), steps);
+  const end = mount({ model, el }, {
     title: "Three all-reduces",
     names: ["way", "ranks", "step"],
     style: STYLE,
-    content: [controls, out, words, legend],
+    content: [controls, out, words, legend, make("div", { class: "chart" },
+      "The most that one rank sends until all have the sum:", totals)],
     update,
     resize: draw,
     table: { head: ["rank", "sent, Ψ"], rows: () => numbers(get), say: short },
   });
+  return () => {
+    end();
+    play.stop();
+  };
 }
 
 export default { render, numbers };

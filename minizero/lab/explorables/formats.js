@@ -2,18 +2,16 @@
 // and the numbers that it has on either side of the exact sum.
 
 const POWERS = { ...STEPS, step: 0.25 };
-const power = (k) => `2^${k} = ${Number((2 ** k).toPrecision(4))}`;
+const raised = (k) => [...String(k)].map((c) => "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹"["-.0123456789".indexOf(c)]).join("");
+const power = (k) => `2${raised(k)} = ${Number((2 ** k).toPrecision(4))}`;
 const CONTROLS = {
   weight: ["weight", [-20, 18, POWERS], power],
   update: ["update", [-30, 16, POWERS], power],
 };
 // Of a row: its width and height, a bit's width, and where bits begin; wide and narrow.
-const LAYOUTS = [[600, 78, 13, 78, 0], [330, 96, 10, 4, 20]];
+const LAYOUTS = [[600, 78, 13, 78, 0], [330, 96, 9.7, 4, 20]];
 
 const STYLE = `
-  svg { display: block; width: 100%; height: auto; overflow: visible; font-size: 13px;
-    fill: currentColor; }
-  .bold { font-weight: 600; }
   .bit { stroke: currentColor; stroke-width: 1; }
   .new { stroke: #2f86c8; stroke-width: 3; }
   .axis { stroke: currentColor; fill: none; }
@@ -75,7 +73,7 @@ function drawing(get, format, i, [WIDE, ROW, BIT, LEFT, DOWN]) {
   const [old, now] = [before, after].map((x) => bits(x, format));
   const shade = (i) => i > format.exponent ? "#A3A3A3" : i ? "#5A5A5A" : "#797979";
   const boxes = [...now].map((bit, i) => `<rect class="bit paint ${bit === old[i] ? "" : "new"}"
-    x="${LEFT + i * BIT}" y="${top}" width="${BIT - 3}" height="13" rx="2"
+    x="${LEFT + i * BIT + 4 * (i > 0) + 4 * (i > format.exponent)}" y="${top}" width="${BIT - 3}" height="13" rx="2"
     fill="${bit === "1" ? shade(i) : "transparent"}"/>`);
   const update = 2 ** get("update");
   const [exact, step] = [before + update, spacing(before, format)];
@@ -90,15 +88,15 @@ function drawing(get, format, i, [WIDE, ROW, BIT, LEFT, DOWN]) {
     opacity="0.35"/>` : `<path class="axis" d="${ticks.join("")}"/>`;
   const [from, to] = [x(exact), after === Infinity ? RIGHT : x(after)];
   const next = count > 64 ? "" : `<text x="${x(before + step)}" y="${y + 20}"
-    text-anchor="${x(before + step) > RIGHT - 90 ? "end" : "middle"}">${number(before + step)}</text>`;
+    text-anchor="${x(before + step) > RIGHT - 90 ? "end" : "middle"}">next: ${number(before + step)}</text>`;
   return `<text class="bold" x="0" y="${head + 11}">${format.name}</text>
     <text class="bold" x="${WIDE}" y="${head + 11}" text-anchor="end">${
     percent((after - before) / update)}</text>${boxes.join("")}
     <path class="axis" d="M${LEFT} ${y}H${RIGHT}"/>${many}
-    <text x="${LEFT - 4}" y="${y + 20}">${number(before)}</text>${
-    x(before + step) > LEFT + 90 ? next : ""}
+    <text x="${LEFT - 4}" y="${y + 20}">weight: ${number(before)}</text>${
+    x(before + step) > LEFT + 200 ? next : ""}
     <path d="M${from} ${y - 3}l-5 -9h10z"/>
-    ${Math.abs(to - from) > 2 ? `<path class="hop" d="M${from} ${y - 12}Q${(from + to) / 2} ${y - 26} ${
+    ${Math.abs(to - from) > 12 ? `<path class="hop" d="M${from} ${y - 12}Q${(from + to) / 2} ${y - 26} ${
     to} ${y - 6}"/>` : ""}<circle cx="${to}" cy="${y}" r="5"/>`;
 }
 
@@ -106,18 +104,18 @@ function render({ model, el }) {
   const get = (name) => model.get(name);
   const controls = sliders(model, CONTROLS);
   const formats = get("formats");
-  const box = make("div", { class: "chart" });
-  box.innerHTML = `<svg role="img"></svg>`;
+  const [box, svg] = canvas();
+  box.className = "chart";
   const draw = () => {
     const layout = LAYOUTS[Number((box.clientWidth || 600) < 480)];
-    box.firstChild.setAttribute("viewBox", `0 0 ${layout[0]} ${layout[1] * formats.length}`);
-    box.firstChild.innerHTML = formats.map((format, i) =>
+    svg.setAttribute("viewBox", `0 0 ${layout[0]} ${layout[1] * formats.length}`);
+    svg.innerHTML = formats.map((format, i) =>
       drawing(get, format, i, layout)).join("");
   };
   const update = () => {
     controls.update();
     draw();
-    box.firstChild.setAttribute("aria-label", numbers(get).map(([name, kept]) =>
+    svg.setAttribute("aria-label", numbers(get).map(([name, kept]) =>
       `${name}: ${percent(kept)}`).join(", "));
   };
   const words = make("p", { class: "words" }, "Boxes: the bits of the sum (sign, exponent, " +

@@ -4,14 +4,11 @@ const CONTROLS = {
   n_params: ["parameters", [8, 13, TENS], billions],
   bandwidth: ["all nodes write", [-1, 4, TENS], (x) => `${short(x)} GB/s`],
   nodes: ["nodes", [0, 14, TWOS], short],
-  node_days: ["between failures of a node", [0, 4, TENS], (x) => `${short(x)} d`],
+  node_days: ["a node fails every", [0, 4, TENS], (x) => `${short(x)} d`],
 };
 const TALL = 190;
 const STYLE = `
-  svg { display: block; width: 100%; height: auto; overflow: visible; font-size: 12.5px;
-    fill: currentColor; }
   .best { stroke: currentColor; stroke-width: 1.5; }
-  .bold { font-weight: 600; }
 `;
 const FACTORS = [0.25, 0.5, 1, 2, 4];
 
@@ -47,9 +44,7 @@ function render({ model, el }) {
   const controls = sliders(model, CONTROLS);
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const words = make("p", { class: "words", role: "status" });
-  const box = make("div");
-  box.innerHTML = `<svg role="img"></svg>`;
-  const svg = box.firstChild;
+  const [box, svg] = canvas();
   const draw = () => {
     const wide = box.clientWidth || 600;
     const [save, between, best] = seconds(get);
@@ -65,11 +60,13 @@ function render({ model, el }) {
     const area = (i) => `M${left} ${TALL}${points.map((p) => `L${p[0]} ${y(p[i])}`).join("")}L${right} ${TALL}Z`;
     const colour = Object.values(get("palette")).map((look) => look.colour);
     const least = lost(best, save, between);
-    svg.setAttribute("viewBox", `0 0 ${wide} ${TALL + 34}`);
+    svg.setAttribute("viewBox", `0 0 ${wide} ${TALL + 42}`);
     svg.innerHTML = `<path class="paint" d="${area(1)}" fill="${colour[1]}"/>
       <path class="paint" d="${area(2)}" fill="${colour[0]}"/>
       <text x="${left}" y="${y(points[0][1]) - 6}">${percent(points[0][1])}</text>
       <text x="${right}" y="${y(points[120][1]) - 6}" text-anchor="end">${percent(points[120][1])}</text>
+      <text x="${left}" y="12">time lost</text>
+      <text x="${right}" y="${TALL + 36}" text-anchor="end">time between two saves</text>
       <path class="best" d="M${x(best)} ${y(least) - 20}V${TALL + 6}"/>
       <text class="bold" x="${x(best)}" y="${y(least) - 26}" text-anchor="middle">least: ${percent(least)}</text>
       ${FACTORS.map((k) => `<text x="${x(k * best)}" y="${TALL + 18}" text-anchor="middle"

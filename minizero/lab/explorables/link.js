@@ -8,18 +8,16 @@ const CONTROLS = {
   unit: ["parameters of the unit", [-1, 4, TENS], (x) => `${short(x)} million`],
   speed: ["speed of a rank", [1, 3.3, TENS], (x) => `${short(x)} TFLOP/s`],
 };
-const [TALL, LEFT, BOTTOM] = [230, 8, 40];
+const [TALL, LEFT, RIGHT, BOTTOM] = [230, 50, 8, 56];
 const [FEWEST, MOST] = [256, 262144];
 
 const STYLE = `
-  svg { display: block; width: 100%; height: auto; overflow: visible; font-size: 13px;
-    fill: currentColor; cursor: ew-resize; touch-action: pan-y; user-select: none; }
+  svg { cursor: ew-resize; touch-action: pan-y; }
   path { fill: none; stroke: currentColor; stroke-width: 2; }
   .moved { stroke-dasharray: 6 4; } .moved.two { stroke-dasharray: 2 3; }
   .now { stroke-width: 1; } .axis { stroke-width: 1; opacity: 0.5; }
   .hidden { fill: currentColor; opacity: 0.1; }
   .waits { fill: url(#waits); }
-  .bold { font-weight: 600; } .halo { stroke: Canvas; stroke-width: 4; paint-order: stroke; }
   .handle { fill: #2f86c8; stroke: Canvas; stroke-width: 2; cursor: grab; }
 `;
 
@@ -48,9 +46,7 @@ function render({ model, el }) {
   const controls = sliders(model, CONTROLS);
   const say = (seconds) => `${short(1e3 * seconds)} ms`;
   const words = make("p", { class: "words", role: "status" });
-  const box = make("div");
-  box.innerHTML = `<svg role="img" ></svg>`;
-  const svg = box.firstChild;
+  const [box, svg] = canvas();
   let [wide, end] = [600, 0];
   const x = (tokens) => LEFT + (end - LEFT) * (Math.log2(tokens) - 8) / 10;
   const crossing = () => {
@@ -58,22 +54,18 @@ function render({ model, el }) {
     return moved / work;
   };
   let crosses = false;  // the crossing is dragged, and with it the link's bandwidth
-  const set = (event) => {
+  drag(svg, (event, first) => {
+    if (first) crosses = event.target.matches(".handle");
     const { left, width } = svg.getBoundingClientRect();
     const place = ((event.clientX - left) / width * wide - LEFT) / (end - LEFT);
     const tokens = Math.round(2 ** (8 + 10 * Math.min(1, Math.max(0, place))));
     if (crosses) put(model, "bandwidth", Number(needed(get, tokens).toPrecision(3)));
     else put(model, "tokens", tokens);
-  };
-  svg.addEventListener("pointerdown", (event) => {
-    crosses = event.target.matches(".handle");
-    svg.setPointerCapture(event.pointerId);
-    set(event);
   });
-  svg.addEventListener("pointermove", (event) => { if (event.buttons) set(event); });
   const draw = () => {
     wide = box.clientWidth || wide;
-    end = wide - LEFT;
+    end = wide - RIGHT;
+    const narrow = wide < 480;
     svg.setAttribute("viewBox", `0 0 ${wide} ${TALL + BOTTOM}`);
     const [low, two, three] = times(get, FEWEST);
     const [high] = times(get, MOST);
@@ -83,8 +75,13 @@ function render({ model, el }) {
     const cross = crossing();
     const from = Math.min(MOST, Math.max(FEWEST, cross));
     const now = x(get("tokens"));
-    const side = now > wide / 2 ? ["end", -8] : ["start", 8];
+    const [anchor, place] = now + 170 < end ? ["start", now + 8] : ["end", now - 8];
     const wait = three - work;
+    const [first, last] = [least, most].map((t) => Math.ceil(t / Math.LN10));
+    const times10 = Array.from({ length: last - first }, (_, i) => 10 ** (first + i));
+    const counts = (narrow ? [8, 13, 18] : [8, 10, 12, 14, 16, 18]).map((power) => 2 ** power);
+    const ends = `x="${end}" text-anchor="end"`;
+    const moved = (plan, t) => `${plan} sends${narrow ? "" : `, ${say(t)}`}`;
     const label = (text, at, more) => `<text class="halo" y="${at}" ${more}>${text}</text>`;
     svg.innerHTML = `<defs><pattern id="waits" width="6" height="6" patternUnits="userSpaceOnUse"
         patternTransform="rotate(45)"><path d="M0 0V6" opacity="0.5"/></pattern></defs>
@@ -95,16 +92,22 @@ function render({ model, el }) {
       <path class="moved" d="M${LEFT} ${y(three)}H${end}"/>
       <path class="moved two" d="M${LEFT} ${y(two)}H${end}"/>
       <path class="axis" d="M${LEFT} ${TALL}H${end}"/><path class="now" d="M${now} 0V${TALL}"/>
-      ${label(`ZeRO-3 sends, ${say(three)}`, y(three) - 6, `x="${LEFT}"`)}
-      ${label(`ZeRO-2 sends, ${say(two)}`, y(two) + 15, `x="${LEFT}"`)}
+      ${times10.map((t) => `<path class="axis" d="M${LEFT - 4} ${y(t)}h4"/>
+        <text x="${LEFT - 8}" y="${y(t) + 4}" text-anchor="end">${say(t)}</text>`).join("")}
+      ${counts.map((n) => `<path class="axis" d="M${x(n)} ${TALL}v4"/><text x="${x(n)}" y="${TALL + 18}"
+        text-anchor="${n === MOST ? "end" : "middle"}">${n < 1000 ? n : `${Math.round(n / 1000)}k`}</text>`).join("")}
+      <text ${ends} y="${TALL + 34}">tokens of a micro-batch</text>
+      <text x="${LEFT + 6}" y="14">time of a unit</text>
+      ${label(moved("ZeRO-3", three), y(three) - 7, ends)}
+      ${label(moved("ZeRO-2", two), y(two) + 17, ends)}
       ${label("computes", Math.max(14, y(high) + 4), `x="${end - 24}" text-anchor="end"`)}
-      <text x="${LEFT}" y="${TALL + 15}">256 tokens</text>
-      <text x="${end}" y="${TALL + 15}" text-anchor="end">262,144</text>
-      ${label(`${short(get("tokens"))} tokens: ${wait > 0 ? `waits ${say(wait)}` : "no wait"}`,
-        TALL - 8, `class="bold halo" x="${now + side[1]}" text-anchor="${side[0]}"`)}
+      ${y(low) - y(three) < 60 ? "" : label("waits", y(three) + 36, `x="${LEFT + 6}"`)}
+      ${end - x(from) < 80 ? "" : label("hidden", 40, `x="${x(from) + 8}"`)}
+      ${narrow ? "" : label(`${short(get("tokens"))} tokens: ${wait > 0 ? `waits ${say(wait)}` : "no wait"}`,
+        TALL - 8, `class="bold halo" x="${place}" text-anchor="${anchor}"`)}
       ${cross < FEWEST || cross > MOST ? "" : `<circle class="handle" r="9" cx="${x(cross)}"
-        cy="${y(three)}"/><text class="bold" x="${Math.min(end - 70, Math.max(80, x(cross)))}"
-        y="${TALL + 33}" text-anchor="middle">hidden from ${short(Math.round(cross))} on</text>`}`;
+        cy="${y(three)}"/><text class="bold" x="${Math.min(end - 100, Math.max(LEFT + 60, x(cross)))}"
+        y="${TALL + 50}" text-anchor="middle">hidden from ${short(Math.round(cross))} tokens on</text>`}`;
   };
   const update = () => {
     controls.update();

@@ -1,20 +1,21 @@
 // The memory explorer: its controls. What they change is drawn by memory_chart.js.
 
 const PRESETS = [1.5e9, 7e9, 13e9, 70e9, 175e9];
-const PRECISIONS = { bf16: "bf16", fp32: "fp32" };
-const OPTIMIZERS = { adam: "Adam", momentum: "SGD, momentum", sgd: "SGD" };
+const same = (...names) => names.map((name) => [name, name]);
+const OPTIMIZERS = [["adam", "Adam"], ["momentum", "SGD, momentum"], ["sgd", "SGD"]];
 const [LOWEST, HIGHEST] = [1e8, 1e12];
 const NAMES = ["n_params", "world_size", "stage", "precision", "optimizer",
   "offload_optimizer", "offload_param", "device_memory", "sequence", "micro_batch",
   "recomputation"];
-const RECOMPUTED = { none: "none", selective: "selective", full: "full" };
-const twos = (from, to) => Object.fromEntries(Array.from({ length: to - from + 1 },
-  (_, i) => [2 ** (from + i), (2 ** (from + i)).toLocaleString("en-US")]));
+const twos = (from, to) => Array.from({ length: to - from + 1 },
+  (_, i) => [2 ** (from + i), (2 ** (from + i)).toLocaleString("en-US")]);
 
 const STYLE = `
   .controls { grid-template-columns: 1fr 1fr; gap: 14px 28px; }
-  .wide { grid-column: 1 / -1; display: flex; flex-wrap: wrap; gap: 10px 28px;
+  .wide { display: flex; flex-wrap: wrap; gap: 10px 28px;
     align-items: start; }
+  .more { grid-column: 1 / -1; }
+  .more > summary { margin-bottom: 4px; }
   .line { display: flex; align-items: center; gap: 8px; }
   .tick { display: inline-flex; align-items: center; gap: 6px; margin-right: 14px; }
   input[type="text"] { width: 6em; }
@@ -25,6 +26,7 @@ const STYLE = `
   .error:empty { display: none; }
   fieldset { border: 0; margin: 0; padding: 0; min-width: 0; }
   legend { padding: 0; }
+  @container (min-width: 561px) { .more[open] > summary { display: none; } }
   @container (max-width: 560px) {
     .box { padding: 12px; }
     .controls { grid-template-columns: 1fr; }
@@ -89,13 +91,6 @@ function ranks(model) {
   return { box, update };
 }
 
-function choice(model, name, title, options, read = String) {
-  const select = make("select", { onchange: () => put(model, name, read(select.value)) },
-    ...Object.entries(options).map(([value, text]) => make("option", { value }, text)));
-  const box = make("label", {}, make("span", { class: "name" }, title), select);
-  return { box, update: () => { select.value = String(model.get(name)); } };
-}
-
 function tick(model, name, text) {
   const input = make("input",
     { type: "checkbox", onchange: () => put(model, name, input.checked) });
@@ -106,14 +101,17 @@ function tick(model, name, text) {
 function render({ model, el }) {
   const get = (name) => model.get(name);
   const memories = model.get("device_memories").map((gb) => [gb, `${gb} GB`]);
-  const choices = [
-    choice(model, "precision", "Precision", PRECISIONS),
-    choice(model, "optimizer", "Optimizer", OPTIMIZERS),
-    choice(model, "device_memory", "Memory of a GPU", Object.fromEntries(memories), Number),
-    choice(model, "sequence", "Sequence", twos(7, 17), Number),
-    choice(model, "micro_batch", "Micro-batch", twos(0, 8), Number),
-    choice(model, "recomputation", "Recomputation", RECOMPUTED),
-  ];
+  const choices = Object.entries({
+    precision: ["Precision", same("bf16", "fp32")],
+    optimizer: ["Optimizer", OPTIMIZERS],
+    device_memory: ["Memory of a GPU", memories],
+    sequence: ["Sequence", twos(7, 17)],
+    micro_batch: ["Micro-batch", twos(0, 8)],
+    recomputation: ["Recomputation", same("none", "selective", "full")],
+  }).map(([name, [title, options]]) => {
+    const { box, show } = choice(title, options, (value) => put(model, name, value));
+    return { box, update: () => show(get(name)) };
+  });
   const ticks = [
     tick(model, "offload_optimizer", "optimizer state"),
     tick(model, "offload_param", "parameters"),
@@ -121,10 +119,13 @@ function render({ model, el }) {
   const first = [size(model), ranks(model)];
   const chart = memoryChart(model);
   const boxes = (parts) => parts.map((part) => part.box);
-  const controls = make("div", { class: "controls" }, ...boxes(first),
-    make("div", { class: "wide" }, ...boxes(choices),
-      make("fieldset", {},
-        make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
+  const more = make("details", { class: "more" },
+    make("summary", {}, "Precision, optimizer, batch, offload"),
+    make("div", { class: "wide" }, ...boxes(choices), make("fieldset", {},
+      make("legend", { class: "name" }, "Offload to the host"), ...boxes(ticks))));
+  // On a phone the bars come first, unless what is folded is what the chapter is about.
+  more.open = innerWidth > 600 || get("recomputation") !== "full" || get("offload_optimizer");
+  const controls = make("div", { class: "controls" }, ...boxes(first), more);
   const all = [...first, ...choices, ...ticks, chart];
   return mount({ model, el }, {
     title: "Memory of a GPU in training",

@@ -8,10 +8,8 @@ const STYLE = `
   .bars { max-width: 34em; }
   p { margin: 0; }
   .told:empty, .bars:empty { display: none; }
-  svg { width: 100%; max-width: 34em; height: auto; touch-action: none;
-    cursor: crosshair; overflow: visible; user-select: none; }
-  svg text { font-size: 12px; fill: currentColor; }
-  @container (max-width: 400px) { svg text { font-size: 17px; } }  /* of 450 units */
+  svg { max-width: 34em; touch-action: none; cursor: crosshair; font-size: 12px; }
+  @container (max-width: 400px) { svg { font-size: 17px; } }  /* of 450 units */
   .points { position: absolute; width: 1px; height: 1px; overflow: hidden;
     clip-path: inset(50%); }
   @media print { .line:has(svg) { display: block !important; } }

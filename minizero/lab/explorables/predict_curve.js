@@ -58,8 +58,6 @@ function curveField(question, palette) {
     });
   };
   const follow = (event) => {
-    if (event.type === "pointermove" && !event.buttons) return;
-    if (event.type === "pointerdown") svg.setPointerCapture(event.pointerId);
     const place = new DOMPoint(event.clientX, event.clientY)
       .matrixTransform(svg.getScreenCTM().inverse());
     const i = Math.floor(xs.length * place.x / WIDE);
@@ -68,8 +66,7 @@ function curveField(question, palette) {
     touched = true;
     redraw();
   };
-  svg.addEventListener("pointerdown", follow);
-  svg.addEventListener("pointermove", follow);
+  drag(svg, follow);
   const show = (guess) => {
     if (guess) inputs.forEach((input, i) => { input.value = guess[i]; });
     redraw();

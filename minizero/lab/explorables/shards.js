@@ -11,7 +11,8 @@ const STYLE = `
     border-radius: 6px; padding: 3px; }
   .shards > .of { border-color: transparent; padding-left: 0; }
   .shards div div { line-height: 32px; }
-  .cell { display: inline-block; width: clamp(24px, 6.4cqi, 52px); line-height: 28px; text-align: center;
+  .cell { display: inline-block; line-height: 28px; text-align: center;
+    width: clamp(24px, (100cqi - 100px) / var(--columns) - 12px, 64px);
     margin: 1px; border: 1px solid #797979; }
   .shards .head { text-align: center; font-weight: 600; line-height: 22px; }
   .cell.padding { border-style: dashed; }
@@ -65,12 +66,12 @@ function render({ model, el }) {
       return make("div", { title: `bucket ${b}` }, make("div", { class: "head" }, name),
         ...rows((r) => columns.map((c) => cell(r * size + c))));
     });
+    table.style.setProperty("--columns", size);
     table.replaceChildren(make("div", { class: "of" }, make("div", { class: "head" }, "\u00a0"),
       ...rows((r) => [`rank ${r}`])), ...buckets);
-    words.textContent = `${n} ${n > 1 ? "ranks" : "rank"}, buckets of ${bucket} elements: ` +
-      `${names.length} elements and ${padded - names.length} of padding, ` +
-      `${calls} all-reduce${calls > 1 ? "s" : ""} of ${most} elements at most; ` +
-      `each rank sends 2 · ${padded} · ${n - 1}/${n} = ${short(sent)}. A bucket is a piece of ` +
+    words.textContent = `${calls} all-reduce${calls > 1 ? "s" : ""} of ${most} elements at most. ` +
+      `The buffer has ${names.length} elements and ${padded - names.length} of padding; however ` +
+      `large its buckets are, each rank sends 2 · ${padded} · ${n - 1}/${n} = ${short(sent)}. A bucket is a piece of ` +
       "every rank's shard, so that each rank has its part of the sums after every call.";
     words.dataset.layout = JSON.stringify({ padded, calls, most, sent });
     table.setAttribute("aria-label", words.textContent);

@@ -9,7 +9,7 @@ const CHOICES = {
   source: ["step", [["simulated", "simulated"], ["recorded", "recorded"], ["file", "yours"]]],
   rank: ["bytes of", [0, 1, 2, 3].map((rank) => [rank, `rank ${rank}`])],
   micro_batches: ["micro-batches", [[1, "1"], [2, "2"]]],
-  zoom: ["zoom", [1, 2, 4, 8, 16].map((times) => [times, `${times} times`])],
+  zoom: ["zoom", [1, 2, 4, 8, 16].map((times) => [times, `${times}×`])],
 };
 const PARTS = ["lanes", "curve", "boxes"];
 const SECONDS = 15;  // that playing a step takes
@@ -21,8 +21,7 @@ const STYLE = `
   .check { min-height: 30px; display: flex; gap: 6px; align-items: center; }
   :disabled, .check:has(:disabled) { opacity: 0.5; cursor: default; }
   [hidden] { display: none !important; }
-  svg { display: block; width: 100%; overflow: visible; user-select: none;
-    font-size: 11px; fill: currentColor; }
+  svg { font-size: 11px; }
   .lanes { touch-action: pan-y; cursor: ew-resize; }
   .s { stroke: color-mix(in srgb, CanvasText 55%, transparent); stroke-width: 0.5; }
   .s.lit, .m.lit { stroke: CanvasText; stroke-width: 2; }
@@ -33,13 +32,11 @@ const STYLE = `
   .point { stroke: CanvasText; fill: CanvasText; stroke-width: 1.2; pointer-events: none; }
   [hidden] + .chart { border: 0; padding: 0; margin: 0; }
   .above { stroke: CanvasText; stroke-dasharray: 3 3; }
-  .halo { stroke: Canvas; stroke-width: 3; paint-order: stroke; }
   .m.lit { fill: none; }
   .patch { stroke: color-mix(in srgb, CanvasText 60%, transparent); stroke-width: 0.5; }
   .off { fill: none; stroke: CanvasText; stroke-width: 1.2; }
   .off.disk { stroke-dasharray: 2 2; } .off.host { stroke-dasharray: 6 2; }
   .slot { fill: color-mix(in srgb, CanvasText 9%, transparent); }
-  .bold { font-weight: 600; }
   .phases { display: flex; flex-wrap: wrap; gap: 6px; }
   div.phases { margin: 6px 0 0; }
   .phases button { padding: 2px 10px; }
@@ -48,8 +45,12 @@ const STYLE = `
   .numbers :is(td, th):not(:nth-child(2), :nth-child(3)) { text-align: left; white-space: normal; }
   caption { caption-side: top; font-weight: 600; color: inherit; }
   .code { min-height: 3lh; margin: 4px 0 0; font-size: 13px; overflow-wrap: anywhere; }
-  @container (max-width: 553px) { .words, .code { min-height: 5lh; } }
-  @container (max-width: 400px) { .words, .code { min-height: 6lh; } }
+  .calm .words, .calm .code { min-height: 2lh; }  /* one thing at a time is told */
+  @container (max-width: 553px) { .words, .code { min-height: 5lh; }
+    .calm .words { min-height: 3lh; } .calm .code { min-height: 4lh; } }
+  @container (max-width: 400px) { .words { min-height: 6lh; } }
+  .chart > button { margin-top: 10px; }
+  @container (max-width: 400px) { .numbers { font-size: 12px; } }
   .over { outline: 2px dashed #2f86c8; outline-offset: 4px; }
   .open { position: relative; display: inline-block; cursor: pointer;
     text-decoration: underline; line-height: 30px; }
@@ -123,14 +124,15 @@ function numbersOf(trace, get) {
 const numbers = (get) => numbersOf(chosen(get), get);
 
 const ms = (trace, ticks) => `${short(1e3 * ticks * trace.tick)} ms`;
-/** What the colours of a trace mean. */
-function legend(trace, verbs, offloads) {
-  const copies = offloads || trace.slices.some((s) => s.lane.startsWith("to "));
+/** What the colours of a trace mean; `all`: also of what it has not, but another may. */
+function legend({ slices }, verbs, all) {
+  const there = (name) => all || slices.some((s) => s.verb === name);
   const { in: comes, out: goes, ...rest } = verbs;
-  const computed = Object.entries(rest).filter(([name]) => !LANES.includes(name));
+  const computed = Object.entries(rest).filter(([name]) => !LANES.includes(name) && there(name));
+  const copies = all || slices.some((s) => s.lane.startsWith("to "));
   const box = key({ ...Object.fromEntries(computed),
     ...(copies ? { "comes to the device": comes, "leaves it": goes } : {}) });
-  box.append(make("span", {}, "▾ release"));
+  if (there("release")) box.append(make("span", {}, "▾ release"));
   return box;
 }
 
@@ -139,13 +141,13 @@ function losses(trace, rank) {
   const root = document.documentElement.dataset.content_root;  // in the book's pages
   const rows = lost(trace, rank).map(([kind, there, other]) => {
     const [text, file] = GAPS[kind];
-    const words = `chapter ${parseInt(file)}`;
+    const words = `${parseInt(file)}`;
     return make("tr", {}, make("td", {}, text), make("td", {}, ms(trace, there)),
       make("td", {}, other === null ? "" : ms(trace, other)),
       make("td", {}, root === undefined ? words
         : make("a", { href: `${root}notebooks/${file}.html` }, words)));
   });
-  const heads = [`rank ${rank}`, "took", trace.simulated ? "simulated" : "", "see"];
+  const heads = [`rank ${rank}`, "took", trace.simulated ? "simulated" : "", "chapter"];
   return make("table", {}, make("caption", {}, "Where the time goes in which it computes nothing"),
     make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text))), ...rows);
 }
@@ -160,13 +162,8 @@ function settings(model, shows, before) {
     put(model, name, value);
   };
   const selects = Object.entries(CHOICES).map(([name, [title, options]]) => {
-    const box = make("select", { onchange: () => set(name, options[box.selectedIndex][0]) },
-      ...options.map(([, text]) => make("option", {}, text)));
-    const outer = make("label", {},
-      make("span", { class: "name" }, make("span", {}, title)), box);
-    return [name, box, outer, (value) => {
-      box.selectedIndex = options.findIndex(([one]) => one === value);
-    }];
+    const { box, select, show } = choice(title, options, (value) => set(name, value));
+    return [name, select, box, show];
   });
   const ticks = ["overlap", "prefetch", "checkpointing"].map((name) => {
     const box = make("input", { type: "checkbox", onchange: () => set(name, box.checked) });
@@ -174,7 +171,7 @@ function settings(model, shows, before) {
       (value) => { box.checked = value; }];
   });
   const all = [...selects, ...ticks];
-  const update = (own) => {
+  const update = (own, every) => {
     const simulated = !own && model.get("source") === "simulated";
     const here = simulated && (!model.get("stage") || model.get("offload") === "none");
     const usable = { stage: simulated, overlap: simulated, checkpointing: simulated,
@@ -182,7 +179,7 @@ function settings(model, shows, before) {
       prefetch: simulated && model.get("stage") === 3 && model.get("overlap"),
       offload: simulated && model.get("stage") > 0, source: true, rank: true, zoom: true };
     for (const [name, box, outer, show] of all) {
-      outer.hidden = !shows(name);
+      outer.hidden = !shows(name) || !(every || usable[name]);
       const yours = name === "source" && own;  // so that either other can be chosen
       show(yours ? "file" : model.get(name));
       box.disabled = !usable[name];
@@ -194,39 +191,24 @@ function settings(model, shows, before) {
 
 /** Buttons that go to an event or a phase, and play the step. */
 function player({ model, trace, mine, go, next }) {
-  const calm = matchMedia("(prefers-reduced-motion: reduce)");
-  let ticking = 0;
   const button = (text, title, onclick) =>
     make("button", { type: "button", "aria-label": title, onclick }, text);
-  const stop = () => {
-    clearInterval(ticking);
-    ticking = 0;
-    play.textContent = "Play";
-  };
-  const start = () => {
+  const play = playing((since, calm) => {
     if (model.get("moment") >= 1) go(0);
-    play.textContent = "Pause";
-    let last = performance.now();
-    ticking = setInterval(() => {
-      const since = performance.now() - last;
-      if (calm.matches && since < 1000) return;
-      const now = tickOf(trace(), model.get("moment"));
-      const later = mine().find((s) => s.begin > now)?.begin ?? trace().total;
-      go(calm.matches ? later : now + trace().total * since / 1000 / SECONDS);
-      last = performance.now();
-      if (!play.isConnected || model.get("moment") >= 1) stop();
-    }, 40);
-  };
-  const play = button("Play", "play", () => (ticking ? stop() : start()));
+    const now = tickOf(trace(), model.get("moment"));
+    const later = mine().find((s) => s.begin > now)?.begin ?? trace().total;
+    go(calm ? later : now + trace().total * since / SECONDS);
+    return model.get("moment") < 1;
+  });
   const jumps = Object.entries(PHASES).map(([name, wanted]) =>
     [name, button(name, `to the next ${name}`, () => next(wanted))]);
   const all = make("span", { class: "phases" }, ...jumps.map(([, one]) => one));
   const box = make("div", { class: "phases", role: "group", "aria-label": "moments" },
-    button("◀", "one event back", () => next(() => true, -1)), play,
+    button("◀", "one event back", () => next(() => true, -1)), play.button,
     button("▶", "one event on", () => next(() => true)), all);
   const update = (on) =>
     jumps.forEach(([name, one]) => one.setAttribute("aria-current", on.has(name)));
-  return { box, jumps: all, update, stop, playing: () => ticking !== 0 };
+  return { box, jumps: all, update, stop: play.stop, playing: play.on };
 }
 
 /** Words of the page's text: the first timeline of a page answers to them. */
@@ -293,28 +275,22 @@ function files(opened) {
 
 /** The drawing: pressing and dragging asks to `go` to a time, pointing to `light` one. */
 function drawing(trace, go, light) {
-  const svg = (kind) => {
-    const box = make("div");
-    box.innerHTML = `<svg role="img" class="${kind}"><g></g><g></g><path class="now"/></svg>`;
-    return box.firstChild;
-  };
-  const [lanes, blocks] = [svg("lanes"), svg("blocks")];
+  const [lanes, blocks] = ["lanes", "blocks"].map((kind) => {
+    const [, svg] = canvas(`<g></g><g></g><path class="now"/>`);
+    svg.classList.add(kind);
+    return svg;
+  });
   const [all, arrows, now] = lanes.children;
   let [parts, drawn, lit, width, view] = [null, "", null, 640, null];
-  const scrub = (event) => {
+  drag(lanes, (event) => {
     const { left, width } = lanes.getBoundingClientRect();
     const gutter = gutterOf(width);
     const [first, last] = view.window;
     go(first + (event.clientX - left - gutter) / (width - gutter - RIGHT) * (last - first));
-  };
-  lanes.addEventListener("pointerdown", (event) => {
-    lanes.setPointerCapture(event.pointerId);
-    scrub(event);
   });
   const point = (slice) => { if (lit !== slice) light(lit = slice); };
   lanes.addEventListener("pointermove", (event) => {
-    if (event.buttons) scrub(event);
-    else point(trace().slices[event.target.dataset.i] ?? null);
+    if (!event.buttons) point(trace().slices[event.target.dataset.i] ?? null);
   });
   lanes.addEventListener("pointerleave", () => point(null));
   const size = (box, width, height) => {
@@ -413,18 +389,21 @@ function render({ model, el }) {
     const zero = { stage: 0, overlap: false, checkpointing: false };
     const plain = file || get("source") === "recorded" ? null
       : chosen((name) => zero[name] ?? get(name));
-    const ends = plain ? endsOf(get) : [];
-    const page = Math.max(one.total, ...ends.map(([end]) => end)) / get("zoom");
-    const first = page * Math.min(get("zoom") - 1, Math.floor(time / page));
+    const ends = plain && shows("stage") ? endsOf(get) : [];
+    // A chapter shows one rank, from where it begins; another may have begun before.
+    const start = every || one.simulated ? 0 : Math.min(time, rows[0]?.begin ?? 0);
+    const page = (Math.max(one.total, ...ends.map(([end]) => end)) - start) / get("zoom");
+    const first = start + page * Math.min(get("zoom") - 1, Math.floor((time - start) / page));
     const categories = get("categories");
     const only = Object.entries(categories).filter(([name]) => !every && shows(name));
     const told = `${settingOf(get)}${get("source")}${get("n_params")}`;
-    controls.update(file);
-    colours.replaceChildren(legend(one, get("verbs"), shows("offload")));
+    controls.update(file, every);
+    colours.replaceChildren(legend(one, get("verbs"), every));
     const compared = file || one.simulated;
     if (compared) lostTable.replaceChildren(losses(one, rank()));
     lostTable.hidden = !compared;
     controls.box.hidden = !Object.keys(CHOICES).some(shows);
+    chart.classList.toggle("calm", !every && !get("overlap"));
     own.box.hidden = buttons.jumps.hidden = !every;
     const [from, to] = shown.update(`${told} ${rank()} ${opened} ${!file} ${every}`, plain,
       rank(), time, slice, { verbs: get("verbs"), categories, stacked: only.length ? Object.fromEntries(only) : categories,

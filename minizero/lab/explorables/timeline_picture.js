@@ -106,10 +106,12 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
   const out = [`<defs><pattern id="waiting" width="5" height="5" patternTransform="rotate(45)"
     patternUnits="userSpaceOnUse"><path d="M0 0V5" stroke="CanvasText" opacity="0.45"
     stroke-width="2"/></pattern></defs>`];
-  const said = [];  // of the point, in lines of half the width
+  const at = point && Math.min(Math.max(x(point[0]), left + 4), right - 4);
+  const toLeft = at > (left + right) / 2;
+  const said = [];  // of the point, in lines that fit beside it
   for (const word of point?.[1].split(" ") ?? []) {
     const longer = `${said.at(-1) ?? ""} ${word}`.trim();
-    if (said.length && longer.length < (right - left) / 13) said[said.length - 1] = longer;
+    if (said.length && longer.length < (toLeft ? at - left : right - at) / 7) said[said.length - 1] = longer;
     else said.push(word);
   }
   const top = point ? 8 + 13 * said.length : 0;
@@ -122,7 +124,7 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
       const y = top + k * each + HEAD + i * tall;
       const slices = trace.slices.filter((s) => s.rank === r && s.lane === name
         && s.begin <= last && s.end >= first);
-      out.push(`<text x="0" y="${y + tall / 2 + 3}">${name}</text>
+      out.push(`<text x="0" y="${y + tall / 2 + 3}">${name.replace("to ", "")}</text>
         <path class="grid" d="M${left} ${y + tall - 0.5}H${right}"/>`,
         lane(slices, numbers, y, tall, x, verbs, spots));
     });
@@ -140,10 +142,10 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
   const begin = 1e3 * first * trace.tick;
   const ticks = rounds(1e3 * (last - first) * trace.tick, width < 520 ? 4 : 8);
   const from = begin && ticks[1] * Math.ceil(begin / ticks[1]);
-  for (const time of ticks.map((tick) => tick + from)) {
+  for (const [i, time] of ticks.map((tick) => tick + from).entries()) {
     if (time / 1e3 / trace.tick > last) continue;
     out.push(`<text x="${x(time / 1e3 / trace.tick)}" y="${base + 15}"
-      text-anchor="middle">${short(time)}${time ? "" : " ms"}</text>`);
+      text-anchor="middle">${short(time)}${i ? "" : " ms"}</text>`);
   }
   let foot = base + AXIS;
   for (const [end, name] of ends.filter(([end]) => end >= first && end <= last)) {
@@ -154,8 +156,7 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
     foot += 14;
   }
   if (point) {
-    const at = Math.min(Math.max(x(point[0]), left + 4), right - 4);
-    const [anchor, from] = at > (left + right) / 2 ? ["end", at - 8] : ["start", at + 8];
+    const [anchor, from] = toLeft ? ["end", at - 8] : ["start", at + 8];
     out.push(`<path class="point" d="M${at} 2V${base}m-4 ${top - 8 - base}h8l-4 6z"/>`,
       ...said.map((text, i) => `<text class="bold" x="${from}" text-anchor="${anchor}"
         y="${11 + 13 * i}">${escaped(text)}</text>`));
