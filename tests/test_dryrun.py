@@ -194,7 +194,7 @@ def test_a_dry_run_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     after = dryrun(build, config, batch=batch, **options)
     assert (after.peaks, after.host) == (found.peaks, found.host)
     assert after.building == found.building and left.tb is not None
-    with pytest.raises(ValueError, match="device must be cuda or cpu, not 'mps'"):
+    with pytest.raises(ValueError, match="device must be one of cuda, cpu, not 'mps'"):
         dryrun(build, {}, world_size=2, batch=(), device="mps")
 
 

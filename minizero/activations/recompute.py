@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ..memory.plan import check
 from ..zero.units import Policy, find_units
 from .saved_tensors import note, noting
 from .stores import Store
@@ -112,10 +113,7 @@ class Recompute:
         store: Store | None = None,
         keep: Keep = keep_matmuls,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(
-                f"mode must be one of {', '.join(MODES)}, not {mode!r}"
-            )
+        check("mode", mode, MODES)
         if mode == "none" and store is not None and store.replicated:
             raise ValueError(
                 f"{type(store).__name__} takes only tensors that are "

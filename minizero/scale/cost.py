@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..memory.plan import PRECISIONS, Plan, estimate
+from ..activations import MODES
+from ..memory.plan import PRECISIONS, Plan, check, estimate
 from ..zero.parallelize import check_groups
 from .machines import STREAM, Machine
-from .shapes import Shape, check_choices, check_counts
+from .shapes import Shape, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
-RECOMPUTED = ("none", "selective", "full")
-"""What backward computes again: nothing; norms and activation functions; all."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,8 @@ class Job:
 
     def __post_init__(self) -> None:
         check_counts(gpus=self.gpus, sequence=self.sequence)
-        check_choices(
-            precision=(self.precision, ITEMSIZES),
-            reduce=(self.reduce or self.precision, ITEMSIZES),
-        )
+        check("precision", self.precision, ITEMSIZES)
+        check("reduce", self.reduce or self.precision, ITEMSIZES)
         if self.sequences < 1 or self.sequences % self.gpus:
             near = (max(self.each, 0) + 1) * self.gpus
             raise ValueError(
@@ -83,7 +80,8 @@ class Job:
 class Candidate:
     """One way to train: a stage, its options, and how a batch is divided.
 
-    checkpointing: one of `RECOMPUTED`. accumulation: micro-batches of a step.
+    checkpointing: what backward computes again, as `activations.Recompute` has it.
+    accumulation: micro-batches of a step.
     group: ranks that share a copy of all that is sharded (MiCS); secondary: of the
     parameters alone (hpZ). weight_bits, gradient_bits: in which these are sent (qwZ,
     qgZ).
@@ -102,7 +100,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
-        check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
+        check("checkpointing", self.checkpointing, MODES)
         if self.secondary and (self.group or self.stage < 3):
             raise ValueError(
                 "secondary keeps copies of parameters that are sharded over all ranks: "

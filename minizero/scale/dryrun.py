@@ -30,6 +30,7 @@ from .. import comm
 from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
+from ..memory.plan import check
 from ..memory.tracker import Tracker
 from ..offload import delayed, nvme
 from ..offload.swap_file import Transfer
@@ -214,8 +215,7 @@ def dryrun(
 
     RuntimeError in a process that is a rank already; ValueError for another device.
     """
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device must be cuda or cpu, not {device!r}")
+    check("device", device, ("cuda", "cpu"))
     with rehearsal(world_size, rank, device) as mode:
         with FakeTracker() as making:
             engine, *_ = initialize(model=build_model(), config=config)

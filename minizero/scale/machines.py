@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .shapes import check_choices
+from ..memory.plan import check
 
 ATTAINED = 0.4
 """The share of peak arithmetic that large runs sustain: 38 to 43 % of an H100's
@@ -168,7 +168,7 @@ MACHINES = {
 
 def find(machine: str) -> Machine:
     """The machine of that name; ValueError with the names there are."""
-    check_choices(machine=(machine, MACHINES))
+    check("machine", machine, MACHINES)
     return MACHINES[machine]
 
 

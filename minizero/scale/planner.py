@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from ..activations import MODES
 from ..memory.labels import amount
+from ..memory.plan import PRECISIONS, check
 from .cost import Candidate, Job, Memory
 from .machines import MACHINES
 from .predict import Prediction, predict
-from .shapes import check_choices
 
 LARGEST = 256
 """Most sequences of a micro-batch."""
@@ -34,7 +35,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
         places += [{"stage": stage, "group": node} for stage in (1, 2, 3)]
         places += [copy, copy | {"weight_bits": 8, "gradient_bits": 4}]
     for place in places:
-        for how in ("none", "selective", "full"):
+        for how in MODES:
             for size in range(1, min(job.each, LARGEST) + 1):
                 if job.each % size == 0:
                     yield Candidate(
@@ -80,7 +81,7 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
 
     among: the candidates (default: all). ValueError if none fits.
     """
-    check_choices(precision=(job.precision, ("bf16", "fp16", "fp32")))
+    check("precision", job.precision, PRECISIONS)
     kinds: dict[str, list[Candidate]] = {}
     for candidate in among or candidates(job):
         kinds.setdefault(candidate.kind, []).append(candidate)

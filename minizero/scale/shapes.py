@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,6 @@ def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
-
-
-def check_choices(**choices: tuple[str, Iterable[str]]) -> None:
-    """Raise ValueError unless each value is among those known."""
-    for name, (value, known) in choices.items():
-        if value not in known:
-            words = ", ".join(known)
-            raise ValueError(f"{name} must be one of {words}, not {value!r}")
 
 
 @dataclass(frozen=True)
