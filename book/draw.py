@@ -13,7 +13,7 @@ from minizero.lab.plots import memory_bars, use
 from minizero.lab.plots.style import CATEGORY_COLOURS
 from minizero.memory.plan import estimate
 from minizero.memory.trace import joined
-from minizero.ranks.launch import launch
+from minizero.ranks import launch
 
 ASSETS = Path(__file__).parent / "assets"
 LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")

@@ -1,11 +1,9 @@
 """ZeRO from scratch: train models whose state is spread over ranks.
 
-Names under `minizero.` are the public surface; each is told of in its chapter.
+Names under `minizero.` are the public surface; the chapters introduce them.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import comm, zero
@@ -23,7 +21,6 @@ from .zero import parallelize
 if TYPE_CHECKING:
     from . import checkpoint, scale
     from .checkpoint import consolidate
-    from .deepspeed import parameters as checkpointing
     from .deepspeed import parameters as utils
     from .deepspeed.compat import add_config_arguments
     from .engine import Engine, initialize, trace
@@ -34,79 +31,36 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Delayed",
-    "Engine",
-    "NVMe",
-    "Offload",
-    "Overlap",
-    "Placement",
-    "Plan",
-    "Tracker",
-    "add_config_arguments",
-    "checkpoint",
-    "checkpointing",
-    "comm",
-    "consolidate",
-    "default_ranks",
-    "dryrun",
-    "estimate",
-    "estimate_activations",
-    "init_distributed",
-    "initialize",
-    "launch",
-    "parallelize",
-    "scale",
-    "see_memory_usage",
-    "trace",
-    "utils",
-    "zero",
-]
+    "Delayed", "Engine", "NVMe", "Offload", "Overlap", "Placement", "Plan", "Tracker",
+    "add_config_arguments", "checkpoint", "comm", "consolidate", "default_ranks",
+    "dryrun", "estimate", "estimate_activations", "init_distributed", "initialize",
+    "launch", "parallelize", "scale", "see_memory_usage", "trace", "utils", "zero",
+]  # fmt: skip
 
-# Names and the folders they are in, modules under themselves. They are imported
-# when one is asked for: reading configs and files costs time that a program without
-# them should not pay.
+# Modules, and their names that are imported when one is asked for: reading configs and
+# files costs time that a program without them should not pay.
 _LATER = {
-    "Delayed": "offload",
-    "Engine": "engine",
-    "NVMe": "offload",
-    "Offload": "offload",
-    "Overlap": "overlap",
-    "add_config_arguments": "deepspeed",
-    "checkpoint": "checkpoint",
-    "checkpointing": "deepspeed.checkpointing",
-    "consolidate": "checkpoint",
-    "dryrun": "scale.dryrun",
-    "initialize": "engine",
+    "checkpoint": "checkpoint consolidate",
+    "deepspeed": "add_config_arguments utils",
+    "engine": "Engine initialize trace",
+    "offload": "Delayed NVMe Offload",
+    "overlap": "Overlap",
     "scale": "scale",
-    "trace": "engine",
-    "utils": "deepspeed.utils",
+    "scale.dryrun": "dryrun",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'minizero' has no attribute {name!r}")
-    module = import_module(f".{_LATER[name]}", __name__)
-    found = getattr(module, name, module)
-    globals()[name] = found
-    return found
+    for path, names in _LATER.items():
+        if name in names.split():
+            module = import_module(f".{path}", __name__)
+            globals()[name] = found = getattr(module, name, module)
+            return found
+    raise AttributeError(f"module 'minizero' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
-
-
-def _find_later(name: str) -> None:
-    """Let `import minizero.utils` find a module whose names are looked up later."""
-    module = ModuleType(f"{__name__}.{name}", f"DeepSpeed's `deepspeed.{name}`.")
-    vars(module)["__getattr__"] = lambda attribute: getattr(
-        import_module(f".deepspeed.{name}", __name__), attribute
-    )
-    sys.modules[module.__name__] = module
-
-
-for _name in ("checkpointing", "utils"):
-    _find_later(_name)
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import minizero.comm.backend
 import minizero.comm.transport
 import minizero.memory.labels
 import minizero.offload.delayed
@@ -472,11 +471,11 @@ def install(rank: int, ranks: int) -> None:
     }.items():
         setattr(cuda, name, stand_in)
     sys.modules[device.__module__].ACCELERATOR = NAME  # type: ignore[attr-defined]
-    transport, backend = minizero.comm.transport, minizero.comm.backend
+    transport = minizero.comm.transport
     transport._backends = lambda config: {"cpu": "gloo", NAME: "nccl"}
     transport._post = _post
-    backend._all_gather = _collective("all_gather")
-    backend._reduce_scatter = _collective("reduce_scatter")
+    transport._all_gather = _collective("all_gather")
+    transport._reduce_scatter = _collective("reduce_scatter")
     dist.all_reduce, dist.broadcast = map(_collective, ("all_reduce", "broadcast"))
     dist.new_group = lambda *args, **options: object()
     minizero.memory.labels.page_locked = _page_locked

@@ -97,7 +97,6 @@ def train(job: Job, at: Callable[[str], object]) -> None:
         extra = checkpoint.load(net, saves).extra
         schedule.load_state_dict(extra["schedule"])
         first = extra["step"]
-    saving = None
     for step in range(first, job.steps):
         at("step")
         generator = torch.Generator().manual_seed(step)
@@ -116,9 +115,9 @@ def train(job: Job, at: Callable[[str], object]) -> None:
             extra = {"step": step + 1, "schedule": schedule.state_dict()}
             options = {"keep": KEEP, "background": job.background}
             tag = f"step{step + 1}"
-            saving = checkpoint.save(net, saves, tag, extra=extra, **options)
-    if saving is not None:
-        saving.wait()
+            checkpoint.save(net, saves, tag, extra=extra, **options)
+    if first < job.save <= job.steps:
+        checkpoint.finish()
         note(job.folder, f"saved {job.save}")
 
 

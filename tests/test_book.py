@@ -321,6 +321,9 @@ def test_page_in_a_browser(book: Path, browser: Any, page: str) -> None:
         size["width"] = 360
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         assert browser.execute_script(wide) <= 360
+        cut = "return [...document.querySelectorAll('picture img')].filter("
+        cut += "e => e.getBoundingClientRect().right > 360).map(e => e.alt)"
+        assert not browser.execute_script(cut)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

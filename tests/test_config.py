@@ -103,7 +103,7 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
         top(
             fp16={"enabled": True},
             communication_data_type="fp32",
-            data_types={"param_dtype": "half", "buffer_dtype": "bf16"},
+            data_types={"buffer_dtype": "bf16"},
         ),
         {"dtypes": ("float16", "float32", "bfloat16")},
     ),
@@ -149,8 +149,8 @@ WARNED: list[tuple[Any, str]] = [
         "zero_optimization.sub_group_size = 100000000.0 has no effect: a collective "
         "moves whole units or buckets; choose their size",
     ),
-    (top(wandb={"enabled": True}), "wandb has no effect: use tensorboard"),
-    (top(csv_monitor={"enabled": True}), "csv_monitor has no effect: use tensorboard"),
+    (top(wandb={"enabled": True}), "wandb has no effect: write the loss"),
+    (top(csv_monitor={"enabled": True}), "csv_monitor has no effect: write the loss"),
     (
         top(fp16={"enabled": "auto"}),
         'fp16.enabled is "auto", but nothing fills it here; the default is used',

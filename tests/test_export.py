@@ -151,7 +151,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, 1)
     out = tmp_path / "out"
     words = ["consolidate", str(tmp_path), str(out), "--tag", "t", "--dtype", "bf16"]
-    assert main([*words, "--max-shard-size", "2e3"]) == 0
+    assert main(words) == 0
     printed = capsys.readouterr().out.split()
     assert printed == [str(p) for p in sorted(out.iterdir())]
     assert {t.dtype for t in files(out).values()} == {torch.bfloat16, torch.int64}

@@ -2,7 +2,6 @@
 
 import gc
 import io
-import multiprocessing
 import os
 import random
 import subprocess
@@ -63,7 +62,7 @@ def run_script(tmp_path, text, *command):
         [*(command or [sys.executable]), str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
 
@@ -79,11 +78,11 @@ def test_ranks_know_who_they_are_and_end_with_launch():
         return total(value, add=2), *us, device().type
 
     assert minizero.launch is launch
-    cores = len(os.sched_getaffinity(0))
+    share = max(1, torch.get_num_threads() // 2)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     for r, (result, *facts, on) in enumerate(found := launch(work, 2, 1)):
         assert type(result) is Result and result.value == SCALE + 2 + 2
-        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // 2)))
+        threads = int(os.environ.get("OMP_NUM_THREADS", share))
         assert facts == [r, 2, facts[2], threads] and on == kind
     assert (rank(), world_size()) == (0, 1)
     assert not [each for each in found if os.path.exists(f"/proc/{each[3]}")]
@@ -123,10 +122,7 @@ def test_a_rank_has_processes_of_its_own():
             sums.append(sum(x.item() for x in loader))
         return sums, ranks
 
-    before = multiprocessing.get_start_method(allow_none=True)
     assert launch(work, 1) == [([6.0, 6.0], [0, 1])]
-    # a program may choose its method later
-    assert multiprocessing.get_start_method(allow_none=True) == before
 
 
 # Output
@@ -188,7 +184,7 @@ def cell(pool, source):
 
 
 def test_names_last(pool, capsys):
-    cell(pool, "from minizero.ranks.launch import rank\nx = 10 + rank()")
+    cell(pool, "from minizero.ranks import rank\nx = 10 + rank()")
     assert cell(pool, "y = x\nx + y") == ["20", "22", "24"]
     assert capsys.readouterr().out == "[rank 0] 20\n[rank 1] 22\n[rank 2] 24\n"
     assert pool.run(lookup, "x") == [10, 11, 12]
@@ -357,9 +353,8 @@ PROGRAM = """
 
 
 def test_a_script_needs_no_guard_and_may_be_alone(tmp_path):
-    """It may also leave a pool open, and choose how its own processes start."""
+    """It may also leave a pool open."""
     alone = """
-    import multiprocessing
     from minizero.ranks import Pool, launch
 
     base = 40
@@ -369,7 +364,6 @@ def test_a_script_needs_no_guard_and_may_be_alone(tmp_path):
         return base + more
 
     print(launch(work, 2, 2))
-    multiprocessing.set_start_method("spawn")
     pool = Pool(2)
     print(pool.run(rank))
     """
@@ -402,7 +396,7 @@ def test_two_nodes(network, tmp_path):
         )
         for i, name in enumerate(network)
     ]
-    lines = [node.communicate(timeout=120)[0].splitlines() for node in nodes]
+    lines = [node.communicate(timeout=300)[0].splitlines() for node in nodes]
     assert [sorted(each) for each in lines] == [
         ["0 4 4.0", "1 4 4.0"],
         ["2 4 4.0", "3 4 4.0"],

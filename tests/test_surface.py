@@ -18,7 +18,7 @@ import minizero.deepspeed
 NAMES = {
     "minizero": """
         Delayed Engine NVMe Offload Overlap Placement Plan Tracker add_config_arguments
-        checkpoint checkpointing comm consolidate default_ranks estimate
+        checkpoint comm consolidate default_ranks estimate
         estimate_activations init_distributed initialize launch load_ipython_extension
         parallelize see_memory_usage trace utils zero
     """,
@@ -30,21 +30,19 @@ NAMES = {
         Action DataParallel Flat GatheredParameters Init Muon Precision Schedule Storage
         Unit ZeRO1 ZeRO2 ZeRO3 find_units parallelize
     """,
-    "minizero.utils": """
+    "minizero.deepspeed.utils": """
         RepeatingLoader safe_get_full_fp32_param safe_get_full_grad
-        safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
-        safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad
-        safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
-        safe_set_local_optimizer_state
+        safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
+        safe_set_full_optimizer_state
     """,
-    "minizero.checkpoint": "CheckpointError Folder Loaded Saving finish load save",
-    "minizero.checkpointing": "checkpoint configure is_configured reset",
+    "minizero.checkpoint": "CheckpointError Folder Loaded finish load save",
+    "minizero.deepspeed.checkpointing": "checkpoint configure",
 }
 
 
 ENGINE = """
     backward bfloat16_enabled data_parallel_group destroy
-    empty_partition_cache eval finish_checkpoint forward fp16_enabled get_batch_info
+    empty_partition_cache eval forward fp16_enabled get_batch_info
     get_global_grad_norm get_lr get_mom gradient_accumulation_steps gradient_clipping
     is_compiled is_gradient_accumulation_boundary load_checkpoint
     load_state_dict module_state_dict no_sync

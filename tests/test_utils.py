@@ -20,15 +20,9 @@ from minizero.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
 from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import Pool
@@ -91,34 +85,33 @@ def looked_at(model: nn.Module) -> dict[str, nn.Parameter]:
 Seen = dict[str, dict[str, Tensor]]
 
 
-def look(model: nn.Module, full: bool) -> Seen:
+def look(model: nn.Module) -> Seen:
     """All that there is to see after a backward that follows an update."""
     get: dict[str, Callable[[nn.Parameter], Tensor | None]] = {
-        "parameter": safe_get_full_fp32_param if full else safe_get_local_fp32_param,
-        "gradient": safe_get_full_grad if full else safe_get_local_grad,
+        "parameter": safe_get_full_fp32_param,
+        "gradient": safe_get_full_grad,
     }
-    state = safe_get_full_optimizer_state if full else safe_get_local_optimizer_state
     for key in ("exp_avg", "exp_avg_sq"):
-        get[key] = partial(state, optim_state_key=key)
+        get[key] = partial(safe_get_full_optimizer_state, optim_state_key=key)
     seen: Seen = {}
     for what, of in get.items():
         seen[what] = {}
         for name, p in looked_at(model).items():
             value = of(p)
             assert value is not None and value.dtype == torch.float32
-            assert value.shape == p.shape if full else value.ndim == 1
+            assert value.shape == p.shape
             seen[what][name] = value
     return seen
 
 
-def views(kind: str) -> tuple[Seen, Seen]:
-    """Full and local views, at a moment when everything is there to be seen."""
+def views(kind: str) -> Seen:
+    """Views at a moment when everything is there to be seen."""
     model, net = build(*KINDS[kind])
     for step in range(2):
         backward(model, net, step)
         net.step()
     backward(model, net, 2)
-    full, local = look(model, True), look(model, False)
+    full = look(model)
     with zero.GatheredParameters(list(model.parameters())):
         for name, p in looked_at(model).items():
             assert torch.equal(full["parameter"][name].to(p.dtype), p), name
@@ -126,13 +119,10 @@ def views(kind: str) -> tuple[Seen, Seen]:
         assert safe_get_full_fp32_param(p) is None
         assert safe_get_full_grad(p) is None
         assert safe_get_full_optimizer_state(p, "exp_avg") is None
-        assert safe_get_local_fp32_param(p) is None
-        assert safe_get_local_grad(p) is None
-        assert safe_get_local_optimizer_state(p, "exp_avg") is None
     tied = safe_get_full_fp32_param(model.head.weight)
     assert torch.equal(tied, full["parameter"]["tokens.weight"])
     net.step()
-    return full, local
+    return full
 
 
 def gradient(p: nn.Parameter) -> Tensor:
@@ -190,7 +180,7 @@ def test_full_views_are_plain_torchs(two: Pool, references: dict[str, Any]) -> N
 def references(two: Pool) -> dict[str, Any]:
     """Data parallelism, in fp32 and in bf16: views, and what is written."""
     return {
-        kind: (two.run(views, kind)[0][0], two.run(written, kind, False)[0])
+        kind: (two.run(views, kind)[0], two.run(written, kind)[0])
         for kind in ("0", "0, bf16")
     }
 
@@ -200,17 +190,7 @@ def test_views_are_the_same_wherever_things_are(
     two: Pool, references: dict[str, Any], kind: str
 ) -> None:
     expected = references["0, bf16" if "bf16" in kind else "0"][0]
-    got = two.run(views, kind)
-    for full, _ in got:
-        assert same(full, expected)
-    # every element is in one rank's part; plan 0 has them all on each
-    local = [part for _, part in got]
-    if kind[0] == "0":
-        local = local[:1]
-    for what, values in expected.items():
-        for name, value in values.items():
-            parts = torch.cat([part[what][name] for part in local])
-            assert torch.equal(parts, value.flatten()), f"{what} of {name}"
+    assert all(same(full, expected) for full in two.run(views, kind))
 
 
 def watched(kind: str, watches: bool) -> dict[str, Tensor]:
@@ -220,7 +200,6 @@ def watched(kind: str, watches: bool) -> dict[str, Tensor]:
         if watches:
             for p in looked_at(model).values():
                 safe_get_full_grad(p)
-                safe_get_local_grad(p)
                 safe_get_full_fp32_param(p)
                 if step:
                     safe_get_full_optimizer_state(p, "exp_avg")
@@ -243,12 +222,6 @@ def accumulated(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]
         with net.no_sync() if postpone else contextlib.nullcontext():
             backward(model, net, micro)
         seen.append({n: safe_get_full_grad(p) for n, p in looked_at(model).items()})
-        if postpone:
-            p = model.norm.weight
-            with pytest.raises(RuntimeError, match="'norm.weight' is not reduced"):
-                safe_get_local_grad(p)
-            with pytest.raises(RuntimeError, match='"full" in its name'):
-                safe_set_local_grad(p, torch.zeros(0))
     backward(model, net, 3)  # and one more, after a reduction
     seen.append({n: safe_get_full_grad(p) for n, p in looked_at(model).items()})
     net.step()
@@ -299,17 +272,7 @@ def values(p: Tensor) -> Tensor:
     return (torch.arange(p.numel()) % 127 / 64 - 1).view(p.shape)
 
 
-def local(p: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of a value: where it is, a marked parameter says."""
-    before = safe_get_full_fp32_param(p)
-    safe_set_full_fp32_param(p, torch.arange(p.numel()).view(p.shape).float())
-    part = safe_get_local_fp32_param(p)
-    safe_set_full_fp32_param(p, before)
-    assert part is not None
-    return value.flatten()[part.long()]
-
-
-def written(kind: str, locally: bool) -> tuple[Seen, dict[str, Tensor]]:
+def written(kind: str) -> tuple[Seen, dict[str, Tensor]]:
     """Set gradients, then parameters and states; all else must stay."""
     model, net = build(*KINDS[kind])
     backward(model, net, 0)
@@ -318,10 +281,7 @@ def written(kind: str, locally: bool) -> tuple[Seen, dict[str, Tensor]]:
     own_grads = trained(model)
     for name in NAMES:
         p = own_grads[name]
-        if locally:
-            safe_set_local_grad(p, local(p, values(p)))
-        else:
-            safe_set_full_grad(p, values(p))
+        safe_set_full_grad(p, values(p))
         assert torch.equal(safe_get_full_grad(p), values(p))
     rest = [p for name, p in own_grads.items() if name not in NAMES]
     for p in rest:
@@ -329,19 +289,14 @@ def written(kind: str, locally: bool) -> tuple[Seen, dict[str, Tensor]]:
     net.step()
     for name in NAMES:
         p = own_grads[name]
-        new, average = values(p), values(p) / 8
-        if locally:
-            safe_set_local_fp32_param(p, local(p, new))
-            safe_set_local_optimizer_state(p, local(p, average), "exp_avg")
-        else:
-            safe_set_full_fp32_param(p, new)
-            safe_set_full_optimizer_state(p, average, "exp_avg")
+        safe_set_full_fp32_param(p, values(p))
+        safe_set_full_optimizer_state(p, values(p) / 8, "exp_avg")
     # the parameters are what their masters are, on every rank
     with zero.GatheredParameters(list(model.parameters())):
         for name in NAMES:
             assert torch.equal(own_grads[name].float(), values(own_grads[name]))
     backward(model, net, 2)
-    seen = look(model, True)
+    seen = look(model)
     net.step()
     return seen, net.state_dict()
 
@@ -351,11 +306,10 @@ def test_what_is_set_is_trained_with(
     two: Pool, references: dict[str, Any], kind: str
 ) -> None:
     expected = references["0, bf16" if "bf16" in kind else "0"][1]
-    for locally in (False, True):
-        for seen, _ in (got := two.run(written, kind, locally)):
-            assert same(seen, expected[0])
-        weights = got[0][1]
-        assert all(torch.equal(weights[n], expected[1][n]) for n in weights)
+    for seen, _ in (got := two.run(written, kind)):
+        assert same(seen, expected[0])
+    weights = got[0][1]
+    assert all(torch.equal(weights[n], expected[1][n]) for n in weights)
 
 
 def late() -> None:
@@ -404,9 +358,9 @@ def test_gradients_carry_the_loss_scale(two: Pool) -> None:
 def test_gradients_are_there_between_backward_and_step() -> None:
     model, net = build(2, None, None, "")
     p = model.norm.weight
-    assert safe_get_full_grad(p) is None and safe_get_local_grad(p) is None
+    assert safe_get_full_grad(p) is None
     backward(model, net, 0)
-    assert safe_get_full_grad(p) is not None and safe_get_local_grad(p) is not None
+    assert safe_get_full_grad(p) is not None
     net.step()
     assert safe_get_full_grad(p) is None
     with pytest.raises(RuntimeError, match="no gradient of 'norm.weight' to set"):
@@ -440,7 +394,7 @@ def test_what_is_refused() -> None:
     for setting in (
         lambda: safe_set_full_fp32_param(frozen, frozen),
         lambda: safe_set_full_grad(frozen, frozen),
-        lambda: safe_set_local_optimizer_state(frozen, frozen, "exp_avg"),
+        lambda: safe_set_full_optimizer_state(frozen, frozen, "exp_avg"),
     ):
         with pytest.raises(ValueError, match="'blocks.0.scale' is frozen"):
             setting()

@@ -109,10 +109,10 @@ def norms(model):
             "None.",
         ),
         Wrong(
-            "own shard",
-            "utils.safe_get_full_grad(p)",
-            "utils.safe_get_local_grad(p)",
-            "You took the norm of what this rank has: under plan 3 that is a shard.",
+            "1-norm",
+            "g.norm().item()",
+            "g.norm(1).item()",
+            "You summed magnitudes, the 1-norm; the 2-norm is asked for.",
         ),
         Wrong(
             "squares",

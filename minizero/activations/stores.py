@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
 from ..memory.labels import host_empty
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from .saved_tensors import note
 
 

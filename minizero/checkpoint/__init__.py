@@ -8,13 +8,12 @@ from .export import consolidate, export, read_extra
 from .files import CheckpointError
 from .layout import Folder, exists
 from .load import Loaded, load
-from .save import Saving, finish, save
+from .save import finish, save
 
 __all__ = [
     "CheckpointError",
     "Folder",
     "Loaded",
-    "Saving",
     "consolidate",
     "exists",
     "export",

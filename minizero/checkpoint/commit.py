@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .. import comm
 from ..comm import agreeing
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from .files import CheckpointError, LazyTensor
-from .files import write_all, write_tensors
+from .files import write_file, write_tensors
 from .layout import ASIDE, INDEX, LATEST, Index
 from .layout import checkpoints, latest_tag
 
@@ -40,12 +40,7 @@ def sync_folder(folder: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file in one step: a reader finds the old or the new one."""
     temporary = aside(path, "tmp")
-    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o666)
-    try:
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_file(temporary, [data])
     os.replace(temporary, path)
     sync_folder(path.parent)
 

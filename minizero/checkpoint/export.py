@@ -7,7 +7,6 @@ the index that Hugging Face's `from_pretrained` expects.
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,7 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
     keeps its dtype. Modules' extra state, if any, is there too.
     """
     run = open_run(folder, tag)
-    lazies = {lazy.name: lazy.copied() for lazy in _weights(run, torch.float32)}
-    state = {k: v.read(0, prod(v.shape)).view(v.shape) for k, v in lazies.items()}
+    state = {lazy.name: lazy.tensor() for lazy in _weights(run, torch.float32)}
     for slot in (slot for flat in run.index.flats for slot in flat.slots):
         state |= dict.fromkeys(slot.names, state[slot.names[0]])
     return state | run.values("modules")
@@ -94,16 +92,14 @@ def export(
         if parts[-1] and size > max_shard_size:
             parts.append([])
         parts[-1].append(tensor)
-    n = len(parts)
-    names = [f"model-{i + 1:05d}-of-{n:05d}" for i in range(n)] if n > 1 else ["model"]
-    files = {where / f"{n}.safetensors": p for n, p in zip(names, parts, strict=True)}
-    for path, part in files.items():
-        write_tensors(path, part, {"format": "pt"})
-    if n > 1:
-        index = {
-            "metadata": {"total_size": sum(t.nbytes for t in tensors)},
-            "weight_map": {t.name: p.name for p, part in files.items() for t in part},
-        }
-        last = where / "model.safetensors.index.json"
-        replace_file(last, json.dumps(index, indent=2).encode())
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate(parts, 1):
+        number = f"-{i:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+        name = f"model{number}.safetensors"
+        write_tensors(where / name, part, {"format": "pt"})
+        weight_map |= {tensor.name: name for tensor in part}
+    if len(parts) > 1:
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
+        index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+        replace_file(where / "model.safetensors.index.json", index.encode())
     return sorted(where.glob("model*"))

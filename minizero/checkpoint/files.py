@@ -11,8 +11,9 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,32 @@ class LazyTensor:
             return self
         return replace(self, dtype=dtype, read=lambda a, b: self.read(a, b).to(dtype))
 
-    def copied(self) -> LazyTensor:
-        """The same, read now: later changes do not reach it."""
+    def tensor(self) -> Tensor:
+        """All of it, in host memory; a copy."""
         empty = torch.empty(0, dtype=self.dtype)
-        values = torch.cat([empty, *self.chunks()])
-        return LazyTensor.of(self.name, values.view(self.shape))
+        return torch.cat([empty, *self.chunks()]).view(self.shape)
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """`os.write` may write less than it is given."""
-    data = memoryview(data)
-    while data:
-        data = data[os.write(fd, data) :]
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write a new file; returns its length and its crc32.
+
+    It is on the disk then, not only in the system's cache.
+    """
+    length = checksum = 0
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            for part in parts:
+                length, checksum = length + len(part), crc32(part, checksum)
+                left = memoryview(part)
+                while left:  # `os.write` may write less than it is given
+                    left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    return length, checksum
 
 
 def write_tensors(
@@ -99,8 +114,7 @@ def write_tensors(
 ) -> tuple[int, int]:
     """Write a new safetensors file, chunk by chunk; returns its length and its crc32.
 
-    The safetensors library would need all tensors in memory; these may be on a disk. The
-    file is on the disk, not only in the system's cache, when this returns.
+    The safetensors library would need all tensors in memory; these may be on a disk.
     """
     tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # keeps all aligned
     header: dict[str, Any] = {"__metadata__": metadata or {}}
@@ -114,22 +128,9 @@ def write_tensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    head = bytearray(len(text).to_bytes(8, "little") + text)
-    begin = LazyTensor.of("", torch.frombuffer(head, dtype=torch.uint8))
-    length = checksum = 0
-    try:
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        try:
-            for chunk in (chunk for t in (begin, *tensors) for chunk in t.chunks()):
-                data = view(chunk)
-                write_all(fd, data)
-                length, checksum = length + len(data), crc32(data, checksum)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    return length, checksum
+    head = len(text).to_bytes(8, "little") + text
+    chunks = (view(chunk) for tensor in tensors for chunk in tensor.chunks())
+    return write_file(path, chain([head], chunks))
 
 
 def measure(path: Path) -> tuple[int, int]:

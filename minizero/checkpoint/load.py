@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import comm
 from ..comm import agreeing
 from ..memory.labels import label_states
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from ..zero import DataParallel, Flat
 from .files import CheckpointError, LazyTensor, measure, unpack
 from .layout import INDEX, Folder, Index, Place, SavedFlat, find, pieces, places
@@ -134,17 +134,16 @@ def match(
     Raises CheckpointError, with all that does not fit.
     """
     here, there, problems = facts_of(net), index.facts, list[str]()
-    if not optimizer:
-        here = {what: fact for what, fact in here.items() if what[:9] != "optimizer"}
     for what in here.keys() & there.keys():
+        ignored = what.startswith("optimizer") and not optimizer
         # what was trained may be frozen here, but not the other way round
-        if here[what] != there[what] and here[what] != FROZEN:
+        if here[what] != there[what] and here[what] != FROZEN and not ignored:
             problems.append(f"{what} is {here[what]} here and was {there[what]}")
     for only, where in (
         (here.keys() - there.keys(), "checkpoint"),
         (there.keys() - here.keys(), "model"),
     ):
-        missing = sorted(n for n in only if strict and n[:9] != "optimizer")
+        missing = sorted(n for n in only if strict and not n.startswith("optimizer"))
         more = f" and {len(missing) - 5} more" if missing[5:] else ""
         if missing:
             problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
@@ -179,7 +178,7 @@ def fill(
 
     scalars = run.values("scalars")
     for flat in net.flats:
-        if not flat.trainable:  # nobody publishes it: each rank reads all
+        if not flat.trainable:  # no update sends it: each rank reads all that it stores
             stored = getattr(flat, "stored", flat.full)
             start = rank() % (flat.padded // stored.numel()) * stored.numel()
             read(flat, "parameters", start, stored)
@@ -189,24 +188,27 @@ def fill(
             read(flat, "parameters", flat.start, flat.master, flat.shard)
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
         if saved and flat.trainable and optimizer:
+            # numbers such as Adam's step are copied: several flats may have been one
             group = net.optimizer.param_groups[flat.group or 0]
             on_device = group.get("fused") or group.get("capturable")
             where = flat.master.device if on_device else "cpu"
-            # copies: several flats may have been one
             state = {
                 key: value.to(where, copy=True) if isinstance(value, Tensor) else value
                 for key, value in scalars[saved.key].items()
             }
-            for what in saved.dtypes.keys() - {"parameters"}:
-                key, dtype = what.removeprefix("optimizer/"), saved.dtypes[what]
-                state[key] = net.optimizer.state[flat.master].get(key)
-                if not isinstance(state[key], Tensor):
+            for what, dtype in saved.dtypes.items():
+                if what == "parameters":
+                    continue
+                key = what.removeprefix("optimizer/")
+                values = net.optimizer.state[flat.master].get(key)
+                if not isinstance(values, Tensor):  # no update has made it yet
                     # a state in the parameters' dtype follows them
                     follows = dtype == saved.dtypes["parameters"]
                     kind = flat.master.dtype if follows else getattr(torch, dtype)
                     zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    state[key] = net.storage.store(zeros, "optimizer")
-                read(flat, what, flat.start, state[key])
+                    values = net.storage.store(zeros, "optimizer")
+                read(flat, what, flat.start, values)
+                state[key] = values
             net.optimizer.state[flat.master] = state
 
 

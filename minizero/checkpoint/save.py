@@ -1,6 +1,6 @@
 """Save a training run: every rank writes one file, then rank 0 commits them together.
 
-saving = save(net, "checkpoints", "step-100", extra={"step": 100})
+save(net, "checkpoints", "step-100", extra={"step": 100})
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import comm
 from ..comm import agreeing
-from ..ranks.launch import rank, world_size
+from ..ranks import rank, world_size
 from ..zero import DataParallel
 from .commit import prepare, save_together
 from .files import CheckpointError, LazyTensor, dtype_name, pack
@@ -30,32 +29,18 @@ _NOT_SAVED = "params param_names foreach fused capturable differentiable".split(
 
 # one thread, so that only one save is under way at a time; a program that ends waits for it
 _writer = ThreadPoolExecutor(1, "checkpoint")
-_under_way: Saving | None = None
-
-
-@dataclass
-class Saving:
-    """A save that was begun. `path`: the checkpoint's folder."""
-
-    path: Path
-    _done: Future[None] | None = None
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete: on all ranks or on none.
-
-        Raises what went wrong, on all ranks in the same words, and only once.
-        """
-        done, self._done = self._done, None
-        if done is not None:
-            done.result()
+_under_way: Future[None] | None = None
 
 
 def finish() -> None:
-    """Wait for the save in the background, if there is one; raises its error."""
+    """Wait for the save in the background, if there is one: it is on all ranks or none.
+
+    Raises what went wrong, on all ranks in the same words, and only once.
+    """
     global _under_way
     saving, _under_way = _under_way, None
     if saving is not None:
-        saving.wait()
+        saving.result()
 
 
 def save(
@@ -67,7 +52,7 @@ def save(
     keep: int | None = None,
     background: bool = False,
     latest: bool = True,
-) -> Saving:
+) -> None:
     """Save a training run as `folder/tag`; every rank calls it.
 
     Each rank writes its shards of the parameters (in fp32, if the precision has fp32
@@ -82,8 +67,8 @@ def save(
     latest: whether `load` without a tag is to find this checkpoint.
 
     Raises CheckpointError on all ranks if one of them cannot write; the checkpoints that
-    were there are then unchanged. In the background, `wait()` of the returned value
-    raises it, or the next `save` or `finish()`.
+    were there are then unchanged. In the background `finish()` raises it, which each
+    `save` and `load` begins with.
     """
     global _under_way
     finish()
@@ -98,17 +83,16 @@ def save(
             index, tensors = describe(net, tag, extra or {})
             on_disk = "nvme" in (net.plan.parameters.on, net.plan.optimizer.on)
             if background and not on_disk:
-                tensors = [tensor.copied() for tensor in tensors]
+                tensors = [LazyTensor.of(t.name, t.tensor()) for t in tensors]
         with agreeing(CheckpointError):
             mine = prepare(Path(folder), tag) if rank() == 0 else None
         # of rank 0 on all ranks: a tag may hold the time
         path, written, index.number = comm.gather_objects(mine)[0]
         write = partial(save_together, written, path, index, tensors, keep, latest)
         if background and not on_disk:
-            _under_way = Saving(path, _writer.submit(write))
-            return _under_way
-        write()
-        return Saving(path)
+            _under_way = _writer.submit(write)
+        else:
+            write()
 
 
 def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyTensor]]:
@@ -131,7 +115,7 @@ def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyT
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
             tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
-        mine = (flat.start + start) // size
+        mine = (flat.start + start) // size  # `save_together` adds the others'
         slots = [
             SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]

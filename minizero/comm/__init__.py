@@ -1,13 +1,13 @@
 """Collectives, and the ledger in which each call is entered.
 
-Read `groups` (which ranks), `transport` (messages), `algorithms` (the direct exchange),
-`quantized` (rows in 8 or 4 bits), `backend` (its own collectives), `ledger` and
-`collectives` (what everybody calls).
+Read `transport` (groups, rows, messages, the backend's own collectives), `algorithms`
+(the direct exchange), `quantized` (rows in 8 or 4 bits), `ledger` and `collectives`
+(what everybody calls).
 Imports `ranks` and `memory`. No other part of the package calls a collective of torch.
 """
 
-from ..ranks.launch import rank as get_rank  # as DeepSpeed's module has them
-from ..ranks.launch import world_size as get_world_size
+from ..ranks import rank as get_rank  # as DeepSpeed's module has them
+from ..ranks import world_size as get_world_size
 from .algorithms import ordered_sum
 from .collectives import (
     Work,
@@ -20,10 +20,10 @@ from .collectives import (
     gather_objects,
     reduce_scatter,
 )
-from .groups import Group, Groups, everyone
 from .ledger import Call, Ledger, enter, ledger, phase
 from .quantized import Quantized
-from .transport import ALGORITHMS, algorithm, current_algorithm, exchange, reachable
+from .transport import ALGORITHMS, Group, Groups, algorithm, current_algorithm
+from .transport import everyone, exchange, reachable
 
 __all__ = ["ALGORITHMS", "Call", "Group", "Groups", "Ledger", "Quantized", "Work"]
 __all__ += ["agreeing", "algorithm", "all_gather", "all_reduce", "barrier", "broadcast"]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..memory.labels import label
-from .groups import Group
-from .transport import Finish, Rows, exchange
+from .transport import Finish, Group, Rows, exchange
 from .transport import store, store_by_pieces
 
 # %% auto #0

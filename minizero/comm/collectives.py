@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .algorithms import direct_all_gather, direct_reduce_scatter
-from .backend import all_reduce_whole, backend_all_gather, backend_reduce_scatter
-from .backend import communicator, timeout
-from .groups import Group, everyone
 from .ledger import enter
 from .quantized import Quantized, quantized_all_gather, quantized_reduce_scatter
-from .transport import Finish, Rows, backend_of, current_algorithm
-from .transport import exchange, flat, reachable
+from .transport import Finish, Group, Rows, all_reduce_whole
+from .transport import backend_all_gather, backend_of, backend_reduce_scatter
+from .transport import communicator, current_algorithm, everyone, exchange
+from .transport import flat, reachable, timeout
 from ..ranks import report, world_size
 
 # per group of ranks: how many calls it has made, and their checksum
@@ -32,7 +31,10 @@ sequences: dict[tuple[int, ...], tuple[int, int]] = {}
 
 
 def place(what: str, ranks: tuple[int, ...]) -> tuple[int, str, int, tuple[int, ...]]:
-    """Count a call of these ranks: its number, itself, the checksum of all so far."""
+    """Count a call of these ranks; returns what `report` takes after a state.
+
+    Its number, what it is, the checksum of all calls of these ranks so far, the ranks.
+    """
     made, tag = sequences.get(ranks, (0, len(ranks)))
     sequences[ranks] = made, tag = made + 1, zlib.crc32(what.encode(), tag)
     return made, what, tag, ranks
@@ -230,18 +232,19 @@ def barrier() -> None:
     """Return when every rank has come here; the host waits for them."""
     group = everyone()
     # host memory, whatever a script has made the default device
-    own = reachable(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-    seen = {j: own.clone() for j in range(group.size) if j != group.rank}
+    seen = reachable(torch.zeros(group.size, dtype=torch.uint8, device="cpu"))
+    rows = Rows(seen, group.size)
 
     def start(tag: int) -> Finish:
-        return exchange(dict.fromkeys(seen, own), seen, tag)
+        return direct_all_gather(rows, rows[group.rank], tag, group)
 
-    Work("barrier", own, group.size, len(seen), group, start).wait()
-    for each in seen.values():
-        each.cpu()  # what only a device has waited for
+    Work("barrier", rows[0], group.size, group.size - 1, group, start).wait()
+    seen.cpu()  # what only a device has waited for
 
 
-_own_group: tuple[Any, Any] = None, None  # a process group, and the one made for it
+@lru_cache(maxsize=1)
+def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(timeout=timeout(), backend="gloo")
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -251,17 +254,14 @@ def gather_objects(value: Any) -> list[Any]:
     thread calls other collectives. It is not in the ledger. A rank whose main thread
     calls it alone, as in a save that others do not make, is reported.
     """
-    global _own_group
-    if world_size() == 1:
+    if dist.group.WORLD is None or world_size() == 1:
         return [value]
     call = None
     if threading.current_thread() is threading.main_thread():
         call = place("gather_objects (a save, a load)", everyone().ranks)
         report("waits", *call)
-    if _own_group[0] is not dist.group.WORLD:
-        _own_group = dist.group.WORLD, dist.new_group(timeout=timeout(), backend="gloo")
     values = [None] * world_size()
-    dist.all_gather_object(values, value, _own_group[1])
+    dist.all_gather_object(values, value, _own_group(dist.group.WORLD))
     if call is not None:
         report("done", *call)
     return values

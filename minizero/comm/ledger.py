@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .groups import Group
 from .quantized import Quantized
+from .transport import Group
 
 
 @dataclass(slots=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .algorithms import ordered_sum
-from .groups import Group
-from .transport import Finish, Rows, exchange, store
+from .transport import Finish, Group, Rows, exchange, store
 
 # %% auto #0
 __all__ = ['BLOCK', 'Quantized', 'quantized_reduce_scatter', 'quantized_all_gather']

@@ -1,5 +1,6 @@
-"""Rows, and how they travel from rank to rank: as messages, or by the backend.
+"""Groups of ranks, and how the rows of a buffer travel between them.
 
+As messages, of which `algorithms` makes collectives, or by collectives of the backend.
 What starts something returns what finishes it: it blocks until the result is there.
 """
 
@@ -7,20 +8,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..ranks.launch import device
-from .groups import Group, everyone
+from ..ranks import device, rank, world_size
 
 ALGORITHMS = "direct", "backend"
 _chosen: list[str] = []  # the innermost `algorithm` last
 
 Finish = Callable[[], Any]
+
+# torch 2.13 renamed both and warns at the old names, which 2.11 alone has.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the ranks, in order; `name` is what the ledger calls them.
+
+    Only these ranks make a collective of the group, and they all make the same ones in
+    the same order. Other groups need not make as many. The rows of a buffer are as many
+    as the ranks of its group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The place of this process in the group, from 0."""
+        return self.ranks.index(rank())
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+
+@cache
+def _all(ranks: int) -> Group:
+    return Group("all", tuple(range(ranks)))
+
+
+def everyone() -> Group:
+    """The group of all ranks, in which collectives take place by default."""
+    return _all(world_size())
+
+
+class Groups:
+    """All ranks, or those of `among`, as a grid: each row is a group of neighbors.
+
+    `within`: this rank's row, `size` neighbors such as the GPUs of a server. `across`:
+    its column, the ranks at the same place of the other rows. Of a buffer of N shards
+    that each row keeps once, the rank at place j keeps shards j·R to (j+1)·R - 1, where
+    R, `copies`, is the number of rows.
+
+    Raises ValueError unless `size` divides the number of ranks.
+    """
+
+    def __init__(self, size: int, among: Group | None = None) -> None:
+        every = among or everyone()
+        ranks, n = every.ranks, every.size
+        if not 1 <= size <= n or n % size:
+            fits = [str(g) for g in range(2, n + 1) if n % g == 0]
+            raise ValueError(
+                f"groups of {size} ranks cannot be made of {n}; a group's size divides "
+                f"the number of ranks: {', '.join(fits) or 'leave groups out'}"
+            )
+        self.size, self.copies = size, n // size
+        self.number, self.place = divmod(every.rank, size)
+        first = self.number * size
+        self.within, self.across = every, Group("across", ranks[self.place :: size])
+        if self.copies > 1:
+            self.within = Group("within", ranks[first : first + size])
 
 
 class Rows(Sequence[Tensor]):
@@ -201,3 +269,83 @@ def exchange(
                 wanted[peer].copy_(t)
 
     return finish
+
+
+@cache
+def _communicator(
+    world: dist.ProcessGroup, ranks: tuple[int, ...], beside: bool
+) -> dist.ProcessGroup:
+    """Torch's group for these ranks, which make it when they first need it."""
+    if not beside and len(ranks) == world.size():
+        return world
+    return dist.new_group(list(ranks), timeout(), use_local_synchronization=True)
+
+
+def timeout() -> timedelta | None:
+    """The timeout that the script has given; torch gives a new group its default."""
+    world = dist.distributed_c10d._get_default_group()
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def communicator(group: Group) -> dist.ProcessGroup:
+    """Torch's group for the next of the backend's own collectives.
+
+    NCCL does what one communicator is given in turn, each after what its stream waits
+    for. So what is launched on a stream of its own, as a gather of shards that are
+    copied from the host, goes to another communicator than reductions do.
+    """
+    assert dist.group.WORLD is not None
+    beside = torch.cuda.is_initialized() and (
+        torch.cuda.current_stream() != torch.cuda.default_stream()
+    )
+    return _communicator(dist.group.WORLD, group.ranks, beside)
+
+
+def backend_reduce_scatter(
+    out: Tensor, inp: Rows, tag: int, average: bool, group: Group
+) -> Finish:
+    """The backend's own. It takes one contiguous input with equal rows."""
+    equal, to = inp.whole, communicator(group)
+    if equal is None:
+        missing = inp.size * group.size - inp.numel
+        equal = pad(flat(inp.given.contiguous()), (0, missing))
+    if backend_of(out) != "gloo":
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return _reduce_scatter(out, equal, op, to, async_op=True).wait
+    equal = equal / group.size if average else equal
+    target = torch.empty_like(out)  # gloo has no place for an input in its output
+    work = _reduce_scatter(target, equal, group=to, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        store(out, target[: inp[group.rank].numel()])
+
+    return finish
+
+
+def backend_all_gather(out: Rows, inp: Tensor, tag: int, group: Group) -> Finish:
+    """The backend's own, into `out` itself where that is contiguous and even."""
+    own = inp[: out[group.rank].numel()]
+    own = pad(own, (0, out.size - own.numel())) if own.numel() < out.size else own
+    target = out.whole
+    arrived = own.new_empty(out.size * group.size) if target is None else target
+    work = _all_gather(arrived, own, communicator(group), async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if target is None:
+            given = out.given.detach()
+            given.copy_(arrived[: out.numel].view_as(given))
+
+    return finish
+
+
+def all_reduce_whole(tensor: Tensor, average: bool, group: Group) -> Finish:
+    """The backend's own, in place."""
+    op = dist.ReduceOp.SUM
+    if average and backend_of(tensor) == "gloo":
+        tensor /= group.size
+    elif average:
+        op = dist.ReduceOp.AVG
+    return dist.all_reduce(tensor, op, communicator(group), async_op=True).wait

@@ -41,9 +41,7 @@ class Config(Section):
     zero_optimization: schema.ZeroOptimization = schema.ZeroOptimization()
     aio: schema.Aio = schema.Aio()
     activation_checkpointing: schema.Recompute = schema.Recompute()
-    tensorboard: schema.Monitor = schema.Monitor()
     steps_per_print: Often = Field(0, ge=0)
-    wall_clock_breakdown: bool = False
     dataloader_drop_last: bool = False
 
     world_size: int = 1  # the number of ranks it was completed for
@@ -141,11 +139,6 @@ class Config(Section):
             yield f"{ZERO}.{HPZ} takes no offload_param; use {MICS}, or leave it out"
         if self.fp16.enabled and self.bf16.enabled:
             yield "fp16 and bf16 are both enabled; disable one of them"
-        elif types.param_dtype not in (None, self.dtypes.parameters):
-            yield (
-                f"data_types.param_dtype = {types.param_dtype}, but by fp16.enabled and "
-                f"bf16.enabled parameters are {self.dtypes.parameters}; leave it out"
-            )
         if types.grad_accum_dtype not in (None, self.dtypes.reduce):
             yield (
                 f"communication_data_type = {self.communication_data_type} and "

@@ -39,6 +39,7 @@ NO_EFFECT: Rows = [
         "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}),
     ("states are fp32", "optimizer.params", {"fp32_optimizer_states": True}),
     ("inputs are always cast", "fp16", {"auto_cast": ANY}),
+    ("fp16.enabled or bf16.enabled sets it", "data_types", {"param_dtype": None}),
     ("gradients are written into their buffer", "bf16", {"immediate_grad_update": ANY}),
     ("each rank keeps the inputs of its own modules", "activation_checkpointing", {
         "partition_activations": False, "number_checkpoints": None, "profile": False,
@@ -51,8 +52,10 @@ NO_EFFECT: Rows = [
     ("call minizero.see_memory_usage, gc.disable or logging in the script", "", {
         "memory_breakdown": False, "dump_state": False, "log_level": None,
         "disable_python_gc": False, "vocabulary_size": None}),
-    ("use tensorboard or minizero.comm.ledger, or write engine.get_lr() yourself", "", {
-        "csv_monitor": None, "wandb": None, "comet": None, "comms_logger": None}),
+    ("write the loss and engine.get_lr() in the script", "", {
+        "tensorboard": None, "csv_monitor": None, "wandb": None, "comet": None}),
+    ("use minizero.trace or minizero.comm.ledger", "", {
+        "wall_clock_breakdown": False, "comms_logger": None}),
 ]
 
 REFUSED: Rows = [

@@ -116,7 +116,6 @@ class DataTypes(Section):
     """Dtypes that the sections `fp16` and `bf16` do not set."""
 
     grad_accum_dtype: Dtype | None = None
-    param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
 
 
@@ -124,14 +123,6 @@ class Recompute(Section):
     """How checkpointed modules keep their inputs; it wraps no module by itself."""
 
     cpu_checkpointing: bool = False
-
-
-class Monitor(Section):
-    """Records loss, learning rate and loss scale of each step, on rank 0."""
-
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
 
 
 def walk(

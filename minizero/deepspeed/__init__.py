@@ -20,6 +20,7 @@ from ..engine.data import Loader
 from ..engine.optimizer import EngineOptimizer
 from ..kernels import FusedAdam
 from ..memory import see_memory_usage
+from ..ranks import rank, world_size
 from . import compat, parameters
 
 __version__ = "0.19.8"  # of DeepSpeed, whose names these are
@@ -32,21 +33,21 @@ OBJECTS: dict[str, Any] = {
     "FusedAdam": FusedAdam, "DeepSpeedCPUAdagrad": torch.optim.Adagrad,
     "see_memory_usage": see_memory_usage,
     "get_fp32_state_dict_from_zero_checkpoint": consolidate,
-    "get_data_parallel_group": compat.get_world_group,
-    "get_data_parallel_rank": compat.get_rank,
-    "get_data_parallel_world_size": compat.get_world_size,
+    "get_world_group": lambda: torch.distributed.group.WORLD,
+    "get_data_parallel_group": lambda: torch.distributed.group.WORLD,
+    "get_data_parallel_rank": rank, "get_data_parallel_world_size": world_size,
     "get_model_parallel_rank": lambda: 0, "get_model_parallel_world_size": lambda: 1,
 }  # fmt: skip
 
-_CHECKPOINTING = "checkpoint configure is_configured reset"
+_CHECKPOINTING = "checkpoint configure"
 _ZERO = "GatheredParameters Init ZeroParamStatus"
 _SAFE = " ".join(name for name in vars(parameters) if name.startswith("safe_"))
 NAMES = {
     "": "initialize Engine DeepSpeedEngine DeepSpeedDataLoader DeepSpeedConfigError "
-    "add_config_arguments get_accelerator OnDevice init_distributed logger log_dist",
+    "add_config_arguments get_accelerator init_distributed logger log_dist",
     "accelerator": "get_accelerator",
     "checkpointing": _CHECKPOINTING,
-    "comm": "init_distributed get_local_rank get_rank get_world_size get_world_group",
+    "comm": "init_distributed get_local_rank get_world_group",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -58,7 +59,7 @@ NAMES = {
     "runtime.utils": "see_memory_usage",
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": _ZERO,
-    "utils": f"{_SAFE} RepeatingLoader OnDevice logger log_dist",
+    "utils": f"{_SAFE} RepeatingLoader logger log_dist",
     "utils.groups": "get_data_parallel_group get_data_parallel_rank "
     "get_data_parallel_world_size get_model_parallel_rank "
     "get_model_parallel_world_size",

@@ -8,60 +8,48 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import kernels, zero
 from ..activations import CHECKPOINT, Offloaded
 from ..checkpoint import Folder, consolidate, export
 from ..config import Source, read
-from ..memory.plan import Plan
 from ..ranks import rank, world_size
 from ..ranks import init_distributed as find_ranks
-from ..zero import Storage, is_sharded
 
 
-class Init(zero.Init):
+def Init(
+    module: nn.Module | None = None,
+    *,
+    config_dict_or_path: Source | None = None,
+    config: Source | None = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    remote_device: str | None = None,
+    mem_efficient_linear: bool = True,
+    pin_memory: bool = False,
+) -> zero.Init:
     """`minizero.zero.Init`; the ranks need not be connected yet.
 
-    `module`: shard this model at once. `remote_device`: "cpu" keeps shards in host
-    memory until `initialize`. `dtype`: in which floating-point parameters are made
-    (default: as they are, since the config's dtype is made of fp32 masters).
+    `module`: shard this model at once. The last four have no effect: parameters keep the
+    dtype that they are made in, since masters are made of them, and the config says
+    where they are stored.
     """
-
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        *,
-        remote_device: str | None = None,
-        dtype: torch.dtype | None = None,
-        config_dict_or_path: Source | None = None,
-        mem_efficient_linear: bool = True,
-        pin_memory: bool = False,
-        **options: Any,
-    ) -> None:
-        options.setdefault("config", config_dict_or_path)
-        if options.get("enabled", True):
-            find_ranks()
-        if remote_device == "cpu":
-            options["storage"] = Storage(Plan.stage(3, offload_param="cpu"))
-        super().__init__(**options)
-        self.dtype = dtype
-        if module is not None and self.enabled:
-            self._added(module, "", module)
-            self._hold([])
-
-    def _registered(self, module: nn.Module, name: str, p: Any) -> None:
-        if self.dtype and p is not None and p.is_floating_point() and not is_sharded(p):
-            p.data = p.data.to(self.dtype)
-        super()._registered(module, name, p)
+    if enabled:
+        find_ranks()
+    chosen = config_dict_or_path if config is None else config
+    made = zero.Init(chosen, enabled=enabled)
+    if module is not None and made.enabled:
+        made._added(module, "", module)
+        made._hold([])
+    return made
 
 
 def GatheredParameters(
@@ -104,21 +92,6 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
-def get_rank(group: Any = None) -> int:
-    """The number of this process in a group; 0 if it is alone."""
-    return rank() if group is None else dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    """The number of ranks in a group; 1 if this process is alone."""
-    return world_size() if group is None else dist.get_world_size(group)
-
-
-def get_world_group() -> Any:
-    """The group of all ranks, which are all data-parallel."""
-    return dist.group.WORLD
-
-
 class Accelerator:
     """torch's module of the ranks' device; what torch.cpu lacks of memory is 0."""
 
@@ -144,25 +117,7 @@ class Accelerator:
         return "gloo" if self.kind == "cpu" else "nccl"
 
 
-@cache
-def get_accelerator() -> Accelerator:
-    """That of the device that ranks compute on."""
-    return Accelerator()
-
-
-@contextmanager
-def OnDevice(
-    dtype: torch.dtype, device: str = "meta", enabled: bool = True
-) -> Iterator[None]:
-    """New tensors are on a device, floating-point ones in a dtype."""
-    before = torch.get_default_dtype()
-    try:
-        if enabled:
-            torch.set_default_dtype(dtype)
-        with torch.device(device) if enabled else nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+get_accelerator = cache(Accelerator)
 
 
 class DeepSpeedCPUAdam(kernels.FusedAdam):
@@ -205,9 +160,6 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-_configured: list[bool] = []
-
-
 def configure(
     mpu_: Any = None,
     deepspeed_config: Source | None = None,
@@ -221,16 +173,6 @@ def configure(
         config = read(deepspeed_config, world_size())
         checkpoint_in_cpu = config.activation_checkpointing.cpu_checkpointing
     CHECKPOINT.store = Offloaded() if checkpoint_in_cpu else None
-    _configured.append(True)
-
-
-def is_configured() -> bool:
-    """Whether `configure` was called."""
-    return bool(_configured)
-
-
-def reset() -> None:
-    """Nothing: there are no buffers to free."""
 
 
 logger = logging.getLogger("minizero")

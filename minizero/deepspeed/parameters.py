@@ -1,16 +1,14 @@
 """`deepspeed.utils`: a parameter, its gradient and its optimizer states, as they are now.
 
-Values that are spread over ranks, host memory and files are returned in fp32, complete
-("full") or only this rank's part ("local", 1-D, maybe empty). All ranks must call these
-functions: some plans communicate. A frozen parameter has no master, gradient or state:
-None, as in DeepSpeed, and setting them is an error.
+Values that are spread over ranks, host memory and files are returned in fp32, in the
+parameter's shape. All ranks must call these functions: some plans communicate. A frozen
+parameter has no master, gradient or state: None, as in DeepSpeed, and setting them is an
+error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +18,10 @@ from ..zero import nets_of
 
 
 class View:
-    """One parameter in the buffer that this rank updates: its elements a to b.
+    """Reads and writes one parameter in the buffers that the ranks store.
 
-    `start` is the first of these elements, counted in the parameter.
+    This rank has it at elements a to b of its buffer. `start`: the first of these,
+    counted in the parameter.
     """
 
     def __init__(self, p: nn.Parameter) -> None:
@@ -41,17 +40,9 @@ class View:
         self.start = self.a - first if self.b > self.a else 0
 
     def read(self, stored: Tensor) -> Tensor:
-        """This rank's part of a stored buffer, on the device, in fp32."""
+        """What the ranks have stored, together, on the device, in fp32."""
         part = self.net.storage.read_shard(stored, self.a, self.b)
-        return part.to(self.flat.full.device, torch.float32, copy=True)
-
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        """The inverse of `read`."""
-        if self.b > self.a:
-            self.net.storage.write_shard(stored, part.to(stored.dtype), self.a)
-
-    def full(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, in the parameter's shape."""
+        part = part.to(self.flat.full.device, torch.float32, copy=True)
         if self.flat.master.numel() == self.flat.padded:
             return part.view(self.slot.shape)
         values = part.new_zeros(self.slot.numel)
@@ -61,16 +52,17 @@ class View:
             comm.all_reduce(values, group=self.net.group)
         return values.view(self.slot.shape)
 
-    def part(self, value: Tensor, local: bool) -> Tensor:
-        """This rank's part of a value that is to be set."""
-        wanted = (self.b - self.a,) if local else tuple(self.slot.shape)
-        if value.shape != wanted:
+    def write(self, stored: Tensor, value: Tensor) -> None:
+        """Store this rank's part of a value, which is the same on every rank."""
+        if value.shape != self.slot.shape:
             raise ValueError(
                 f"the value for {self.slot.name!r} has shape {tuple(value.shape)}, and "
-                f"{wanted} is needed"
+                f"{tuple(self.slot.shape)} is needed"
             )
-        flat = value.detach().to(self.flat.full.device).flatten()
-        return flat if local else flat[self.start : self.start + self.b - self.a]
+        if self.b > self.a:
+            part = value.detach().flatten()[self.start : self.start + self.b - self.a]
+            part = part.to(self.flat.full.device, stored.dtype)
+            self.net.storage.write_shard(stored, part, self.a)
 
     def state(self, key: str) -> Tensor:
         """An optimizer state as it is stored."""
@@ -85,34 +77,11 @@ class View:
             f"{known if names else 'it has no states before the first update'}"
         )
 
-    def gradient(self, local: bool) -> Tensor:
-        """The mean gradient as it is stored, after every reduction.
 
-        RuntimeError if there is none, or if a local one is not reduced yet.
-        """
-        net, name = self.net, self.slot.name
-        if not net.has_gradients:
-            raise RuntimeError(
-                f"there is no gradient of {name!r} to set: there is one between a "
-                "backward and step"
-            )
-        if local and net.unsynced:
-            raise RuntimeError(
-                f"the gradient of {name!r} is not reduced before the last micro-batch "
-                'of a step; call the function with "full" in its name, on every rank'
-            )
-        net._means()
-        assert self.flat.mean is not None
-        return self.flat.mean
-
-
-def _get(p: nn.Parameter, stored: Callable[[View], Tensor], local: bool) -> Any:
+def _get(p: nn.Parameter, stored: Callable[[View], Tensor]) -> Tensor | None:
     """What is stored of a parameter; None if it is frozen."""
     view = View(p)
-    if not view.flat.trainable:
-        return None
-    part = view.read(stored(view))
-    return part if local else view.full(part)
+    return view.read(stored(view)) if view.flat.trainable else None
 
 
 def _trained(p: nn.Parameter) -> View:
@@ -126,14 +95,12 @@ def _trained(p: nn.Parameter) -> View:
     return view
 
 
-def safe_get_full_fp32_param(p: nn.Parameter, local: bool = False) -> Tensor | None:
+def safe_get_full_fp32_param(p: nn.Parameter) -> Tensor | None:
     """The parameter as the optimizer has it."""
-    return _get(p, lambda view: view.flat.master, local)
+    return _get(p, lambda view: view.flat.master)
 
 
-def safe_set_full_fp32_param(
-    p: nn.Parameter, value: Tensor, local: bool = False
-) -> None:
+def safe_set_full_fp32_param(p: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to `value`, the same on every rank.
 
     In DeepSpeed the next forward still uses the old parameter.
@@ -145,30 +112,29 @@ def safe_set_full_fp32_param(
             f"parameter {view.slot.name!r} is gathered: write to it, or call this "
             "after zero.GatheredParameters"
         )
-    part = view.part(value, local)
-    view.write(flat.master, part)
-    view.write(flat.shard, part)
+    view.write(flat.master, value)
+    view.write(flat.shard, value)
     net._updated([view.unit])
     net.wait()
     net.note_writes()
 
 
 def safe_get_full_optimizer_state(
-    p: nn.Parameter, optim_state_key: str, local: bool = False
+    p: nn.Parameter, optim_state_key: str
 ) -> Tensor | None:
     """A state of the optimizer, such as "exp_avg", in the shape of `p`.
 
     ValueError for one that does not exist, as before the first update.
     """
-    return _get(p, lambda view: view.state(optim_state_key), local)
+    return _get(p, lambda view: view.state(optim_state_key))
 
 
 def safe_set_full_optimizer_state(
-    p: nn.Parameter, value: Tensor, optim_state_key: str, local: bool = False
+    p: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     """Set a state of the optimizer to `value`, the same on every rank."""
     view = _trained(p)
-    view.write(view.state(optim_state_key), view.part(value, local))
+    view.write(view.state(optim_state_key), value)
 
 
 def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
@@ -182,7 +148,7 @@ def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
     if not (flat.trainable and net.has_gradients):
         return None
     net.storage.wait_for_copies()
-    total = None if flat.mean is None else view.full(view.read(flat.mean))
+    total = None if flat.mean is None else view.read(flat.mean)
     if not net.unsynced:
         return total
     # what is not reduced yet: a sum of this rank's own
@@ -194,23 +160,14 @@ def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
     return own if total is None else own + total
 
 
-def safe_get_local_grad(p: nn.Parameter) -> Tensor | None:
-    """This rank's part of it; RuntimeError before it is reduced."""
-    view = View(p)
-    if not (view.flat.trainable and view.net.has_gradients):
-        return None
-    return view.read(view.gradient(local=True))
-
-
-def safe_set_full_grad(p: nn.Parameter, value: Tensor, local: bool = False) -> None:
+def safe_set_full_grad(p: nn.Parameter, value: Tensor) -> None:
     """Set the gradient to `value`, the same on every rank; reduces it first."""
     view = _trained(p)
-    view.write(view.gradient(local), view.part(value, local))
-
-
-# These take and return this rank's part; DeepSpeed's parts have other sizes.
-safe_get_local_fp32_param = partial(safe_get_full_fp32_param, local=True)
-safe_set_local_fp32_param = partial(safe_set_full_fp32_param, local=True)
-safe_get_local_optimizer_state = partial(safe_get_full_optimizer_state, local=True)
-safe_set_local_optimizer_state = partial(safe_set_full_optimizer_state, local=True)
-safe_set_local_grad = partial(safe_set_full_grad, local=True)
+    if not view.net.has_gradients:
+        raise RuntimeError(
+            f"there is no gradient of {view.slot.name!r} to set: there is one between a "
+            "backward and step"
+        )
+    view.net._means()
+    assert view.flat.mean is not None
+    view.write(view.flat.mean, value)

@@ -1,7 +1,8 @@
 """DeepSpeed's interface: an engine that is driven by a config.
 
-Read `step_loop`, `from_config`, `engine`, `start`, then the rest. `recording` is beside
-it: what each rank did, in a trace. Imports everything below.
+Read `step_loop` (what a micro-batch does), `from_config` (keys become objects), `engine`
+(what a script holds) and `start` (how it is made); beside them `optimizer`, `data`,
+`lr_schedules`, and `recording`: what each rank did, in a trace. Imports everything below.
 """
 
 from .engine import Engine

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +21,6 @@ from ..config import MICRO, STEPS, TOTAL, Config
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel, GatheredParameters
 from .data import Loader
-from .metrics import writer
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
 
@@ -49,8 +49,7 @@ class Engine(StepLoop, nn.Module):
 
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
-    Without an optimizer it evaluates only. `monitor`: torch's `SummaryWriter` on rank 0
-    if the config has `tensorboard`, else None. `meter`: times since the last report.
+    Without an optimizer it evaluates only.
     """
 
     module: nn.Module
@@ -67,7 +66,7 @@ class Engine(StepLoop, nn.Module):
         StepLoop.__init__(self, config, net, optimizer, scheduler)
         self.module, self.device = net.model, device()
         self.training_dataloader = loader
-        self.monitor, self._loss = writer(config), 0.0
+        self._reported = time.perf_counter()
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
@@ -90,8 +89,7 @@ class Engine(StepLoop, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with fp16 or bf16, of inputs in that dtype."""
         self._check(trains=False)
-        with self.meter.phase("forward") if torch.is_grad_enabled() else nullcontext():
-            return self.net(*args, **kwargs)
+        return self.net(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -110,8 +108,6 @@ class Engine(StepLoop, nn.Module):
         self._failed = True
         share = super().backward(loss, retain_graph, scale_wrt_gas)
         self._failed = False
-        if self.monitor is not None:
-            self._loss += share.item()
         return share
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -122,8 +118,6 @@ class Engine(StepLoop, nn.Module):
         super().step(lr_kwargs)
         if self.global_steps > before:
             self._report()
-
-    backward.__doc__, step.__doc__ = StepLoop.backward.__doc__, StepLoop.step.__doc__
 
     def _check(self, trains: bool) -> None:
         """Raise RuntimeError if the engine cannot go on, or cannot train."""
@@ -146,29 +140,19 @@ class Engine(StepLoop, nn.Module):
         self.net.zero_grad()
 
     def _report(self) -> None:
-        """After a step: time it, and print and write what the config asks for."""
+        """Print progress as often as the config asks; samples are those of all ranks."""
         config, every = self.config, self.config.steps_per_print
-        self.meter.end_step(config.train_batch_size)
-        assert self.optimizer is not None
-        scale = self.optimizer.loss_scale
-        if self.monitor is not None:
-            seen = {"train_loss": self._loss, "lr": self.get_lr()[0]}
-            seen |= {"loss_scale": scale} if config.fp16.enabled else {}
-            for name, value in seen.items():
-                name = f"Train/Samples/{name}"
-                self.monitor.add_scalar(name, value, self.global_samples)
-            self.monitor.flush()
-            self._loss = 0.0
-        averaged = bool(every and self.global_steps % every == 0)
-        if not (averaged or config.wall_clock_breakdown):
+        if rank() != 0 or not every or self.global_steps % every:
             return
-        parts = [f"step={self.global_steps}"]
-        if averaged:
-            parts += [f"skipped={self.skipped_steps}", f"lr={self.get_lr()}"]
-            parts += [f"mom={self.get_mom()}", f"loss_scale={scale:g}"]
-        parts += self.meter.report()
-        if rank() == 0:
-            print(", ".join(parts), flush=True)
+        before, self._reported = self._reported, time.perf_counter()
+        speed = every * config.train_batch_size / (self._reported - before)
+        assert self.optimizer is not None
+        print(
+            f"step={self.global_steps}, skipped={self.skipped_steps}, "
+            f"lr={self.get_lr()}, mom={self.get_mom()}, "
+            f"loss_scale={self.optimizer.loss_scale:g}, samples/s={speed:.4g}",
+            flush=True,
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside does not reduce; the next one outside does.
@@ -241,7 +225,7 @@ class Engine(StepLoop, nn.Module):
         `tag`: default "global_step" and the number. `save_latest`: whether
         `load_checkpoint` without a tag finds it. `exclude_frozen_parameters`: no
         effect, a checkpoint has the whole model. `keep`, `background`: see
-        `minizero.checkpoint.save`.
+        `minizero.checkpoint.save`; `minizero.checkpoint.finish` waits for the latter.
 
         CheckpointError, on all ranks, if it cannot be written, or if a step is under
         way; existing checkpoints stay as they are.
@@ -261,10 +245,6 @@ class Engine(StepLoop, nn.Module):
             latest=save_latest,
         )
         return True
-
-    def finish_checkpoint(self) -> None:
-        """Wait for a save in the background, and raise its error."""
-        checkpoint.finish()
 
     def load_checkpoint(
         self,

@@ -23,9 +23,8 @@ Rates = float | Sequence[float]
 class Schedule(LRScheduler):
     """Writes the rates of a step to the groups of an optimizer.
 
-    `own`: the groups' own rates at the start. `last_batch_iteration`, the last field
-    of each schedule: the last step. If it is -1, the rates of step -1 are written at
-    once, for the first update.
+    The rates of step -1 are written at once, for the first update. `own`: the groups'
+    own rates at the start. `last_batch_iteration`: the last step.
     """
 
     optimizer: Optimizer
@@ -35,17 +34,11 @@ class Schedule(LRScheduler):
         # overflow skips, and writes options to the groups, which are saved
         self.own = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.base_lrs: list[float | Tensor] = [*self.own]  # torch's name
-        self._last_lr = self.base_lrs
-        if self.last_batch_iteration == -1:
-            self.step(-1)
+        self.step(-1)
 
     def rate(self, step: int, group: int) -> float:
         """The rate of a group at a step."""
         raise NotImplementedError
-
-    def beta(self, step: int, group: int) -> float | None:
-        """The first beta of a group at a step; None leaves both as they are."""
-        return None
 
     def of(self, group: int, value: Rates) -> float:
         """What an option is for a group."""
@@ -66,17 +59,13 @@ class Schedule(LRScheduler):
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration: int = last_batch_iteration
         self.last_epoch = last_batch_iteration + 1  # torch's count
-        numbers = range(len(self.own))
-        self._last_lr = [self.rate(last_batch_iteration, i) for i in numbers]
-        betas = [self.beta(last_batch_iteration, i) for i in numbers]
         groups = self.optimizer.param_groups
-        for group, rate, beta in zip(groups, self._last_lr, betas, strict=True):
+        self._last_lr = [self.rate(last_batch_iteration, i) for i in range(len(groups))]
+        for group, rate in zip(groups, self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-            if beta is not None:
-                group["betas"] = (beta, 0.99)
 
     def state_dict(self) -> dict[str, int]:
         """The step; options are not part of it."""
@@ -104,7 +93,6 @@ class WarmupLR(Schedule):
     warmup_max_lr: Rates | None = None
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
-    last_batch_iteration: int = -1
 
     def rate(self, step: int, group: int) -> float:
         top = self.own if self.warmup_max_lr is None else self.warmup_max_lr
@@ -121,7 +109,6 @@ class WarmupDecayLR(Schedule):
     warmup_max_lr: Rates = 0.001
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
-    last_batch_iteration: int = -1
 
     def rate(self, step: int, group: int) -> float:
         begin, end = max(2, self.warmup_num_steps), self.total_num_steps
@@ -144,7 +131,6 @@ class WarmupCosineLR(Schedule):
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 0.0001
     warmup_type: str = "log"
-    last_batch_iteration: int = -1
 
     def rate(self, step: int, group: int) -> float:
         if step < 0:
@@ -177,7 +163,6 @@ class OneCycle(Schedule):
     cycle_min_mom: Rates = 0.8
     cycle_max_mom: Rates = 0.9
     decay_mom_rate: float = 0.0
-    last_batch_iteration: int = -1
 
     def __post_init__(self) -> None:
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
@@ -203,13 +188,15 @@ class OneCycle(Schedule):
         rate = self.between(group, self.cycle_min_lr, self.cycle_max_lr, height)
         return rate / (1 + self.decay_lr_rate * since)
 
-    def beta(self, step: int, group: int) -> float | None:
-        if not self.cycle_momentum:
-            return None
-        # before the first step the lowest; the cycle starts at the highest
-        height, since = self.height(step) if step >= 0 else (1.0, 0.0)
-        beta = self.between(group, self.cycle_max_mom, self.cycle_min_mom, height)
-        return beta * (1 + self.decay_mom_rate * since)
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        super().step(last_batch_iteration)
+        # before the first step the lowest beta; the cycle starts at the highest
+        at = self.last_batch_iteration
+        height, since = self.height(at) if at >= 0 else (1.0, 0.0)
+        groups = self.optimizer.param_groups if self.cycle_momentum else ()
+        for i, group in enumerate(groups):
+            beta = self.between(i, self.cycle_max_mom, self.cycle_min_mom, height)
+            group["betas"] = (beta * (1 + self.decay_mom_rate * since), 0.99)
 
 
 @dataclass(eq=False)
@@ -224,7 +211,6 @@ class LRRangeTest(Schedule):
     lr_range_test_step_size: int = 2000
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-    last_batch_iteration: int = -1
 
     def rate(self, step: int, group: int) -> float:
         done = (step + 1) / self.lr_range_test_step_size

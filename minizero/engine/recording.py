@@ -81,10 +81,10 @@ class Recording:
             yield
             self._next_backward()
             stack.close()
-            self.trace = self._made(calls, first)
+            self.trace = self._put_together(calls, first)
 
     def _watch(self, stack: ExitStack) -> None:
-        """Hooks on the units' modules, and around the methods that work."""
+        """Hook the units' modules, and wrap the methods that compute, copy and read."""
 
         def around(owner: Any, name: str, wrapper: Function, *args: Any) -> None:
             setattr(owner, name, partial(wrapper, *args, getattr(owner, name)))
@@ -104,7 +104,7 @@ class Recording:
             if hasattr(storage, name):
                 around(getattr(storage, name), "copy", self._copied, operation)
         for operation in ("read", "write") if hasattr(storage, "swap") else ():
-            around(storage.swap, operation, self._moved, operation)
+            around(storage.swap, operation, self._filed, operation)
 
     def _slice(
         self, lane: str, begin: float, operation: str, unit: str = "", nbytes: int = 0
@@ -147,14 +147,14 @@ class Recording:
         made = self._slice("to host", begin, operation, unit, given.nbytes)
         self._copies.append(made)
 
-    def _moved(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
+    def _filed(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
         transfer, unit = function(at, data), self._last()[1]
         made = self._slice("to disk", 0.0, operation, unit, data.nbytes)
         self._files.append((transfer, made))
         return transfer
 
-    def _made(self, calls: comm.Ledger, first: int) -> Trace:
-        """The trace; a call that nobody has waited for ends now."""
+    def _put_together(self, calls: comm.Ledger, first: int) -> Trace:
+        """The trace: samples from `first` on; a call without a wait ends now."""
         now, samples = time.perf_counter(), self._tracker.samples[first:]
         groups = comm.Groups(self.net.plan.group or world_size())
         peers = {g.name: g.ranks for g in (groups.within, groups.across)}

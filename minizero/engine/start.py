@@ -86,25 +86,25 @@ def initialize(
         loader = Loader(training_data, size, collate_fn, settings.dataloader_drop_last)
     if settings.activation_checkpointing.cpu_checkpointing:
         CHECKPOINT.store = Offloaded()
-    said = [*settings.warnings]
+    notes = [*settings.warnings]
     if made is not None:
         updated, named = groups_of(model, made), model.named_parameters()
         if frozen := [n for n, p in named if p.requires_grad and p not in updated]:
-            said.append(
+            notes.append(
                 f"frozen, for the optimizer has no group with them: {', '.join(frozen)}"
             )
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
     if settings.optimizer is not None and optimizer is not None:
-        said.append("the config's optimizer has no effect: initialize got another")
+        notes.append("the config's optimizer has no effect: initialize got another")
     if settings.scheduler is not None and (lr_scheduler is not None or made is None):
         why = "there is no optimizer" if made is None else "initialize got another"
-        said.append(f"the config's scheduler has no effect: {why}")
+        notes.append(f"the config's scheduler has no effect: {why}")
     moved = getattr(scheduler, "optimizer", made)
-    if getattr(moved, "optimizer", moved) is not made:  # a wrapper has it
-        said.append("the lr_scheduler moves another optimizer, so the rate stays")
-    if said and rank() == 0:
-        warnings.warn("\n".join(said), stacklevel=2)
+    if getattr(moved, "optimizer", moved) is not made:  # nor in a wrapper
+        notes.append("the lr_scheduler moves another optimizer, so the rate stays")
+    if notes and rank() == 0:
+        warnings.warn("\n".join(notes), stacklevel=2)
     net = wrap(model, made, settings, units)
     updates = None if made is None else EngineOptimizer(net, settings)
     engine = Engine(settings, net, updates, scheduler, loader)

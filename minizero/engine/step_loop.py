@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from ..config import Config
-from .metrics import Meter
 from .optimizer import EngineOptimizer
 from ..zero import DataParallel
 
@@ -37,7 +36,6 @@ class StepLoop:
     ) -> None:
         self.config, self.net = config, net
         self.optimizer, self.lr_scheduler = optimizer, scheduler
-        self.meter = Meter(config.wall_clock_breakdown)
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._position = 0  # complete micro-batches of this step
         self._boundary: bool | None = None  # what the script has set
@@ -64,9 +62,8 @@ class StepLoop:
             loss = loss / self.config.gradient_accumulation_steps
         sharded = self.net.plan.gradients.sharded
         reduces = sharded or self.is_gradient_accumulation_boundary()
-        with self.meter.phase("backward"):
-            with nullcontext() if reduces else self.net.no_sync():
-                self.net.backward(loss, retain_graph)
+        with nullcontext() if reduces else self.net.no_sync():
+            self.net.backward(loss, retain_graph)
         return loss.detach()
 
     # continued: loop-step
@@ -80,8 +77,7 @@ class StepLoop:
         boundary = self.is_gradient_accumulation_boundary()
         self._applied = False
         if boundary and self.optimizer and self.net.has_gradients:
-            with self.meter.phase("step"):
-                self.optimizer.step()
+            self.optimizer.step()
             self._applied = not self.optimizer.overflow
         self.micro_steps += 1
         self._position = 0 if boundary else self._position + 1

@@ -64,17 +64,15 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        """Update every parameter that has a gradient; a closure is torch's."""
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
-        if not all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work):
-            super().step()
-            return loss
+        runs = all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work)
+        if closure is not None or not runs:
+            return super().step(closure)
         for p, group in work:
             self.update(p, p.grad, group)
-        return loss
+        return None
 
     # continued: fused-update
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .. import comm
 from ..memory.labels import label
-from ..ranks.launch import device
+from ..ranks import device
 from ..zero.flat import Flat
 from ..zero.seams import Precision
 from .loss_scale import DynamicLossScale, LossScale

@@ -1,13 +1,12 @@
 """Processes that train together, and how they find each other.
 
-Read `launch` (start ranks, ask who one is), `pool` (ranks that stay), `worker` (what runs
-in them), `reports` (why they are stuck) and `rendezvous` (how they meet). Imports no
-other part of minizero.
+Read `rendezvous` (how a process becomes a rank, and asks who it is), `pool` (start
+ranks, run functions on them), `worker` (what runs in them) and `reports` (why they are
+stuck). Imports no other part of minizero.
 """
 
-from .launch import device, launch, rank, world_size
-from .pool import Pool, RankError, default_ranks
-from .rendezvous import TIMEOUT, init_distributed
+from .pool import Pool, RankError, default_ranks, launch
+from .rendezvous import TIMEOUT, device, init_distributed, rank, world_size
 from .reports import report
 
 __all__ = ["Pool", "RankError", "TIMEOUT", "default_ranks", "device"]

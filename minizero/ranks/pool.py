@@ -1,4 +1,4 @@
-"""Ranks that stay: processes that run one function after another together.
+"""Pools of ranks: processes that run one function after another together.
 
 What they print appears in rank order, whatever goes wrong becomes one error that says
 what and where, and nothing is left behind, however it ends.
@@ -6,18 +6,15 @@ what and where, and nothing is left behind, however it ends.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import util
@@ -39,7 +36,7 @@ LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
 GONE = "\n\nAll ranks were ended, and their names are gone."
 HERE = "127.0.0.1"
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
-"""What starts a rank; that of "fork" is quicker, where one thread has imported torch."""
+"""What starts a rank; "fork" has one too, for a parent of one thread with torch."""
 
 
 class RankError(RuntimeError):
@@ -65,17 +62,14 @@ def _starting() -> Iterator[None]:
         modules.append("torch._dynamo")
     multiprocessing.set_forkserver_preload(modules)
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    chosen = multiprocessing.get_start_method(allow_none=True)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        # a program may choose its method later
-        multiprocessing.set_start_method(chosen, force=True)
 
 
 class Child:
-    """A rank seen from its parent: its process, the pipes to it, what it has printed."""
+    """A rank seen from its parent: its process, pipes to it, what it has printed."""
 
     def __init__(self, rank: int, folder: str, environment: dict[str, str]) -> None:
         self.rank, self.text, self._rest = rank, "", b""
@@ -115,7 +109,7 @@ class Child:
         try:
             return pickle.loads(self.tasks.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(PATIENCE)
+            self.process.join(LEAVE)
         self.kill()  # a rank that lives on, but has closed its pipe, is lost too
         return None
 
@@ -129,17 +123,15 @@ class Child:
 
     def kill(self) -> None:
         """Kill the rank and all that it has started."""
-        if self.process.pid is None:  # whether it has started nobody knows
-            self.tasks.send_bytes(b"")
+        if self.process.pid is None:  # an interrupt came before its number did:
+            self.tasks.send_bytes(b"")  # if it has started, it ends
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # it may not have made its process group yet
 
 
-def _end(children: list[Child], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # in a fork of the ranks' parent
+def _end(children: list[Child]) -> None:
     usual = signal.getsignal(signal.SIGINT)
     mine = threading.current_thread() is threading.main_thread() and usual is not None
     if mine:  # who presses Ctrl-C again would keep it from ending them
@@ -186,30 +178,25 @@ class Pool:
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, check_timeout(timeout)
         self._children: list[Child] = []
-        self._end = partial(_end, self._children, os.getpid())
-        weakref.finalize(self, self._end)
-        atexit.register(self._end)  # before multiprocessing's, which waits for them
+        self._replies: dict[int, Reply] = {}
+        self._end = partial(_end, self._children)
+        # before multiprocessing waits for them, and not in a fork of this process
+        util.Finalize(self, self._end, exitpriority=0)
         try:
-            with _starting(), socket.create_server((HERE, 0)) as server:
-                port, n = server.getsockname()[1], str(nprocs)
+            store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+            self._board = PrefixStore("minizero/watch/0", store)
+            # as under torchrun
+            own = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(nprocs))
+            own |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(store.port)}
+            own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            own |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+            with _starting():
                 nested = multiprocessing.parent_process()  # then it is its parent's
                 folder = "" if nested else util.get_temp_dir()
-                own = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-                own |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
-                # as under torchrun
-                own["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-                own["TORCHELASTIC_RESTART_COUNT"] = "0"
                 for rank in range(nprocs):
-                    own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     # in the list first: if it is interrupted as it starts, it must end
                     self._children.append(Child(rank, folder, os.environ | own))
                     self._children[-1].start()
-                # after the ranks, which may be forks: it has a thread
-                store = TCPStore(
-                    HERE, port, is_master=True, wait_for_workers=False,
-                    master_listen_fd=server.detach(),
-                )  # fmt: skip
-                self._board = PrefixStore("minizero/watch/0", store)
             # the parent, which can explain a hang, should speak before torch gives up
             self.call(worker.pack(join, backend, self.timeout + 3600), START)
         except BaseException:
@@ -255,99 +242,126 @@ class Pool:
                 self._show(set())
         finally:
             self._end()
-            atexit.unregister(self._end)
-
-    def _send(self, task: bytes) -> None:
-        for each in self._children:
-            with contextlib.suppress(OSError):  # it is dead, as will be noticed
-                each.tasks.send_bytes(task)
 
     def call(self, task: bytes, timeout: float | None = None) -> list[Any]:
         """Give a task to the ranks, and stay with them until all have replied."""
         if not self._children:
             raise RuntimeError("these ranks have ended; start new ones.")
-        replies: dict[int, Reply] = {}
         try:
-            self._follow(task, replies, timeout or self.timeout)
+            self._follow(task, timeout or self.timeout)
         except BaseException:  # a later reply would answer another task
             self._end()
             raise
-        if any(reply.result is None for reply in replies.values()):
-            raise RankError(*_cause(replies))
-        return [cloudpickle.loads(replies[rank].result) for rank in range(self.size)]
+        if self._failed():
+            raise RankError(*self._cause())
+        results = [self._replies.pop(rank).result for rank in range(self.size)]
+        return [cloudpickle.loads(each) for each in results]
 
-    def _waiting(self, replies: dict[int, Reply]) -> set[int]:
-        return set(range(self.size)) - set(replies)
+    def _send(self, task: bytes) -> None:
+        self._replies.clear()
+        for each in self._children:
+            with contextlib.suppress(OSError):  # it is dead, as will be noticed
+                each.tasks.send_bytes(task)
 
-    def _follow(self, task: bytes, replies: dict[int, Reply], timeout: float) -> None:
+    def _working(self) -> set[int]:
+        return set(range(self.size)) - set(self._replies)
+
+    def _failed(self) -> dict[int, Reply]:
+        return {r: each for r, each in self._replies.items() if each.result is None}
+
+    def _follow(self, task: bytes, timeout: float) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come."""
         since = active = looked = time.monotonic()  # before any rank can report
         self._send(task)
-        while self._waiting(replies):
-            if self._listen(replies):
+        while self._working():
+            if self._listen():
                 active = time.monotonic()
             now = time.monotonic()
             dead = [each for each in self._children if not each.process.is_alive()]
             for each in dead:
-                replies[each.rank] = Reply(now, summary=each.how_it_ended())
-            failed = [each for each in replies.values() if each.result is None]
-            # of an echo the cause will follow
+                self._replies[each.rank] = Reply(now, summary=each.how_it_ended())
+            failed = self._failed().values()
+            # others may come back too, or the end be noticed that an echo follows from
             patience = LEAVE if all(each.is_echo for each in failed) else PATIENCE
             late = any(now - each.time > patience for each in failed)
             why, rank = "", None
-            if dead or (late and self._waiting(replies)):
-                why, rank = _cause(replies)
+            if dead or (late and self._working()):
+                why, rank = self._cause()
             elif not failed and now - looked > LOOK:
                 looked = now
-                why = self._examine(replies, since, active, timeout)
+                why = self._examine(since, active, timeout)
             if why:
                 self._show(set())
                 raise RankError(why, rank)
 
-    def _listen(self, replies: dict[int, Reply]) -> bool:
+    def _listen(self) -> bool:
         """Wait a moment for replies and output; whether there was any."""
-        waiting = [self._children[rank] for rank in self._waiting(replies)]
-        pipes = {c.tasks: c for c in waiting if not c.tasks.closed}
-        alive = [c for c in self._children if c.process.is_alive()]
-        ready = wait([*pipes, *(c.output for c in alive)], LOOK)
-        for pipe, each in pipes.items():
-            if pipe in ready and (reply := each.receive()):
-                replies[each.rank] = reply
+        tasks = {self._children[rank].tasks: rank for rank in self._working()}
+        outputs = [c.output for c in self._children if c.process.is_alive()]
+        ready = wait([*tasks, *outputs], LOOK)
+        for pipe, rank in tasks.items():
+            if pipe in ready and (reply := self._children[rank].receive()):
+                self._replies[rank] = reply
         # what a rank has printed before its reply is in its pipe by now
-        return self._show(self._waiting(replies)) or any(p in ready for p in pipes)
+        return self._show(self._working()) or any(pipe in ready for pipe in tasks)
 
-    def _show(self, waiting: set[int]) -> bool:
+    def _show(self, working: set[int]) -> bool:
         """Print in rank order, up to the first rank at work; whether anything came."""
-        came = [each.read(each.rank not in waiting) for each in self._children]
+        came = [each.read(each.rank not in working) for each in self._children]
         for each in self._children:
             sys.stdout.write(each.text)
             each.text = ""
-            if each.rank in waiting:
+            if each.rank in working:
                 break
         sys.stdout.flush()
         return any(came)
 
-    def _examine(
-        self, replies: dict[int, Reply], since: float, active: float, timeout: float
-    ) -> str:
-        """Why the ranks at work will never return, with what each does; "" if they may."""
-        posts, waiting = posted(self._board, self.size), self._waiting(replies)
+    def _examine(self, since: float, active: float, timeout: float) -> str:
+        """Why the ranks at work will not return, and what each does; "" if they may."""
+        posts = posted(self._board, self.size)
         for rank, post in posts.items():
             # what a rank has posted may be older than its reply
-            made = replies[rank].reports if rank in replies else post.reports
-            made = [each for each in made if each.time >= since]
+            own = self._replies.get(rank, post)
+            made = [each for each in own.reports if each.time >= since]
             posts[rank] = Post(time.monotonic(), made, post.line)
-        why = verdict(posts, waiting, active, timeout)
-        return why and explain(why, posts, waiting)
+        why = verdict(posts, self._working(), active, timeout)
+        return why and explain(why, posts, self._working())
+
+    def _cause(self) -> tuple[str, int]:
+        """The likely cause of all failures, the first that is no echo, and its rank."""
+        failed = self._failed()
+        first = min(failed.values(), key=lambda reply: (reply.is_echo, reply.time))
+        alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
+        who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
+        return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]
 
 
-def _cause(replies: dict[int, Reply]) -> tuple[str, int]:
-    """The likely cause of all failures, the first that is no echo, and its rank."""
-    failed = {rank: each for rank, each in replies.items() if each.result is None}
-    first = min(failed.values(), key=lambda reply: (reply.is_echo, reply.time))
-    alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
-    who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
-    return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    backend: str | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs `fn(*args, **kwargs)` on `nprocs` ranks; returns their results.
+
+    The function may be defined anywhere, a notebook cell included. What the
+    ranks print is shown in rank order, behind the number of the rank.
+
+    Args:
+        fn: the function; it and its arguments must pickle (with cloudpickle).
+        nprocs, backend, timeout: as for `Pool`.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense or cannot be
+            pickled.
+        RankError: a rank has raised, ended or hung. The others have been
+            ended.
+    """
+    task = worker.pack(fn, *args, **kwargs)
+    with Pool(nprocs, backend, timeout) as pool:
+        return pool.call(task)
 
 
 def default_ranks() -> int:

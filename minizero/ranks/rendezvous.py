@@ -1,4 +1,8 @@
-"""How a process becomes one of the ranks, and stops being one."""
+"""How a process becomes one of the ranks, asks which one it is, and stops being one.
+
+A script that `torchrun` starts calls `init_distributed` first; then it is the same
+program as a function that `launch` runs.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,30 @@ import uuid
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
-
-from .reports import one_rank_speaks
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from .reports import watch
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
+ACCELERATOR = "cuda"  # tests have one that is not there
+
+
+def rank() -> int:
+    """The number of this process among the ranks; 0 if it is alone."""
+    return 0 if dist.group.WORLD is None else dist.group.WORLD.rank()
+
+
+def world_size() -> int:
+    """The number of ranks; 1 if this process is alone."""
+    return 1 if dist.group.WORLD is None else dist.group.WORLD.size()
+
+
+def device() -> torch.device:
+    """Where this rank computes: its GPU, or the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device(ACCELERATOR, torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def choose_backend(wanted: str | None, ranks: int) -> str:
@@ -54,7 +71,7 @@ def init_distributed(
     *,
     dist_backend: str | None = None,
 ) -> None:
-    """Make this process a rank, if it is not one yet.
+    """Make this process a rank, if it is not one yet, and report it if it is stuck.
 
     Within `launch` and `Pool` there is nothing to do. Under torchrun the environment
     says which rank of how many. Elsewhere the process is rank 0 of 1.
@@ -64,12 +81,14 @@ def init_distributed(
         timeout: seconds that a collective may take, or a timedelta.
         dist_backend: DeepSpeed's name of `backend`.
     """
-    one_rank_speaks()
     if not dist.is_initialized():
         here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
         chosen = choose_backend(backend or dist_backend, int(here))
         join(chosen, check_timeout(timeout))
         atexit.register(leave)
+    there = world_size() > 1 and "MASTER_ADDR" in os.environ
+    if there and dist.get_backend() != "fake":
+        watch(rank(), world_size())
 
 
 def choose_interface() -> None:
@@ -102,10 +121,11 @@ def choose_interface() -> None:
 def _fresh_store() -> Store:
     """Where the ranks of this start find each other.
 
-    A pool and torchrun have a store for that. Torchrun keeps it when it starts ranks anew:
-    a quick rank would read the address of a dead one (PyTorch's issue 135712). So each rank leaves
-    its own mark in a part of the store that rank 0 names, and rank 0 confirms all
-    marks. Ranks may start at very different times, whatever a collective's timeout.
+    A pool and torchrun have a store for that. Torchrun keeps it when it starts ranks
+    anew, and a quick rank would read the address of a dead one (PyTorch's issue
+    135712). So rank 0 names a part of the store, each rank leaves a mark of its own
+    there, and goes on when rank 0 has confirmed that mark among those of all ranks.
+    Ranks may start at very different times, whatever a collective's timeout.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     me, ranks = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
@@ -125,18 +145,18 @@ def _fresh_store() -> Store:
                 return store
         time.sleep(0.05)
     raise RuntimeError(
-        f"not all of the {ranks} ranks have started in {START:g} s; see what the others "
-        f"have printed, and whether a firewall keeps them from {host}."
+        f"not all of the {ranks} ranks have started in {START:g} s; see what the "
+        f"others have printed, and whether a firewall keeps them from {host}."
     )
 
 
 def join(backend: str, timeout: float) -> None:
     """Make this process one of the ranks, as its environment says: see torchrun's."""
     choose_interface()
-    # torch reads this at its first large tensor: a new buffer costs far fewer page faults
+    # torch reads this at its first large tensor: new buffers cost fewer page faults
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(AttributeError, OSError):  # it is Linux's
-        # gloo's thread, which spins, does not take the core of the thread that it waits for
+        # gloo's thread, which spins, leaves the core to the thread that it waits for
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     store: Store | None = None

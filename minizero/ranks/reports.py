@@ -1,8 +1,8 @@
 """Reports of what each rank is doing, and what they prove when ranks are stuck.
 
-A thread of each rank posts its last reports to the store by which the ranks have met. A
-pool's parent reads them there. Where there is no parent that looks, as under torchrun,
-rank 0 compares them: else stuck ranks would wait in silence until the backend's timeout.
+A thread of each rank posts its last reports to the store by which the ranks have met.
+A pool's parent reads them there. Where no parent looks, as under torchrun, rank 0
+compares them: else stuck ranks would wait in silence until the backend's timeout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import re
 import sys
 import threading
 import time
@@ -19,25 +18,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 SOON, LATE = 1.0, 2.0  # seconds of waiting that prove a mismatch
 KEPT, PERIOD = 48, 0.5  # reports; seconds
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 DIFFERENT = "the ranks are out of step: they have called different collectives."
 ALONE = "the ranks are out of step: some wait for one that has returned."
-ECHO = r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|" + (
-    r"remote process exited|communicator was aborted"
-)
-"""What an error says that only follows from a lost peer."""
 
 
 class Report(NamedTuple):
@@ -75,7 +64,7 @@ class Post(NamedTuple):
 
 
 def unlike(posts: Mapping[int, Post]) -> dict[int, Report]:
-    """The earliest collective that ranks of a group have called differently, by rank."""
+    """The earliest call that ranks of a group have made differently, by rank."""
     calls: dict[tuple[int, tuple[int, ...]], dict[int, Report]] = {}
     for rank, post in posts.items():
         for each in post.reports:
@@ -121,8 +110,8 @@ def explain(why: str, posts: Mapping[int, Post], waiting: set[int]) -> str:
     return why
 
 
-def connect(name: str) -> Store:
-    """A part of the ranks' store, which only ranks of this life use.
+def connect() -> Store:
+    """The part of the ranks' store where ranks of this life post.
 
     Torchrun keeps the store when it starts ranks anew. The connection is its own: the
     main thread may wait for an answer on another.
@@ -131,7 +120,7 @@ def connect(name: str) -> Store:
     soon = timedelta(seconds=10)  # rank 0 may not have made it yet
     store = TCPStore(host, port, is_master=False, timeout=soon)
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"minizero/{name}/{life}", store)
+    return PrefixStore(f"minizero/watch/{life}", store)
 
 
 def posted(board: Store, ranks: int) -> dict[int, Post]:
@@ -141,7 +130,7 @@ def posted(board: Store, ranks: int) -> dict[int, Post]:
 
 
 recent: deque[Report] = deque(maxlen=KEPT)
-_watched: Any = None  # whose reports are posted: a process group, or a pool
+_watch: threading.Thread | None = None
 
 
 def report(
@@ -149,54 +138,47 @@ def report(
 ) -> None:
     """Note what this rank is doing, as `Report` describes it."""
     recent.append(Report(time.monotonic(), state, number, what, history, ranks))
-    world = dist.group.WORLD
-    if _watched not in (world, "pool") and world is not None and world.size() > 1:
-        if dist.get_backend() != "fake" and "MASTER_ADDR" in os.environ:
-            one_rank_speaks()
-            watch(world)
 
 
-def watch(whose: Any) -> None:
-    """Post what this rank does, in a thread, until another group is watched.
+def watch(me: int, ranks: int, in_pool: bool = False) -> None:
+    """Post what this rank, `me`, does, in a thread, until the process ends.
 
-    `whose`: "pool", whose parent looks at what is posted, or a process group. There
-    rank 0 looks, and ranks post only when they are stuck: there may be thousands.
+    `in_pool`: its parent looks at what is posted. Elsewhere rank 0 looks, and ranks
+    post only when they are stuck: there may be thousands.
     """
-    global _watched
-    _watched, over = whose, threading.Event()
-    me, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    global _watch
+    if _watch is not None and _watch.is_alive():
+        return
+    over = threading.Event()
 
     def run() -> None:
         board, before = None, Report()
-        while not over.wait(PERIOD) and _watched is whose:
+        while not over.wait(PERIOD):
             with contextlib.suppress(RuntimeError, OSError):  # the store is lost
-                board = board or connect("watch")
                 last, now = [Report(), *recent][-1], time.monotonic()
                 stuck = last.state not in ("", "done") and now - last.time > LATE
-                if stuck or whose == "pool":
+                if stuck or in_pool:
+                    board = board or connect()
                     line = position() if stuck or last == before else ""
                     post = pickle.dumps(Post(now, list(recent), line))
                     board.set(str(me), post)  # type: ignore[arg-type]
-                if stuck and whose != "pool" and me == 0:
-                    judge(posted(board, ranks))
+                    posts = posted(board, ranks) if me == 0 and not in_pool else {}
+                    if unlike(posts):
+                        why = explain(DIFFERENT, posts, set(posts))
+                        print(why, file=sys.stderr, flush=True)
+                        os._exit(1)  # and so torchrun ends the others
                 before = last
+
+    thread = threading.Thread(target=run, name="minizero watch", daemon=True)
+    thread.start()
+    _watch = thread
 
     def end() -> None:
         over.set()
         thread.join()
 
-    thread = threading.Thread(target=run, name="minizero watch", daemon=True)
-    thread.start()
     # Python would abort a process whose thread is in a call of the store at its end
     atexit.register(end)
-
-
-def judge(posts: Mapping[int, Post]) -> None:
-    """End this rank, and so all, if they have called differently."""
-    if unlike(posts):
-        print(explain(DIFFERENT, posts, set(posts)), file=sys.stderr, flush=True)
-        connect("errors").add("causes", 1)  # what others say is an echo
-        os._exit(1)
 
 
 def position() -> str:
@@ -211,25 +193,3 @@ def position() -> str:
         if "/lib/python3" not in code.co_filename and PACKAGE not in code.co_filename:
             return f"; it is at line {line} of {code.co_name} ({code.co_filename})"
     return ""
-
-
-def one_rank_speaks() -> None:
-    """Under torchrun, let one rank print an error that several have, or cause."""
-    own = sys.excepthook is not sys.__excepthook__
-    if own or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-
-    def hook(
-        kind: type[BaseException], error: BaseException, frames: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            store, text = connect("errors"), f"{kind.__name__}: {error}"
-            if re.search(ECHO, text, re.IGNORECASE):
-                time.sleep(1.0)  # the cause may follow
-                if store.add("causes", 0):
-                    return
-            elif store.add(text, 1) > 1 or not store.add("causes", 1):
-                return
-        sys.__excepthook__(kind, error, frames)
-
-    sys.excepthook = hook

@@ -21,9 +21,7 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Sequence
-from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,7 +31,12 @@ import torch
 import torch.distributed as dist
 
 from .rendezvous import leave
-from .reports import ECHO, Report, recent, watch
+from .reports import Report, recent, watch
+
+ECHO = r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|" + (
+    r"remote process exited|communicator was aborted"
+)
+"""What an error says that only follows from a lost peer."""
 
 
 class Reply(NamedTuple):
@@ -63,9 +66,9 @@ def serve(
     `folder`: multiprocessing's, which must go with a parent that is killed.
     """
     gc.freeze()  # a collection would copy the pages that are shared with the server
+    atexit._clear()  # the server's; torch's take a third of a second
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # all ranks have the server's state
-    _forget_exits()
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
     end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
     end.start()
@@ -74,12 +77,11 @@ def serve(
         setattr(sys, name, open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False))
     output.close()
     os.environ.clear()
-    os.environ.update(environment)
-    known = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-    share = cores // int(environment["WORLD_SIZE"])
-    torch.set_num_threads(max(1, int(environment.get("OMP_NUM_THREADS", share))))
-    watch("pool")
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    ranks = int(environment["WORLD_SIZE"])
+    share = torch.get_num_threads() // ranks
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", max(1, share))))
+    watch(rank, ranks, in_pool=True)
     faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
     try:
@@ -92,18 +94,6 @@ def serve(
         leave()
     vars(sys.modules["__main__"]).clear()  # so that open files are written
     atexit._run_exitfuncs()
-    _flush()
-    os._exit(0)  # torch takes a while to be torn down, and may crash
-
-
-def _forget_exits() -> None:
-    """Not this rank's, but the fork server's; torch's take a third of a second."""
-    finalize: Any = weakref.finalize
-    atexit._clear()
-    for each in list(finalize._registry):
-        each.atexit = False
-    for function in (util._exit_function, finalize._exitfunc):  # type: ignore
-        atexit.register(function)
 
 
 def _end_with_parent(folder: str) -> None:
@@ -115,11 +105,7 @@ def _end_with_parent(folder: str) -> None:
         # parent that is interrupted as it starts this rank may close it
         end = os.pidfd_open(parent.pid)
     wait([end])
-    for _ in range(1000):  # others still write there
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
-            break
-        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)  # which all ranks do at once
     os.killpg(0, signal.SIGKILL)  # and what this rank has started
 
 
