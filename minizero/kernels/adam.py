@@ -64,7 +64,7 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; a closure is torch's."""
+        """Update what has a gradient; a closure is left to torch's own."""
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
         runs = all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work)

@@ -141,7 +141,7 @@ class Offload(Storage):
 
     # continued: host-stage
     def _stage(self, unit: Unit) -> Callable[[], None]:
-        """Launch copies of what the unit's update needs; returns a wait for them."""
+        """Launch copies of what the update needs; returns their wait."""
         labels.mark("in", unit.name)
         self._staging.turn()
         # the unit that had this block must have been copied out of it

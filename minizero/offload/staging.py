@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..memory.labels import aligned
 from ..zero.flat import Flat, Unit
-from .swap_file import ALIGN, SwappedTensor, Transfer, aligned_buffer
+from .swap_file import ALIGN, SwappedTensor
+from .swap_file import Transfer, aligned_buffer
 
 # %% auto #0
 __all__ = ['StagingBuffers', 'StagedTensor', 'Slice']
