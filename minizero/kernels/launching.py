@@ -35,7 +35,8 @@ def runs_on(*tensors: Tensor | None) -> bool:
         return False
     (on, *others) = {tensor.device for tensor in given}
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return not others and on.type in ("cuda", "cpu" if interprets else "")
+    kinds = ("cuda", "cpu") if interprets else ("cuda",)
+    return not others and on.type in kinds
 
 
 def launch(
