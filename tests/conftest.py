@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import re
@@ -11,8 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def tool() -> Run:
     return run
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run_script(
+    folder: Path, text: str, *command: str
+) -> subprocess.CompletedProcess[str]:
+    """What a program prints, run by Python or by another command."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [*(command or [sys.executable]), str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
@@ -129,6 +147,17 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 def two() -> Iterator[Pool]:
     with Pool(2) as pool:
         yield pool
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that uses a pool and does not ask for it runs on each of its ranks."""
+    names = inspect.signature(pyfuncitem.obj).parameters
+    for name, pool in pyfuncitem.funcargs.items():
+        if isinstance(pool, Pool) and name not in names:
+            pool.run(pyfuncitem.obj, **{n: pyfuncitem.funcargs[n] for n in names})
+            return True
+    return None
 
 
 @pytest.fixture
@@ -239,26 +268,15 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
     assert not [url for url in requests(browser) if not LOCAL.match(url)]
 
 
+def until(browser: Any, condition: Callable[[], Any]) -> Any:
+    """Wait for what a page or a server does in its own time."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, 60).until(lambda _: condition())
+
+
 def find(root: Any, selector: str) -> Any:
     return root.find_element("css selector", selector)
-
-
-class Cells(HTMLParser):
-    """The text of a page's table cells, its scripts left out."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.inside = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.inside = tag == "td"
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.cells.append(data)
-        self.inside = False
 
 
 LIVE = """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ from minizero.activations import Offloaded, Recompute, recompute_units
 from minizero.precision import DynamicLossScale, MixedPrecision
 from minizero.ranks import rank, world_size
 from minizero.zero import DataParallel, Muon, Storage
+
+# A test with one of these marks runs on each rank of a pool (see conftest).
+on_each_rank = pytest.mark.usefixtures("pool")
+on_two_ranks = pytest.mark.usefixtures("two")
+
+
+def some(names: Iterable[str], left: Callable[[str], bool]) -> list[Any]:
+    """Parameters of a test, of which `left` is left to `make test-all`."""
+    marks = {True: [pytest.mark.thorough], False: []}
+    return [pytest.param(name, marks=marks[left(name)]) for name in names]
+
 
 VOCABULARY, HIDDEN, STEPS = 17, 12, 20
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from nasty import on_each_rank, on_two_ranks
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minizero import comm
 from minizero.activations.recompute import Recompute, recompute_units
-from minizero.activations.saved_tensors import SavedTensors, by_operator
+from minizero.activations.saved_tensors import SavedTensors
 from minizero.activations.stores import Offloaded, Sharded, Store
 from minizero.lab.models.activations import Activations
 from minizero.lab.models.gpt import GPT, GPTConfig
@@ -44,13 +43,6 @@ SHARDED: dict[str, Callable[[], Recompute]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> None:
-    """What is there now need not be looked at again and again."""
-    gc.collect()
-    gc.freeze()
-
-
 def tokens(seed: int = 1, rows: int = BATCH, config: GPTConfig = CONFIG) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     size = (rows, config.sequence)
@@ -63,12 +55,6 @@ def build(how: Recompute | str, **options: Any) -> GPT:
     model = GPT(CONFIG)
     recompute_units(model, how, **options)
     return model
-
-
-def backend(attention: str) -> contextlib.AbstractContextManager[Any]:
-    if attention == "math":
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()
 
 
 def gradients(model: nn.Module, *inputs: Any) -> list[Tensor]:
@@ -84,26 +70,6 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 # what is saved
-
-
-@pytest.mark.parametrize("attention", ["fused", "math"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_is_the_formula(dtype: torch.dtype, mode: str, attention: str) -> None:
-    """Line by line by hooks, and in all by the tracker, which knows no hooks."""
-    model, x = build(mode).to(dtype), tokens()
-    formula = Activations(CONFIG, BATCH, dtype, mode, attention).model()
-    with Tracker(model) as tracker, backend(attention):
-        label(x, "activations")
-        before = tracker.live["activations"]
-        with SavedTensors(model) as saved:
-            loss = model(x, x)
-            assert by_operator(saved.activations()) == formula
-            assert saved.nbytes == sum(formula.values())
-            grown = tracker.live["activations"] - before
-            assert grown == saved.nbytes + loss.nbytes
-            loss.backward()
-            assert saved.nbytes == 0
 
 
 def test_a_view_keeps_its_whole_storage_and_counts_once() -> None:
@@ -245,18 +211,20 @@ def test_sharded_inputs_of_a_tensor_parallel_model(pool: Pool) -> None:
     )
 
 
-def test_other_activations_on_each_rank_are_refused(two: Pool) -> None:
-    def data_parallel() -> str:
-        model, x = build(Recompute("full", Sharded())), tokens(rank())
-        with pytest.raises(ValueError) as error:
-            model(x, x)
-        return str(error.value)
-
-    for message in two.run(data_parallel):
-        assert "the ranks hold different inputs of unit 'blocks.0'" in message
+@on_two_ranks
+def test_other_activations_on_each_rank_are_refused() -> None:
+    model, x = build(Recompute("full", Sharded())), tokens(rank())
+    with pytest.raises(ValueError, match="hold different inputs of unit 'blocks.0'"):
+        model(x, x)
 
 
-def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
+@on_each_rank
+@pytest.mark.parametrize("shape", [(5, 7, 3), (1,), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_any_shape_comes_back(
+    shape: tuple[int, ...], dtype: torch.dtype, turned: bool
+) -> None:
     store = Sharded(Offloaded())
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(shape, generator=generator).to(dtype)
@@ -266,14 +234,7 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> bool:
     shard = held[0][1].host
     size = -(-x.numel() // world_size())
     assert shard.nbytes == size * x.itemsize and on_host(shard) and not on_host(back)
-    return torch.equal(back, x) and back.stride() == x.stride()
-
-
-def test_any_shape_comes_back(pool: Pool) -> None:
-    for shape in ((5, 7, 3), (1,), (2, 2)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for turned in (False, True):
-                assert all(pool.run(uneven, shape, dtype, turned))
+    assert torch.equal(back, x) and back.stride() == x.stride()
 
 
 # offloaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from minizero import Plan, Tracker, comm, estimate, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.ranks import Pool, world_size
+from minizero.ranks import Pool
 
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 STATE = ("parameters", "gradients", "optimizer")
@@ -96,38 +95,3 @@ def test_elements_sent(measured: Measured, stage: int) -> None:
     for seen in measured[stage]:
         assert seen["total"] == times * seen["padded"] * (ranks - 1) / ranks
         assert set(seen["sent"]) == ops
-
-
-def count_gathers(checkpoint: bool) -> int:
-    torch.manual_seed(0)
-    model = GPT(replace(CONFIG, checkpoint=checkpoint))
-    net = parallelize(model, torch.optim.AdamW(model.parameters()))
-    x = torch.randint(50, (1, 16))
-    with comm.ledger() as calls:
-        net.backward(net(x, x))
-    return len(calls.select("all_gather"))
-
-
-def test_checkpointing_gathers_no_more_often(pool: Pool) -> None:
-    plain = pool.run(count_gathers, False)
-    assert plain == [2 * (CONFIG.layers + 1)] * len(plain)
-    assert pool.run(count_gathers, True) == plain
-
-
-def count_reductions(bucket_size: int) -> tuple[int, int]:
-    model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters())
-    net = parallelize(model, optimizer, Plan.stage(2), bucket_size=bucket_size)
-    x = torch.randint(50, (1, 16))
-    with comm.ledger() as calls:
-        net.backward(net(x, x))
-    width = bucket_size // world_size()
-    expected = sum(-(-flat.size // width) for flat in net.flats)
-    assert max(c.elements for c in calls) <= bucket_size
-    return len(calls), expected
-
-
-@pytest.mark.parametrize("bucket_size", [1000, 10**9])
-def test_calls_follow_the_bucket_size(pool: Pool, bucket_size: int) -> None:
-    for calls, expected in pool.run(count_reductions, bucket_size):
-        assert calls == expected

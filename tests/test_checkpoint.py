@@ -1,9 +1,12 @@
-"""A save counts or it does not; a damaged one is refused, and the net is unchanged."""
+"""What is saved and kept; a damaged checkpoint is refused, and the net is unchanged.
+
+That a save counts or does not, whenever it is killed, chapter 12 shows at each change
+of a file, and `kills.py` with real jobs.
+"""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import pickle
@@ -19,6 +22,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from nasty import same
 from torch import Tensor, nn
 
 from minizero import Plan, parallelize
@@ -59,10 +63,6 @@ def state(net: DataParallel) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in found.items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def names(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
@@ -73,90 +73,6 @@ def complete(folder: Path, *tags: str, ranks: int = 1) -> bool:
     expected = [f"{tag}/{name}" for tag in tags for name in ("index.json", *files)]
     folders = {p.name for p in folder.iterdir() if p.is_dir()}
     return names(folder) == sorted(["latest", *expected]) and folders == {*tags}
-
-
-# A process that is killed at any step of a save leaves a checkpoint
-
-
-class Killed(BaseException):
-    """No handler of the code under test may take it for an error."""
-
-
-OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
-
-
-def died(net: DataParallel, folder: Path, tag: str, after: int, keep: int) -> bool:
-    """Save, and end after so many file operations; whether it came to that.
-
-    As with a process that was killed, what handlers try afterwards does not happen
-    either. The last write is done by half.
-    """
-    left = itertools.count(after, -1)
-
-    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **options: Any) -> Any:
-            now = next(left)
-            if name == "write":  # many short writes: more places to end at
-                size = len(args[1]) // 2 if now == 0 else 4096
-                args = args[0], bytes(args[1])[: size if now >= 0 else 0]
-            if now > 0 or (now == 0 and name == "write"):
-                done = call(*args, **options)
-            if now <= 0:
-                raise Killed
-            return done
-
-        return wrapped
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
-        try:
-            save(net, folder, tag, keep=keep)
-        except Killed:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    "first, tag, keep",
-    [("", "b", 1), ("a", "a", 9), ("a", "b", 1)],
-    ids=["first", "same tag", "the last one goes"],
-)
-def test_a_kill_at_any_step(
-    tmp_path: Path, monkeypatch: Any, first: str, tag: str, keep: int
-) -> None:
-    """Also of the first save, after which a folder without files may be left."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # which no kill undoes
-    net, other = net_of(), net_of()
-    step(net)
-    old, template, folder = state(net), tmp_path / "template", tmp_path / "run"
-    template.mkdir()
-    if first:
-        save(net, template, first)
-        step(net)
-    torch.manual_seed(5)
-    new, found, ended = state(net), list[str](), False
-    while not ended:
-        shutil.copytree(template, folder)
-        ended = not died(net, folder, tag, len(found), keep)
-        if exists(folder):
-            load(other, folder)
-            found.append("new" if same(state(other), new) else "old")
-            assert same(state(other), {"new": new, "old": old}[found[-1]]), len(found)
-        else:
-            found.append("none")
-            with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
-                load(other, folder)
-        # the next save, of a process that starts again, leaves nothing behind
-        torch.manual_seed(5)
-        save(net, folder, "later", keep=keep)
-        kept = {"later"} | ({first, tag} if keep > 1 else set())
-        left = {path.name for path in folder.iterdir() if path.is_dir()}
-        assert "later" in left <= kept and complete(folder, *left), names(folder)
-        load(other, folder)
-        assert same(state(other), new)
-        shutil.rmtree(folder)
-    assert {*found} == {"old" if first else "none", "new"} and len(found) > 20
 
 
 def test_only_what_saves_have_left_is_swept(tmp_path: Path) -> None:

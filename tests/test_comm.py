@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
+from nasty import on_each_rank, on_two_ranks
 from torch import Tensor
 
 from minizero import comm
 from minizero.comm import transport
-from minizero.comm.ledger import Call, Ledger
 from minizero.ranks import Pool, rank, world_size
 
 RANKS = (1, 2, 3)
@@ -72,32 +72,14 @@ def test_values(pool: Pool, algorithm: str) -> None:
             pool.run(collectives, algorithm, getattr(torch, dtype))
 
 
-def in_place() -> None:
+@on_each_rank
+def test_the_own_row_may_be_in_the_buffer() -> None:
     me, ranks = rank(), world_size()
     buffer = torch.full((4 * ranks,), float(me + 1))
     own = buffer[4 * me : 4 * me + 4]
     comm.reduce_scatter(own, buffer)
     comm.all_gather(buffer, own)
     assert buffer.eq(ranks * (ranks + 1) / 2).all()
-
-
-def test_the_own_row_may_be_in_the_buffer(pool: Pool) -> None:
-    pool.run(in_place)
-
-
-def order_of_sums() -> bool:
-    """Whether a sum is the same however the buffer is cut."""
-    big = torch.tensor([1e8, 1.0, -1e8, 1.0])[: world_size()]
-    full = big[rank()].repeat(12)
-    cut = full.clone()
-    comm.all_reduce(full)
-    for piece in cut.split(4):
-        comm.all_reduce(piece)
-    return torch.equal(full, cut) and bool((full == full[0]).all())
-
-
-def test_direct_sums_do_not_depend_on_the_cut(pool: Pool) -> None:
-    assert all(pool.run(order_of_sums))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,14 +92,17 @@ def test_an_ordered_sum(dtype: torch.dtype) -> None:
     assert total.eq(1).all() and (total is out) is (dtype is torch.float32)
 
 
-def narrow() -> Tensor:
+@on_each_rank
+def test_16_bit_sums_are_rounded_once() -> None:
     """bf16: 1 + 1/256 + 1/256 is 1 when rounded twice, more when rounded once."""
     t = torch.tensor([1.0 if rank() == 0 else 1 / 256], dtype=torch.bfloat16)
     comm.all_reduce(t)
-    return t
+    assert world_size() != 3 or t.item() == 1 + 1 / 128
 
 
-def averaged(algorithm: str) -> None:
+@on_each_rank
+@each_algorithm
+def test_means_fit_where_sums_do_not(algorithm: str) -> None:
     """Of fp16 whose sum would be infinite; of fp32 as the sum is, divided."""
     me, n = rank(), world_size()
     with comm.algorithm(algorithm):
@@ -134,43 +119,13 @@ def averaged(algorithm: str) -> None:
     assert torch.equal(mean, t / n)
 
 
-@each_algorithm
-def test_means_fit_where_sums_do_not(pool: Pool, algorithm: str) -> None:
-    pool.run(averaged, algorithm)
-
-
-def test_16_bit_sums_are_rounded_once(pool: Pool) -> None:
-    results = pool.run(narrow)
-    if len(results) == 3:
-        assert all(t.item() == 1 + 1 / 128 for t in results)
-
-
-def chosen() -> list[str]:
+@on_two_ranks
+def test_the_device_of_a_tensor_chooses_the_algorithm() -> None:
     """For a tensor of the host, and for one that another backend moves."""
     moved = {"cpu": "gloo", "meta": "nccl"}
     with patch.object(transport, "_backends", lambda config: moved):
-        return [comm.current_algorithm(torch.empty(1, device=on)) for on in moved]
-
-
-def test_the_device_of_a_tensor_chooses_the_algorithm(pool: Pool) -> None:
-    if len(results := pool.run(chosen)) > 1:
-        assert all(found == ["direct", "backend"] for found in results)
-
-
-def staged_once() -> int:
-    """How often a row that goes to all peers is copied to the host."""
-    cpu, copies = Tensor.cpu, []
-    spy = patch.object(Tensor, "cpu", lambda t: copies.append(t) or cpu(t))
-    with through_the_host(), spy:
-        full = torch.zeros(3 * world_size())
-        comm.all_gather(full, torch.full((3,), rank() + 1.0))
-    assert full.tolist() == [r + 1.0 for r in range(world_size()) for _ in range(3)]
-    return len(copies)
-
-
-def test_a_row_is_staged_once(pool: Pool) -> None:
-    ranks = len(copies := pool.run(staged_once))
-    assert copies == [min(1, ranks - 1)] * ranks
+        found = [comm.current_algorithm(torch.empty(1, device=on)) for on in moved]
+    assert found == ["direct", "backend"]
 
 
 Counted = list[tuple[object, ...]]
@@ -215,7 +170,8 @@ def test_the_ledger(pool: Pool, algorithm: str) -> None:
         assert f"all_reduce           1{2 * share:14,}" in table
 
 
-def callbacks() -> list[str]:
+@on_each_rank
+def test_callbacks_run_once() -> None:
     order: list[str] = []
     work = comm.all_reduce(torch.zeros(2), async_op=True)
     work.then(lambda: order.append("first"))
@@ -223,47 +179,12 @@ def callbacks() -> list[str]:
     work.wait()
     work.then(lambda: order.append("late"))
     work.wait()
-    return order
+    assert order == ["first", "late"]
 
 
-def test_callbacks_run_once(pool: Pool) -> None:
-    assert all(order == ["first", "late"] for order in pool.run(callbacks))
-
-
-def goes_on() -> float:
-    """The next collective: the sum of what rank 0 sends."""
-    found = torch.full((5,), 1.0 + rank())
-    comm.broadcast(found)
-    return found.sum().item()
-
-
-def dropped_by_all() -> float:
-    lost = torch.empty(1000)
-    comm.broadcast(lost, async_op=True)
-    comm.reduce_scatter(torch.empty(-(-1000 // world_size())), lost, async_op=True)
-    del lost
-    gc.collect()
-    return goes_on()
-
-
-def dropped_by_some() -> float:
-    """Rank 0 drops later than the others, and waits for another in between."""
-    row, buffer = torch.empty(1000), torch.ones(1000 * world_size())
-    held = comm.reduce_scatter(row, buffer, async_op=True)
-    if rank() > 0:
-        del held
-        gc.collect()
-    return goes_on()
-
-
-@pytest.mark.parametrize("drop", [dropped_by_all, dropped_by_some])
-def test_a_collective_that_is_dropped_stops_no_other(
-    pool: Pool, drop: Callable[[], float]
-) -> None:
-    assert set(pool.run(drop)) == {5.0}
-
-
-def columns(algorithm: str) -> None:
+@on_each_rank
+@each_algorithm
+def test_columns_are_rows(algorithm: str) -> None:
     """Rows that are columns of a table, as a bucket of every shard is."""
     me, ranks = rank(), world_size()
     with comm.algorithm(algorithm):
@@ -279,11 +200,6 @@ def columns(algorithm: str) -> None:
         comm.all_gather(mine[:, :2], torch.full((2,), float(me)))
         assert mine[:, :2].tolist() == [[float(j)] * 2 for j in range(ranks)]
         assert torch.equal(mine[:, 2:], expected[:, 2:])
-
-
-@each_algorithm
-def test_columns_are_rows(pool: Pool, algorithm: str) -> None:
-    pool.run(columns, algorithm)
 
 
 def grouped(algorithm: str) -> tuple[list[int], list[int], list[tuple[str, int]]]:
@@ -347,49 +263,30 @@ MISUSE: dict[str, Callable[[], object]] = {
 }
 
 
-def misuse() -> list[str]:
-    messages = []
-    for wrong in MISUSE.values():
-        with pytest.raises(ValueError) as error:
+@on_each_rank
+def test_misuse_is_told() -> None:
+    for words, wrong in MISUSE.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
             wrong()
-        messages.append(str(error.value))
-    return messages
 
 
-def test_misuse_is_told(pool: Pool) -> None:
-    for message, words in zip(pool.run(misuse)[0], MISUSE, strict=True):
-        assert words in message
-
-
-def mixed() -> str:
+def mixed() -> None:
     """Two calls of one size, which the backend mixes in silence."""
     with comm.algorithm("backend"):
         with comm.phase(unit=f"unit {rank()}"):
             comm.all_reduce(torch.zeros(8))
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match="have not made the same collectives"):
             comm.check_sequence()
-    return str(error.value)
 
 
 def test_calls_that_the_backend_mixes_are_found() -> None:
     with Pool(2) as pool:  # of its own: the calls of its ranks differ from now on
-        for message in pool.run(mixed):
-            assert "have not made the same collectives" in message
+        pool.run(mixed)
 
 
-def agreed(fails: int) -> str:
+@on_two_ranks
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert comm.gather_objects(f"from rank {rank()}") == ["from rank 0", "from rank 1"]
-    with pytest.raises(LookupError) as error, comm.agreeing(LookupError):
-        if rank() == fails:
+    with pytest.raises(LookupError, match="rank 1 has"), comm.agreeing(LookupError):
+        if rank() == 1:
             raise ValueError(f"rank {rank()} has lost something")
-    return str(error.value)
-
-
-def test_an_error_of_one_rank_is_raised_on_all(two: Pool) -> None:
-    assert set(two.run(agreed, 1)) == {"rank 1 has lost something"}
-
-
-def test_columns_of_large_numbers_stay_apart() -> None:
-    call = Call("all_gather", 1, 7_026_478_823, 14_052_957_646, "bfloat16", "", "")
-    *_, last = Ledger([call] * 3).table().splitlines()
-    assert last.split() == ["all_gather", "3", "21,079,436,469", "42,158,872,938"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ds_example import EXAMPLE
 
 import minizero
 from minizero import Plan
@@ -46,6 +45,23 @@ def value(config: Config, where: str) -> Any:
     return found
 
 
+# What users of DeepSpeed have: fp16, ZeRO-3, both offloads.
+EXAMPLE: dict[str, Any] = {
+    "train_batch_size": 256,
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 500000000,
+        "stage3_prefetch_bucket_size": 500000000,
+        "stage3_param_persistence_threshold": 1000000,
+    },
+}
 NVME = {"device": "nvme", "nvme_path": "disk"}
 # On 4 ranks: a config, and what some keys are then, by dotted name.
 GOOD: list[tuple[Any, dict[str, Any]]] = [
@@ -167,8 +183,6 @@ def test_a_warning_says_what_has_no_effect(source: Any, words: str) -> None:
 
 
 TYPES = '"Adam", "AdamW", "SGD", "Adagrad", "Muon", "FusedAdam" or "CPUAdam"'
-itself: dict[str, Any] = {}
-itself["train_batch_size"] = itself["zero_optimization"] = itself
 # On 4 ranks: a config, and words of the error's sentence.
 BAD: list[tuple[Any, str]] = [
     # sizes of a batch
@@ -249,10 +263,8 @@ BAD: list[tuple[Any, str]] = [
     # not a config at all
     (None, "a config is a dict, a path or JSON text, not None"),
     ("[1, 2]", "a config is an object in braces, not [1, 2]"),
-    ('{"a": ' * 5000, "the config is not JSON: maximum recursion depth"),
     ('{\n "train_batch_size" 8\n}', "Expecting ':' delimiter: line 2 column 21"),
     ('{"gradient_clipping": NaN}', "gradient_clipping must be a finite number"),
-    (itself, 'zero_optimization has no key "train_batch_size"; it belongs in the top'),
 ]
 
 
@@ -261,14 +273,6 @@ def test_bad(source: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(source, 4)
     assert words in str(error.value)
-
-
-def test_an_enormous_key_is_an_ordinary_mistake() -> None:
-    """difflib would compare it with every key for a minute: it is cut first."""
-    config = read({"train_batch_size": 8, "x" * 10**7: 1})
-    assert config.warnings == (
-        f'the config has no key "{"x" * 57}..."; it is not read',
-    )
 
 
 def test_files(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def printed(asked: Exercise) -> str:
     return asked.starter
 
 
-MEASURES = [pytest.mark.thorough]  # what trains, or starts ranks
+MEASURES = [pytest.mark.thorough]  # what trains, starts ranks, or is a second one
 ALL = "MINIZERO_COURSE_ALL" in os.environ
 """Every exercise on ranks, which takes a quarter of an hour; else one a chapter."""
 
@@ -62,8 +62,12 @@ def tried() -> Iterator[Exercise]:
             on_ranks.add(subject)
 
 
+def is_measured(asked: Exercise) -> bool:
+    return asked.run is not Exercise.run or not asked.label.endswith("-1")
+
+
 PARAMETERS = [
-    pytest.param(each, marks=MEASURES[: each.run is not Exercise.run], id=each.label)
+    pytest.param(each, marks=MEASURES[: is_measured(each)], id=each.label)
     for each in tried()
 ]
 

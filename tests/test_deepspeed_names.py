@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from nasty import on_two_ranks
 from torch import Tensor, nn
 
 import minizero
 import minizero.deepspeed as deepspeed
-from minizero.ranks import Pool
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -90,7 +90,8 @@ def test_the_accelerator_of_a_cpu() -> None:
         a.warp_drive()
 
 
-def talk() -> None:
+@on_two_ranks
+def test_ranks_talk() -> None:
     import minizero.deepspeed.comm as dist
     from minizero.deepspeed.utils import groups, log_dist
 
@@ -103,7 +104,8 @@ def talk() -> None:
     log_dist("seen", ranks=[0])
 
 
-def build_sharded() -> None:
+@on_two_ranks
+def test_a_model_is_built_in_shards() -> None:
     """`zero.Init` and `GatheredParameters` with all their arguments."""
     wanted = [*net().state_dict().values()]
     with deepspeed.zero.Init(remote_device="cpu", dtype=torch.half, pin_memory=True):
@@ -122,11 +124,6 @@ def build_sharded() -> None:
     assert {p.ds_status.name for p in model.parameters()} == {"NOT_AVAILABLE"}
     step(begin(model, 3))
     assert not any(same(values(model), wanted))
-
-
-def test_on_ranks(two: Pool) -> None:
-    two.run(talk)
-    two.run(build_sharded)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

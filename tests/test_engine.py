@@ -19,7 +19,7 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, batches, own
+from nasty import Nasty, batches, on_two_ranks, own, same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -73,10 +73,6 @@ def trained(stage: int, m: int = 1, steps: int = 6, **more: Any) -> dict[str, Te
     return {k: v.clone() for k, v in engine.module_state_dict().items()}
 
 
-def same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def small(
     stage: int = 0, make: Callable[[Any], Any] | None = None, **given: Any
 ) -> minizero.Engine:
@@ -103,9 +99,6 @@ def go(engine: minizero.Engine, steps: int = 1) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
-
-
-# --- Training ---
 
 
 # --- Optimizers and schedulers ---
@@ -221,45 +214,36 @@ def test_what_has_no_effect_is_reported(
 # --- Misuse ---
 
 
-def test_a_step_is_done_again_after_a_failed_backward(stage: int = 3) -> None:
-    """What the failure left is forgotten: the same bits as without it."""
-
-    def run(fails: bool) -> dict[str, Tensor]:
-        engine = start(stage)
-        for x, y in batches(2, 1, rows=2):
-            if fails:
-                loss = engine(own(x, 2), own(y, 2))
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    engine.backward(nasty.Fails.apply(loss))
-                with pytest.raises(RuntimeError, match="gradients are incomplete"):
-                    engine.step()
-                engine.zero_grad()
-            feed(engine, x, y)
-        return engine.module_state_dict()
-
-    assert same_weights(run(True), run(False))
+def test_an_update_after_a_failed_backward_is_refused() -> None:
+    engine = start(3)
+    x, y = batches(1, 1, rows=2)[0]
+    loss = engine(own(x, 2), own(y, 2))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine.backward(nasty.Fails.apply(loss))
+    with pytest.raises(RuntimeError, match="gradients are incomplete"):
+        engine.step()
+    engine.zero_grad()
+    feed(engine, x, y)
 
 
 # --- Weights, getters, reports ---
 
 
-def test_state_dicts_have_no_holes(two: Pool) -> None:
-    def run() -> None:
-        engine = start(3, fp16={"enabled": True})
-        feed(engine, *batches(1, 1, rows=2)[0])
-        assert all(name.startswith("module.") for name, _ in engine.named_parameters())
-        weights = engine._zero3_consolidated_16bit_state_dict()
-        some = engine.module_state_dict(exclude_frozen_parameters=True)
-        frozen = {"places.weight", *(f"blocks.{i}.scale" for i in range(4))}
-        assert weights.keys() - some.keys() == (frozen if weights else set())
-        with minizero.zero.GatheredParameters(engine.module.parameters()):
-            inside = {k: v.clone() for k, v in engine.state_dict().items()}
-        assert all(torch.equal(inside[f"module.{k}"], v) for k, v in weights.items())
-        for module in (engine, engine.module, engine.module.blocks[0].up):
-            with pytest.raises(RuntimeError, match="engine.module_state_dict()"):
-                module.state_dict()
-
-    two.run(run)
+@on_two_ranks
+def test_state_dicts_have_no_holes() -> None:
+    engine = start(3, fp16={"enabled": True})
+    feed(engine, *batches(1, 1, rows=2)[0])
+    assert all(name.startswith("module.") for name, _ in engine.named_parameters())
+    weights = engine._zero3_consolidated_16bit_state_dict()
+    some = engine.module_state_dict(exclude_frozen_parameters=True)
+    frozen = {"places.weight", *(f"blocks.{i}.scale" for i in range(4))}
+    assert weights.keys() - some.keys() == (frozen if weights else set())
+    with minizero.zero.GatheredParameters(engine.module.parameters()):
+        inside = {k: v.clone() for k, v in engine.state_dict().items()}
+    assert all(torch.equal(inside[f"module.{k}"], v) for k, v in weights.items())
+    for module in (engine, engine.module, engine.module.blocks[0].up):
+        with pytest.raises(RuntimeError, match="engine.module_state_dict()"):
+            module.state_dict()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -290,7 +274,7 @@ def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
     expected = two.run(run)[0]
     for stage in (1, 3):
         got = torch.load(tmp_path / f"{stage}.bin", weights_only=True)
-        assert same_weights(got, expected)
+        assert same(got, expected)
     assert expected["head.weight"].dtype == torch.bfloat16
 
 
@@ -337,39 +321,34 @@ def test_reports(two: Pool) -> None:
 # --- Without an optimizer ---
 
 
-def test_without_an_optimizer_it_evaluates(two: Pool, tmp_path: Path) -> None:
+@on_two_ranks
+def test_without_an_optimizer_it_evaluates(tmp_path: Path) -> None:
     """Weights of a training run, in an engine that cannot train."""
-
-    def run() -> None:
-        torch.manual_seed(0)
-        zero = placed(3) | {"stage3_param_persistence_threshold": 0}
-        with minizero.zero.Init(config={"zero_optimization": zero}):
-            model = Nasty()
-        engine, *rest = minizero.initialize(
-            model=model,
-            config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero},
-        )
-        assert rest == [None] * 3 and engine.optimizer is None
-        assert engine.get_lr() == engine.get_mom() == []
-        assert engine.get_global_grad_norm() is None
-        x, y = batches(1, 1, rows=2)[0]
-        other = start(2)
-        feed(other, x, y)
-        other.save_checkpoint(tmp_path)
-        engine.load_checkpoint(tmp_path)
-        assert engine.global_steps == 1
-        expected, loss = (e(own(x, 2), own(y, 2)) for e in (other, engine))
-        assert torch.equal(loss, expected) and not loss.requires_grad
-        for use in (lambda: engine.backward(expected), engine.step):
-            with pytest.raises(
-                RuntimeError, match="no optimizer, so it only evaluates"
-            ):
-                use()
-        weights = engine.module_state_dict()
-        assert same_weights(weights, other.module_state_dict()) or rank() > 0
-        engine.destroy()
-
-    two.run(run)
+    torch.manual_seed(0)
+    zero = placed(3) | {"stage3_param_persistence_threshold": 0}
+    with minizero.zero.Init(config={"zero_optimization": zero}):
+        model = Nasty()
+    engine, *rest = minizero.initialize(
+        model=model,
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero},
+    )
+    assert rest == [None] * 3 and engine.optimizer is None
+    assert engine.get_lr() == engine.get_mom() == []
+    assert engine.get_global_grad_norm() is None
+    x, y = batches(1, 1, rows=2)[0]
+    other = start(2)
+    feed(other, x, y)
+    other.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 1
+    expected, loss = (e(own(x, 2), own(y, 2)) for e in (other, engine))
+    assert torch.equal(loss, expected) and not loss.requires_grad
+    for use in (lambda: engine.backward(expected), engine.step):
+        with pytest.raises(RuntimeError, match="no optimizer, so it only evaluates"):
+            use()
+    weights = engine.module_state_dict()
+    assert same(weights, other.module_state_dict()) or rank() > 0
+    engine.destroy()
 
 
 # --- Checkpoints ---
@@ -452,40 +431,38 @@ def test_resumed_under_another_plan_it_is_the_same_run(
     assert two.run(resumed, placed(3, "nvme", "nvme"), tmp_path, True) == reference
 
 
-def test_what_is_loaded(two: Pool, tmp_path: Path) -> None:
-    def run(folder: Path) -> None:
-        engine, stream = dropping(placed(1))
-        with warnings.catch_warnings(record=True) as shown:
-            warnings.simplefilter("always")
-            assert engine.load_checkpoint(folder) == (None, None)
-        assert len(shown) == (rank() == 0)
-        take(engine, stream, 2)
-        engine.save_checkpoint(folder, tag=5, background=True)
-        minizero.checkpoint.finish()
-        weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
-        rates = engine.get_lr()
-        take(engine, stream, 1)
-        engine.save_checkpoint(folder, "not-the-latest", save_latest=False)
-        other, stream = dropping(placed(3))
-        other.load_checkpoint(folder, load_module_only=True)
-        assert other.global_steps == 0 and not any(other.optimizer.state.values())
-        got = other.module_state_dict()
-        assert all(torch.equal(v, weights[k]) for k, v in got.items())
-        assert other.training_dataloader.seen in (None, 0)
-        other.load_checkpoint(folder, load_optimizer_states=False)
-        assert other.global_steps == 2
-        assert not any(other.optimizer.state_dict()["state"].values())
-        other.load_checkpoint(folder, load_lr_scheduler_states=False)
-        assert any(other.optimizer.state_dict()["state"].values())
-        assert other.global_samples == 16 and other.get_lr() == rates
-        other.load_checkpoint(folder, "not-the-latest")
-        assert other.global_steps == 3 and other.get_lr() == engine.get_lr()
-        with pytest.raises(CheckpointError, match="'5'"):
-            other.load_checkpoint(folder, "none")
-        minizero.checkpoint.save(engine.net, folder / "bare", "x", extra={"a": 1})
-        assert other.load_checkpoint(folder / "bare")[1] == {"a": 1}
-
-    two.run(run, tmp_path)
+@on_two_ranks
+def test_what_is_loaded(tmp_path: Path) -> None:
+    engine, stream = dropping(placed(1))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert len(shown) == (rank() == 0)
+    take(engine, stream, 2)
+    engine.save_checkpoint(tmp_path, tag=5, background=True)
+    minizero.checkpoint.finish()
+    weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+    rates = engine.get_lr()
+    take(engine, stream, 1)
+    engine.save_checkpoint(tmp_path, "not-the-latest", save_latest=False)
+    other, stream = dropping(placed(3))
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    assert other.global_steps == 0 and not any(other.optimizer.state.values())
+    got = other.module_state_dict()
+    assert all(torch.equal(v, weights[k]) for k, v in got.items())
+    assert other.training_dataloader.seen in (None, 0)
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert other.global_steps == 2
+    assert not any(other.optimizer.state_dict()["state"].values())
+    other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert any(other.optimizer.state_dict()["state"].values())
+    assert other.global_samples == 16 and other.get_lr() == rates
+    other.load_checkpoint(tmp_path, "not-the-latest")
+    assert other.global_steps == 3 and other.get_lr() == engine.get_lr()
+    with pytest.raises(CheckpointError, match="'5'"):
+        other.load_checkpoint(tmp_path, "none")
+    minizero.checkpoint.save(engine.net, tmp_path / "bare", "x", extra={"a": 1})
+    assert other.load_checkpoint(tmp_path / "bare")[1] == {"a": 1}
     assert (tmp_path / "latest").read_text().strip() == "5"
 
 
@@ -538,13 +515,13 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
         rates, random = engine.get_lr(), torch.get_rng_state()
         with pytest.raises(CheckpointError, match=sentence) as error:
             engine.load_checkpoint(tmp_path)
-        assert same_weights(engine.module_state_dict(), weights)
+        assert same(engine.module_state_dict(), weights)
         assert engine.get_lr() == rates and engine.global_steps == 1
         assert torch.equal(torch.get_rng_state(), random)
         engine.training_dataloader = None  # and then without what does not fit
         engine.load_checkpoint(tmp_path, load_lr_scheduler_states="data" in name)
         assert engine.global_steps == 3
-        assert same_weights(engine.module_state_dict(), before.module_state_dict())
+        assert same(engine.module_state_dict(), before.module_state_dict())
         return str(error.value)
 
     first, second = two.run(run)

@@ -17,7 +17,7 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Case, Fails, Nasty, batches, muon, own
+from nasty import Case, Fails, Nasty, batches, muon, own, some
 from torch import Tensor, nn
 
 import minizero
@@ -181,6 +181,7 @@ def offloaded() -> Iterator[tuple[str, Case]]:
 
 
 PLACES = dict(offloaded())
+QUICK = [name for name in PLACES if "fp16" not in name][::3]
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +206,19 @@ def check(pool: Pool, case: Case, reference: Any, folder: Path) -> None:
         assert skipped[-1] == 2
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = {
+    *(f"stage {s}, {how}" for s in (1, 2) for how in ("Muon", "bf16")),
+    *("stage 2, 3 micro-batches", "little prefetch", "late reductions"),
+    *("files, long slices", "host, states alone", "host, postponed"),
+}
+
+
+@pytest.mark.parametrize("name", some(CASES, lambda name: name in REPEATED))
 def test_equal(two: Pool, tmp_path: Path, reference: Any, name: str) -> None:
     check(two, CASES[name], reference, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(key, marks=pytest.mark.thorough if "fp16" in key else ())
-        for key in PLACES
-    ],
-)
+@pytest.mark.parametrize("name", some(PLACES, lambda name: name not in QUICK))
 def test_equal_in_every_place(
     two: Pool, tmp_path: Path, reference: Any, name: str
 ) -> None:

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import html
 import json
+import math
+import random
 import re
-from functools import partial
 from itertools import product
 from typing import Any
 
 import nbformat
 import pytest
+import torch
 import traitlets
-from conftest import ROOT, Cells
+from conftest import ROOT
 
 from minizero import estimate
 from minizero.config import ConfigError
+from minizero.lab.explorables import formats, interval
 from minizero.lab.explorables.base import FIGURES, Explorable, module, script
-from minizero.lab.explorables.config import ConfigExplorer, plans
+from minizero.lab.explorables.config import ConfigExplorer
 from minizero.lab.explorables.figures import Exchanges, LinkTime, Shards
-from minizero.lab.explorables.formats import FormatExplorer
+from minizero.lab.explorables.formats import FORMATS, FormatExplorer
 from minizero.lab.explorables.interval import SaveInterval
 from minizero.lab.explorables.memory import (
     MemoryExplorer,
-    coefficients,
+    costs,
     explorer,
     gpt_shape,
+    plans,
 )
 from minizero.lab.explorables.plans import SIZE, Plans
 from minizero.lab.explorables.predict import Predict, choice, curve, number
 from minizero.lab.explorables.steps import Setting, simulated
 from minizero.lab.explorables.timeline import Timeline
+from minizero.lab.plots import checkpoint as figures
 from minizero.memory.plan import OPTIMIZERS
 
 ALL: list[type[Explorable]] = [
@@ -127,31 +132,21 @@ def test_impossible_values_are_refused(
 # --- The memory explorer ---
 
 
-def test_coefficients_give_what_estimate_gives() -> None:
-    table = coefficients()
+def test_plans_and_costs_give_what_estimate_gives() -> None:
+    """Of a plan, the bytes of each state, where it rests."""
     for stage, precision, optimizer, state, param in product(
-        range(4), ("bf16", "fp32"), OPTIMIZERS, (0, 1), (0, 1)
+        range(4), ("bf16", "fp32"), OPTIMIZERS, ("none", "cpu"), ("none", "cpu")
     ):
-        ask = partial(
-            estimate,
-            stage=stage,
-            precision=precision,
-            optimizer=optimizer,
-            offload_optimizer="cpu" if state else None,
-            offload_param="cpu" if param else None,
-        )
-        line = table.get(f"{stage}/{precision}/{optimizer}/{state}{param}")
-        if line is None:
-            with pytest.raises(ValueError, match="must be sharded"):
-                ask(7e9, 8)
+        plan = plans()[f"{stage}/{state}/{param}"]
+        if plan["idle"]:  # which estimate refuses, and the page leaves where it was
             continue
+        on = [None if where == "none" else where for where in (state, param)]
         for n, gpus in product((1e8, 7e9, 1e12), (1, 3, 8, 1024)):
-            there = ask(n, gpus)
-            for name, (whole, split) in line.items():
-                want = there.host.total if name == "host" else getattr(there, name)
-                assert n * (whole + split / gpus) == pytest.approx(want, rel=1e-12)
-    # Stage 0 offloads nothing, 1 and 2 the optimizer state, 3 either or both.
-    assert len(table) == (1 + 2 + 2 + 4) * 2 * len(OPTIMIZERS)
+            there = estimate(n, gpus, stage, precision, optimizer, *on)
+            for name, cost in costs()[f"{precision}/{optimizer}"].items():
+                place, sharded = plan[name]
+                held = getattr(there if place == "device" else there.host, name)
+                assert n * cost / (gpus if sharded else 1) == pytest.approx(held)
 
 
 def test_memory_explorer_gives_the_7b_example() -> None:
@@ -164,8 +159,8 @@ def test_memory_explorer_gives_the_7b_example() -> None:
     assert 0.5 < own < 1
     widget.recomputation = "none"
     assert widget.activations() / 1e9 > 10 * own
-    cells = Cells(explorer(n_params=7e9, world_size=8).static_html()).cells
-    assert cells == ["0", "112.8 GB", "1", "39.33 GB", "2", "27.93 GB", "3", "16.53 GB"]
+    said = explorer(n_params=7e9, world_size=8).fallback()
+    assert "stages 0 to 3 take 112.8 GB, 39.33 GB, 27.93 GB, 16.53 GB each" in said
     both = explorer(offload_optimizer=True, offload_param=True)
     hosts = [both.breakdown(stage).host.total / 1e9 for stage in range(4)]
     assert hosts == [0, 84 / 8, (84 + 14) / 8, 112 / 8]
@@ -230,8 +225,7 @@ def test_config_explorer_has_a_plan_for_every_choice() -> None:
 
 def test_config_explorer_without_javascript() -> None:
     widget = ConfigExplorer()
-    cells = Cells(widget.static_html()).cells
-    assert cells == ["device", "1.75 GB", "host", "12.25 GB", "disk", "0 B"]
+    assert html.escape(repr(widget)) in widget.static_html()
     assert repr(widget) == (
         "7B parameters on 8 ranks: a rank keeps 1.75 GB on its device, 12.25 GB on "
         "the host, 0 B on disk."
@@ -261,3 +255,56 @@ def test_questions_without_javascript() -> None:
         choice("a choice", ["one", "two"], "three")
     with pytest.raises(ValueError, match="2 points for 1 places"):
         curve("a line", ["1"], [1.0, 2.0])
+
+
+# --- Formats, and how often to save ---
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_and_spacing(name: str) -> None:
+    dtype, exponent, significand = FORMATS[name]
+    assert 1 + exponent + significand == 8 * dtype.itemsize
+    assert formats.spacing(dtype, 1.0) == 2.0**-significand == torch.finfo(dtype).eps
+    least = formats.smallest(dtype)
+    assert torch.tensor(least, dtype=dtype).item() == least > 0
+    # half of it is a tie, and zero is the even one
+    assert torch.tensor(least / 2).to(dtype).item() == 0
+
+
+def test_format_explorer() -> None:
+    explorer = FormatExplorer(weight=0.0, update=-10.0)
+    assert explorer.kept() == {
+        "fp32": 1.0, "bf16": 0.0, "fp16": 1.0, "fp8 e5m2": 0.0, "fp8 e4m3": 0.0,
+    }  # fmt: skip
+    assert "bf16 0%" in repr(explorer) and "bf16 0%" in explorer.fallback()
+    assert "weight + update" in explorer.static_html()
+    tiny = FormatExplorer(weight=-19.0, update=-26.0).kept()
+    assert (tiny["bf16"], tiny["fp16"]) == (1.0, 0.0)
+
+
+def test_interval() -> None:
+    """At the best interval no other loses less, and dice agree with the formula."""
+    save, between = 60.0, 10_800.0
+    best = interval.best_interval(save, between)
+    assert best == math.sqrt(2 * save * between)
+    least = interval.lost(best, save, between)
+    for factor in (0.5, 0.8, 1.25, 2):
+        assert interval.lost(factor * best, save, between) > least
+    dice, done, passed = random.Random(0), 0.0, 0.0
+    for _ in range(20_000):
+        lasts = dice.expovariate(1 / between)
+        done += best * (lasts // (best + save))
+        passed += lasts
+    assert 1 - done / passed == pytest.approx(least, rel=0.05)
+    assert interval.lost(best, save, between, restart=600.0) > least
+
+
+def test_figures_of_saves() -> None:
+    shards = figures.shards_figure({"a": 20, "b": 31}, saved=4, loaded=3)
+    texts = {text.get_text() for text in shards.axes[0].texts}
+    assert {"file 3", "rank 2", "a", "b"} <= texts and "rank 3" not in texts
+    drawn = interval.interval_figure(60, 10_800, {300.0: 0.2, 3000.0: 0.1})
+    assert "19 min" in drawn.axes[0].texts[0].get_text()
+    explorer = SaveInterval(n_params=70e9, bandwidth=10.0, nodes=128)
+    assert (explorer.save, explorer.between) == (84.0, 250 * 86_400 / 128)
+    assert "save every 1.48 h" in repr(explorer) and "3.1 %" in explorer.fallback()

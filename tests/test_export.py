@@ -105,36 +105,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def gpt2(folder: Path) -> None:
-    """Trained under ZeRO-3, exported in many files, read by transformers."""
+    """Saved under ZeRO-3, exported in many files, read by transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
     torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 16}
+    config = GPT2Config(**sizes, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
-    x = torch.randint(61, (2, 9))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    net = parallelize(model, optimizer, Plan.stage(3))
-    for _ in range(2):
-        net.backward(net(x, labels=x).loss)
-        net.step()
+    net = parallelize(model, torch.optim.AdamW(model.parameters()), Plan.stage(3))
     save(net, folder, "t")
     expected = net.state_dict()
-    model.eval()
-    with torch.no_grad():
-        logits = net(x).logits
     if not expected:  # another rank than 0
         return
     assert len(export(folder, folder / "out", max_shard_size=4000)) > 10
     config.save_pretrained(folder / "out")
-    read = GPT2LMHeadModel.from_pretrained(folder / "out").eval()
-    weights = read.state_dict()
-    assert same(weights, expected)
+    read = GPT2LMHeadModel.from_pretrained(folder / "out")
+    assert same(read.state_dict(), expected)
     assert read.lm_head.weight is read.transformer.wte.weight
-    with torch.no_grad():
-        assert torch.equal(read(x).logits, logits)
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TORCHRUN, run_script
 
 from minizero import comm
 from minizero.ranks import Pool, RankError, launch, pool, rank, report, reports
@@ -33,6 +34,9 @@ def meet():
 def raises(folder):
     subprocess.Popen(["sleep", "1000"])  # which ends with the rank
     print("begun")
+    (folder / f"{rank()} has begun").touch()
+    while not (folder / "0 has begun").exists():
+        time.sleep(0.01)
     if rank() == 1:
         print("ending", end="", flush=True)
         raise ValueError("too short\nby two")
@@ -419,16 +423,7 @@ UNLIKE = """
 
 def torchrun(tmp_path, text):
     """What two ranks print to stderr, without torchrun's own words."""
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", str(program)],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(tmp_path, text, *TORCHRUN, "--nproc-per-node=2")
     assert done.returncode == 1
     return re.split(r"(?m)^E\d", done.stderr)[0]
 

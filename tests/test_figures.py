@@ -15,7 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import LIVE, LOCAL, Show, find, requests
+from conftest import LIVE, LOCAL, Show, find, requests, until
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 from test_explorables import ALL, QUESTIONS
 
 from minizero.lab.explorables.base import FIGURES, Explorable, _read, script
@@ -148,9 +151,6 @@ CENTRE = """const { width } = arguments[0].getBoundingClientRect();
 @pytest.mark.parametrize("kind", ALL)
 def test_every_control_answers(gallery: Gallery, kind: type[Explorable]) -> None:
     """Each moves what is drawn, by a key and, after that, by the pointer."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
-    select = pytest.importorskip("selenium.webdriver.support.select").Select
     root = gallery.roots[ALL.index(kind)]
     box = find(root, ".box")
 
@@ -166,21 +166,21 @@ def test_every_control_answers(gallery: Gallery, kind: type[Explorable]) -> None
         before = drawn()
         if sort == "range":
             up = control.get_property("value") != control.get_dom_attribute("max")
-            control.send_keys(keys.ARROW_RIGHT if up else keys.ARROW_LEFT)
+            control.send_keys(Keys.ARROW_RIGHT if up else Keys.ARROW_LEFT)
         elif sort == "select":
-            control.send_keys(keys.ARROW_DOWN)
+            control.send_keys(Keys.ARROW_DOWN)
             if drawn() == before:  # it was the last one
-                control.send_keys(keys.ARROW_UP)
+                control.send_keys(Keys.ARROW_UP)
         else:
-            control.send_keys(keys.SPACE)
+            control.send_keys(Keys.SPACE)
         keyed = drawn()
         assert keyed != before, control.accessible_name
         if sort == "range":
             aside = int(gallery.run(CENTRE, control))
-            pointer = webdriver.ActionChains(gallery.browser)
+            pointer = ActionChains(gallery.browser)
             pointer.move_to_element_with_offset(control, aside, 0).click().perform()
         elif sort == "select":
-            options = [o for o in select(control).options if not o.is_selected()]
+            options = [o for o in Select(control).options if not o.is_selected()]
             options[0].click()
         else:
             control.click()
@@ -190,32 +190,28 @@ def test_every_control_answers(gallery: Gallery, kind: type[Explorable]) -> None
 
 def test_address_holds_the_settings(gallery: Gallery) -> None:
     """What is set by keyboard, another visit shows; Reset takes it away again."""
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     gallery.reset()
     stored, prefixes = gallery.captions(), [kind.kind for kind in ALL]
     prefixes += [f"{widget.kind}-2" for widget in WIDE]
     for root, prefix in zip(gallery.roots, prefixes, strict=True):
         sliders = root.find_elements("css selector", "input[type=range]")
         control = sliders[0] if sliders else find(root, "select")
-        control.send_keys(keys.ARROW_DOWN)
+        control.send_keys(Keys.ARROW_DOWN)
         link = urlsplit(find(root, ".tools a").get_property("href"))
         assert f"{prefix}." in link.query and link.fragment == f"figure-{prefix}"
     setting = gallery.captions()
     assert all(a != b for a, b in zip(setting, stored, strict=True))
 
-    def address(_: Any) -> bool:
+    def address() -> bool:
         query = urlsplit(gallery.browser.current_url).query
         return all(f"{prefix}." in query for prefix in prefixes)
 
-    wait(gallery.browser, 10).until(address)
+    until(gallery.browser, address)
     gallery.visit(gallery.browser.current_url)
     assert gallery.captions() == setting
     gallery.reset()
     assert gallery.captions() == stored
-    wait(gallery.browser, 10).until(
-        lambda browser: not urlsplit(browser.current_url).query
-    )
+    until(gallery.browser, lambda: not urlsplit(gallery.browser.current_url).query)
 
 
 def test_fingers_do_as_well(gallery: Gallery) -> None:
@@ -452,7 +448,6 @@ SAID = {
 
 def test_config_explorer_reads_and_writes(show: Show) -> None:
     """It says what is wrong; controls write it, and what is typed moves them."""
-    select = pytest.importorskip("selenium.webdriver.support.select").Select
     widgets = [ConfigExplorer(source, world_size=8) for source in SAID.values()]
     pages = (widget.static_html() for widget in widgets)
     *roots, root = show(*pages, ConfigExplorer().static_html())
@@ -460,7 +455,7 @@ def test_config_explorer_reads_and_writes(show: Show) -> None:
         assert said in find(one, "ul").text
     area = find(root, "textarea")
     stage, precision, state, _ = (
-        select(e) for e in root.find_elements("css selector", "select")
+        Select(e) for e in root.find_elements("css selector", "select")
     )
     state.select_by_visible_text("disk")
     stage.select_by_visible_text("1")
@@ -483,7 +478,6 @@ def test_config_explorer_reads_and_writes(show: Show) -> None:
 
 def test_questions_show_their_answers_once_answered(browser: Any, show: Show) -> None:
     """By keyboard alone; the next visit shows both, until they are forgotten."""
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     (root,) = show(Predict(*QUESTIONS).static_html())
     assert "16.92" not in find(root, ".box").text
     field = find(root, "input[type=text]")
@@ -500,12 +494,12 @@ def test_questions_show_their_answers_once_answered(browser: Any, show: Show) ->
         field.send_keys(text)
         assert told[0].text == words
     buttons = root.find_elements("css selector", "form button")
-    find(root, "select").send_keys("one", keys.TAB, keys.ENTER)
+    find(root, "select").send_keys("one", Keys.TAB, Keys.ENTER)
     assert told[1].text == "That is not it. The answer: two."
     buttons[2].click()
     assert told[2].text.startswith("Draw a line first")
     points = root.find_elements("css selector", "input[type=range]")
-    points[1].send_keys(keys.HOME)
+    points[1].send_keys(Keys.HOME)
     buttons[2].click()
     assert told[2].text.startswith("Your line is ")
     answers = [line.text for line in told]

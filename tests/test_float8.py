@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minizero import Plan, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.memory.tracker import Tracker
 from minizero.precision import MixedPrecision
 from minizero.precision.float8 import (
     E4M3,
@@ -64,40 +63,25 @@ def test_use_float8_keeps_the_parameters() -> None:
         use_float8(nn.Sequential(nn.Linear(10, 32)))
 
 
-def train(stage: int, eight: bool, steps: int = 8) -> tuple[list[Tensor], int]:
-    """Losses, and the bytes that the first forward saved."""
+def train(stage: int) -> list[float]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    if eight:
-        use_float8(model)
+    use_float8(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     net = parallelize(model, optimizer, Plan.stage(stage), precision=MixedPrecision())
     generator = torch.Generator().manual_seed(rank())
-    losses, saved = [], []
-    x = torch.randint(64, (2, 16), generator=generator)
-    for _ in range(steps):
-        with Tracker() as tracker:
-            before = tracker.live["activations"]
-            loss = net(x, x)
-            saved.append(tracker.live["activations"] - before)
+    x, losses = torch.randint(64, (2, 16), generator=generator), []
+    for _ in range(8):
+        loss = net(x, x)
         net.backward(loss)
         net.step()
-        losses.append(loss.detach())
-    return losses, saved[0]
+        losses.append(loss.item())
+    return losses
 
 
-def test_training_and_what_is_saved(two: Pool) -> None:
-    reference = two.run(train, 0, True)
+def test_stages_are_equal(two: Pool) -> None:
+    """How near the losses are to bf16's, and what is saved, chapter 4 measures."""
+    expected = two.run(train, 0)
+    assert all(losses[-1] < 0.85 * losses[0] for losses in expected)
     for stage in (2, 3):
-        for got, expected in zip(two.run(train, stage, True), reference, strict=True):
-            assert [*map(float, got[0])] == [*map(float, expected[0])]
-    for (eight, less), (plain, more) in zip(
-        reference, two.run(train, 0, False), strict=True
-    ):
-        assert eight[-1].item() == pytest.approx(plain[-1].item(), rel=0.02)
-        assert eight[-1] < 0.85 * eight[0]
-        # a byte less for qkv, up and down; the attention keeps its output anyway,
-        # so the 8-bit copy that `out` makes of it comes on top; a scale a layer
-        tokens, hidden, layers = 2 * 16, CONFIG.hidden, CONFIG.layers
-        fewer = layers * tokens * (hidden + hidden + 4 * hidden)
-        assert more - less == fewer - layers * tokens * hidden - 4 * 4 * layers
+        assert two.run(train, stage) == expected

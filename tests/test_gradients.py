@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nasty import on_each_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -242,7 +243,8 @@ def test_what_only_plans_with_whole_parameters_do(pool: Pool) -> None:
     check(pool, hows, list(USES), [0, 1, 2])
 
 
-def looks_inside() -> bool:
+@on_each_rank
+def test_a_look_inside_a_forward() -> None:
     """A block's parameters stay whole when somebody has looked at them in forward."""
     net = build("plain", 3)
     block = net.model.blocks[1]
@@ -254,29 +256,22 @@ def looks_inside() -> bool:
 
     block.linear.register_forward_pre_hook(look)
     block.linear.register_full_backward_pre_hook(look)
-    return is_right(net, once, expected("plain", once))
+    assert is_right(net, once, expected("plain", once))
 
 
-def test_a_look_inside_a_forward(pool: Pool) -> None:
-    assert all(pool.run(looks_inside))
-
-
-def adversarial(stage: int) -> bool:
-    """A generator's step through a discriminator that is not frozen."""
+@on_each_rank
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_through_another_net_leaves_that_alone(stage: int) -> None:
+    """A generator's step through a discriminator that is not frozen; as where a script
+    clears the discriminator's gradients before that trains."""
 
     def through(other: Any, net: Call, backward: Any, x: Tensor) -> None:
         backward(loss(other(net(x))))
 
     other = build("twice", stage)
     wanted = expected("plain", partial(through, Zoo("twice")))
-    right = is_right(build("plain", stage), partial(through, other), wanted)
+    assert is_right(build("plain", stage), partial(through, other), wanted)
     other.step()
     with zero.GatheredParameters(other.model.parameters()):
         pairs = zip(other.model.parameters(), Zoo("twice").parameters(), strict=True)
-        return right and all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_loss_through_another_net_leaves_that_alone(pool: Pool, stage: int) -> None:
-    """As where a script clears the other's gradients before that trains."""
-    assert all(pool.run(adversarial, stage))
+        assert all(torch.equal(a, b) for a, b in pairs)

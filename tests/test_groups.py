@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty
-from test_equal import ALL, Case, at, both, check, muon, reference
-from torch import Tensor
+from nasty import Case, muon, on_each_rank, same, some
+from test_equal import ALL, at, both, check, reference
+from torch import Tensor, nn
 
 from minizero import (
     Placement,
@@ -21,14 +20,11 @@ from minizero import (
     Tracker,
     comm,
     estimate,
-    initialize,
-    parallelize,
     zero,
 )
 from minizero.checkpoint import load, save
 from minizero.comm.quantized import BLOCK
 from minizero.config import read
-from minizero.precision import MixedPrecision
 from minizero.ranks import Pool
 
 __all__ = ["reference"]  # a fixture
@@ -55,72 +51,39 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.mark.parametrize("name", EQUAL)
+REPEATED = {*(f"groups at stage {s}" for s in (1, 2)), "groups, accumulated"}
+REPEATED |= {"groups, Muon", "groups, offloaded"}
+
+
+@pytest.mark.parametrize("name", some(EQUAL, lambda name: name in REPEATED))
 def test_equal(pool: Pool, tmp_path: Path, reference: Any, name: str) -> None:
     """As data parallelism, bit for bit: 4 gradients have the same sum in pairs."""
     check(pool, EQUAL[name], reference, tmp_path)
 
 
-def sent(
-    plan: Plan, precision: MixedPrecision | None = None, **bits: int
-) -> tuple[dict[Any, int], dict[Any, int], dict[str, int], int]:
-    """Elements and bytes sent in one step by op and group; state bytes; parameters."""
-    torch.manual_seed(0)
-    layers = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
-    model = torch.nn.Sequential(*layers)
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+def stored(plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes by category between steps, and elements with padding."""
     gc.collect()
     with Tracker() as tracker:
-        optimizer = torch.optim.AdamW(model.parameters())
-        net = parallelize(model, optimizer, plan, precision=precision, **bits)
-        for _ in range(2):
-            with comm.ledger() as calls:
-                net.backward(net(torch.randn(2, 128)).square().mean())
-                net.step()
-        live = dict(tracker.live)
-    elements, sizes = Counter[Any](), Counter[Any]()
-    for call in calls:
-        elements[call.op, call.group] += call.sent
-        sizes[call.op, call.group] += call.bytes
-    return elements, sizes, live, sum(flat.padded for flat in net.flats)
+        net = Case(plan).build(layers)
+        net.backward(net(torch.ones(2, 8)).sum())
+        net.step()
+        return dict(tracker.live), sum(flat.padded for flat in net.flats)
 
 
 @pytest.mark.parametrize("secondary", [False, True])
-def test_bytes_within_and_across(pool: Pool, secondary: bool) -> None:
+def test_bytes(pool: Pool, secondary: bool) -> None:
     plan = SECONDARY if secondary else Plan.stage(3, group=GROUP)
-    n, copies = 4, 4 // GROUP
-    for found, _, live, padded in pool.run(sent, plan):
-        inside = padded * (GROUP - 1) // GROUP
-        outside = padded // GROUP * (copies - 1) // copies
-        assert found["all_gather", "within"] == 2 * inside
-        assert found["reduce_scatter", "within"] == inside
-        if secondary:
-            assert found["reduce_scatter", "across"] == outside
-            assert found["all_gather", "across"] == outside
-        else:
-            assert found["all_reduce", "across"] == 2 * outside
-        assert not [key for key in found if key[1] == "all"]
-        expected = estimate(padded, n, plan, "fp32")
+    for live, padded in pool.run(stored, plan):
+        expected = estimate(padded, 4, plan, "fp32")
         assert live["parameters"] == expected.parameters
         assert live["gradients"] == expected.gradients
         # and a counter of steps for each buffer
-        assert 0 <= live["optimizer"] - expected.optimizer <= 16 * copies * 4
-
-
-def test_bytes_as_in_the_paper(pool: Pool) -> None:
-    """A half for weights in 8 bits, a quarter for gradients in 4, scales counted."""
-    for plan, where in ((Plan.stage(3), "all"), (SECONDARY, "across")):
-        plain = pool.run(sent, plan, MixedPrecision())[0][1]
-        bits = {"weight_bits": 8, "gradient_bits": 4}
-        few = pool.run(sent, plan, MixedPrecision(), **bits)[0][1]
-        for op, share in (("all_gather", 1 / 2), ("reduce_scatter", 1 / 4)):
-            found = few[op, where] / plain[op, where]
-            assert found == pytest.approx(share, rel=0.02), op
-
-
-def made(plan: Plan, **options: Any) -> Any:
-    torch.manual_seed(1)
-    model = Nasty()
-    return parallelize(model, nasty.adamw(nasty.groups(model)), plan, **options)
+        assert 0 <= live["optimizer"] - expected.optimizer <= 16 * 4 * 4
 
 
 def steps(net: Any, first: int, last: int) -> Tensor:
@@ -139,7 +102,7 @@ def resumed(
     folder: Path, plan: Plan, tag: str, as_tag: str | None = None
 ) -> dict[str, Tensor]:
     """Weights after a second step; the first is made here, and saved, or loaded."""
-    net = made(plan)
+    net = Case(plan).build()
     if as_tag is None:
         steps(net, 0, 1)
         save(net, folder, tag)
@@ -160,7 +123,7 @@ def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     pairs += [("secondary", "flat"), ("flat", "grouped"), ("grouped", "secondary")]
     runs = [pool.run(resumed, tmp_path, plans[a], a, b)[0] for a, b in pairs]
     for run in runs:
-        assert all(torch.equal(v, runs[0][k]) for k, v in run.items())
+        assert same(run, runs[0])
     sizes = [
         sum(f.stat().st_size for f in (tmp_path / tag).glob("*.safetensors"))
         for tag in plans
@@ -168,26 +131,20 @@ def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     assert max(sizes) - min(sizes) < 200 * 4
 
 
-REFUSED: list[tuple[Plan, dict[str, Any], str]] = [
-    (Plan.stage(3, group=3), {}, "groups of 3 ranks cannot be made of 4; .*2, 4"),
-    (
-        Plan(Placement(True), Placement(True, group=2), Placement(True, group=2)),
-        {},
-        "everything sharded has one group",
-    ),
-    (Plan.stage(2), {"weight_bits": 8}, "stage 3.*weight_bits"),
-    (Plan.stage(0), {"gradient_bits": 4}, "gradients at stages 1 to 3"),
+MIXED = Plan(Placement(True), Placement(True, group=2), Placement(True, group=2))
+REFUSED: list[tuple[Case, str]] = [
+    (Case(at(3, group=3)), "groups of 3 ranks cannot be made of 4; .*2, 4"),
+    (Case(MIXED), "everything sharded has one group"),
+    (Case(at(2), bits=(8, None)), "stage 3.*weight_bits"),
+    (Case(at(0), bits=(None, 4)), "gradients at stages 1 to 3"),
 ]
 
 
-def refused() -> None:
-    for plan, options, sentence in REFUSED:
+@on_each_rank
+def test_what_does_not_fit_is_refused() -> None:
+    for case, sentence in REFUSED:
         with pytest.raises(ValueError, match=sentence):
-            made(plan, **options)
-
-
-def test_what_does_not_fit_is_refused(pool: Pool) -> None:
-    pool.run(refused)
+            case.build()
     keys = {"stage": 3, "mics_shard_size": 3}
     with pytest.raises(ValueError, match="divides them"):
         read({"train_batch_size": 4, "zero_optimization": keys}, 4)
@@ -229,7 +186,7 @@ def test_hard_values(bits: int, dtype: torch.dtype) -> None:
 
 def quantized(plan: Plan) -> tuple[Any, ...]:
     """Losses, parameters as gathered, and whether own shards are and stay exact."""
-    net = made(plan, weight_bits=8)
+    net = Case(plan, bits=(8, None)).build()
     losses = steps(net, 0, 2)
     before = [flat.shard.clone() for flat in net.flats]
     with zero.GatheredParameters(net.model.parameters(), modifier_rank=0):
@@ -249,23 +206,3 @@ def test_ranks_agree_on_quantized_weights(pool: Pool, plan: Plan) -> None:
     for _, whole, kept in every:
         assert kept
         assert all(map(torch.equal, whole, every[0][1]))
-
-
-def by_config() -> tuple[Plan, int | None, int | None]:
-    """What the keys of ZeRO++ make of an engine."""
-    keys = {
-        "zero_hpz_partition_size": GROUP,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3, **keys},
-    }
-    net = initialize(model=Nasty(), config=config)[0].net
-    return net.plan, net.weight_bits, net.quantized and net.quantized.bits
-
-
-def test_by_config(pool: Pool) -> None:
-    assert pool.run(by_config)[0] == (SECONDARY, 8, 4)

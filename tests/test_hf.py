@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nasty import on_two_ranks
 from torch import Tensor
 
 from minizero import zero
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.thorough
 
 STAGES = (0, 3)
 OFF = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 
 
 def gpt2(**more: Any) -> Any:
@@ -103,182 +103,100 @@ def trained(stage: int, *args: Any, **more: Any) -> list[float]:
     return losses(made)
 
 
-def plain(model: Any, **more: Any) -> Any:
-    """transformers' own Trainer, with DDP."""
-    args = transformers.TrainingArguments(use_cpu=True, **USUAL | more)
-    made = transformers.Trainer(model, args, train_dataset=Words())
-    made.remove_callback(transformers.PrinterCallback)
-    return made
-
-
 def weights(of: Any) -> dict[str, Tensor]:
     """Whole, on rank 0."""
     found = of.accelerator.get_state_dict(of.model)
     return {k: v.detach().clone() for k, v in found.items()}
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # plans, dtypes, homes
 
 
-def test_losses_are_equal_over_the_plans_and_those_of_ddp(two: Pool) -> None:
-    """Unclipped, two ranks and DDP do the same sums: weights are equal bit for bit.
-
-    The norm that clips is a sum over shards here and over parameters there. It moves
-    the losses of 20 steps by two roundings of fp32 at the most.
-    """
-
-    def run() -> Any:
-        runs = [trained(stage, max_steps=20) for stage in STAGES]
-        clipped, free = plain(gpt2(), max_steps=20), plain(gpt2(), max_grad_norm=0.0)
-        ours = trainer(3, max_grad_norm=0.0)
-        for made in (clipped, free, ours):
-            made.train()
-        unclipped = (losses(ours), losses(free))
-        ended = (weights(ours), free.model.state_dict())
-        return runs, losses(clipped), unclipped, ended
-
-    runs, ddp, unclipped, ended = two.run(run)[0]
-    assert runs == [runs[0]] * 2
-    assert len(ddp) == 20 and min(ddp) < ddp[0] - 0.5
-    torch.testing.assert_close(runs[0], ddp, rtol=2**-22, atol=0)
-    assert unclipped[0] == unclipped[1] and equal(*ended)
-
-
+@on_two_ranks
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_dtypes_are_the_ones_asked_for(two: Pool, name: str) -> None:
+def test_dtypes_are_the_ones_asked_for(name: str) -> None:
     """On a CPU the plain Trainer takes fp16=True and trains in fp32."""
-
-    def run() -> Any:
-        found = []
-        for stage in STAGES:
-            made = trainer(stage, **{name: True})
-            made.train()
-            made.evaluate()
-            engine, args = made.model_wrapped, made.args
-            found.append((losses(made), {p.dtype for p in engine.module.parameters()}))
-            # nobody else casts, moves, or takes more than the one device of a rank
-            assert args.mixed_precision == made.accelerator.mixed_precision == "no"
-            assert not args.place_model_on_device and args.n_gpu <= 1
-            assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
-            assert args.device == engine.device, 'not "cpu:0"'
-            assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
-        return found
-
-    found = two.run(run)[0]
-    assert found == [found[0]] * 2
-    assert found[0][1] == {torch.float16 if name == "fp16" else torch.bfloat16}
+    found = []
+    for stage in STAGES:
+        made = trainer(stage, **{name: True})
+        made.train()
+        made.evaluate()
+        engine, args = made.model_wrapped, made.args
+        found.append(losses(made))
+        dtypes = {p.dtype for p in engine.module.parameters()}
+        assert dtypes == {torch.float16 if name == "fp16" else torch.bfloat16}
+        # nobody else casts, moves, or takes more than the one device of a rank
+        assert args.mixed_precision == made.accelerator.mixed_precision == "no"
+        assert not args.place_model_on_device and args.n_gpu <= 1
+        assert args.world_size == 2 and args.use_cpu != torch.cuda.is_available()
+        assert args.device == engine.device, 'not "cpu:0"'
+        assert engine.optimizer.loss_scale == (65536 if name == "fp16" else 1)
+    assert found[0] == found[1]
 
 
 # the config
 
 
-def test_auto_values_are_filled_in(two: Pool) -> None:
-    rates = "warmup_min_lr warmup_max_lr warmup_num_steps total_num_steps".split()
-    sizes = "reduce_bucket_size stage3_prefetch_bucket_size".split()
-    sizes += ["stage3_param_persistence_threshold"]
-    batch = "train_batch_size train_micro_batch_size_per_gpu gradient_clipping"
-    config = {
-        **dict.fromkeys([*batch.split(), "gradient_accumulation_steps"], "auto"),
-        "steps_per_print": float("inf"),
-        "optimizer": AUTO,
-        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(rates, "auto")},
-        "zero_optimization": {"stage": 3} | dict.fromkeys(sizes, "auto"),
-    }
-
-    def run() -> Any:
-        more = {"warmup_steps": 2, "weight_decay": 0.5, "max_steps": 6}
-        made = trainer(3, llama(), config, gradient_accumulation_steps=2, **more)
-        # evaluation knows no number of steps, and leaves "auto" to training
-        made.evaluate()
-        made.train()
-        engine, zero = made.model_wrapped, made.model_wrapped.config.zero_optimization
-        history, groups = made.state.log_history, made.optimizer.param_groups
-        rates = [h["learning_rate"] for h in history if "learning_rate" in h]
-        decays = [(len(g["params"]) > 0, g["weight_decay"]) for g in groups]
-        assert made.args.deepspeed == config, "what was given is left as it was"
-        return engine.get_batch_info(), zero.reduce_bucket_size, rates, decays
-
-    sizes, bucket, rates, decays = two.run(run)[0]
-    assert sizes == (8, 2, 2) and bucket == 32 * 32
-    # norms decay as little as under the Trainer's own optimizer
-    assert decays == [(True, 0.5), (True, 0.0)]
-    # the config's schedule is two steps at its top, the Trainer's one
-    assert rates[0] == 0 and rates[-1] < max(rates) == 0.01 and rates.count(0.01) == 2
-
-
-def test_what_contradicts_or_does_not_go_is_refused(two: Pool) -> None:
-    def run() -> list[str]:
-        said = []
-
-        def refused(attempt: Callable[[], Any]) -> None:
-            with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-                attempt()
-            said.append(str(error.value))
-
-        refused(trainer(2, config={"gradient_clipping": 7.0}).train)
-        refused(lambda: trainer(2, bf16_full_eval=True))
-        refused(trainer(2, optim="adafactor").train)
-        own = transformers.TrainingArguments(use_cpu=True, **USUAL)
-        refused(lambda: hf.Trainer(gpt2(), own, train_dataset=Words()))
-        ours = hf.TrainingArguments(deepspeed={}, **USUAL)
-        refused(lambda: transformers.Trainer(gpt2(), ours, train_dataset=Words()))
-        config = {"train_micro_batch_size_per_gpu": 1}
-        bare = hf.Accelerator(config)
-        refused(lambda: bare.backward(torch.ones(())))
-        refused(lambda: bare.prepare(gpt2()))
-        refused(lambda: hf.Accelerator(config, mixed_precision="bf16"))
-        four = hf.Accelerator(
-            config | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2
-        )
+def prepare(accelerator: Any, times: int = 1) -> None:
+    for _ in range(times):
         model = gpt2()
-        refused(lambda: four.prepare(model, torch.optim.SGD(model.parameters())))
-        pair = [(made, torch.optim.SGD(made.parameters())) for made in (gpt2(), gpt2())]
-        bare.prepare(*pair[0])
-        refused(lambda: bare.prepare(*pair[1]))
-        return said
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
-    words = (
-        "gradient_clipping=7.0 vs hf",
-        "bf16_full_eval",
-        "Adafactor",
-        "TrainingArguments of minizero.hf",
-        "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin",
-        "no engine yet",
-        "1 models and 0 optimizers",
-        '"bf16" in the config',
-        "gradient_accumulation_steps=2, and the config 4",
-        "another model needs another accelerator",
-    )
-    said = two.run(run)[0]
-    assert len(said) == len(words)
-    for word, sentence in zip(words, said, strict=True):
-        assert word in sentence, sentence
+
+ONE = {"train_micro_batch_size_per_gpu": 1}
+FOUR = ONE | {"gradient_accumulation_steps": 4}
+DATA = {"train_dataset": Words()}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "gradient_clipping=7.0 vs hf": (
+        lambda: trainer(2, config={"gradient_clipping": 7.0}).train()
+    ),
+    "bf16_full_eval": lambda: trainer(2, bf16_full_eval=True),
+    "Adafactor": lambda: trainer(2, optim="adafactor").train(),
+    "TrainingArguments of minizero.hf": lambda: hf.Trainer(
+        gpt2(), transformers.TrainingArguments(use_cpu=True, **USUAL), **DATA
+    ),
+    "use minizero.hf.Trainer, or mix minizero.hf.TrainerMixin": (
+        lambda: transformers.Trainer(
+            gpt2(), hf.TrainingArguments(deepspeed={}, **USUAL), **DATA
+        )
+    ),
+    "no engine yet": lambda: hf.Accelerator(ONE).backward(torch.ones(())),
+    "1 models and 0 optimizers": lambda: hf.Accelerator(ONE).prepare(gpt2()),
+    '"bf16" in the config': lambda: hf.Accelerator(ONE, mixed_precision="bf16"),
+    "gradient_accumulation_steps=2, and the config 4": (
+        lambda: prepare(hf.Accelerator(FOUR, gradient_accumulation_steps=2))
+    ),
+    "another model needs another accelerator": (
+        lambda: prepare(hf.Accelerator(ONE), times=2)
+    ),
+}
+
+
+@on_two_ranks
+def test_what_contradicts_or_does_not_go_is_refused() -> None:
+    for words, attempt in REFUSED.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+            attempt()
 
 
 # evaluate, train, look
 
 
-def test_gradient_checkpointing_label_smoothing_and_compilation(two: Pool) -> None:
-    def run(stage: int) -> Any:
+@on_two_ranks
+def test_gradient_checkpointing_label_smoothing_and_compilation() -> None:
+    runs = []
+    for stage in STAGES:
         usual = trained(stage)
-        saves = trained(stage, gradient_checkpointing=True)
         smooth = trained(stage, label_smoothing_factor=0.1)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         compiled = trained(stage, torch_compile=True, torch_compile_backend="eager")
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        return usual, saves, compiled, smooth
-
-    runs = [two.run(run, stage)[0] for stage in (0, 3)]
+        assert trained(stage, gradient_checkpointing=True) == usual
+        torch.testing.assert_close(usual, compiled)
+        assert smooth[0] != usual[0] and smooth[-1] < smooth[0]
+        runs.append((usual, compiled, smooth))
     assert runs[0] == runs[1]
-    usual, saves, compiled, smooth = runs[0]
-    assert usual == saves
-    torch.testing.assert_close(usual, compiled)
-    assert smooth[0] != usual[0] and smooth[-1] < smooth[0]
 
 
 # save, resume, hand over
@@ -287,73 +205,66 @@ def test_gradient_checkpointing_label_smoothing_and_compilation(two: Pool) -> No
 def test_a_run_goes_on_under_another_stage(two: Pool, tmp_path: Path) -> None:
     saves = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 
-    def run(stage: int, folder: Path, resume: Any, name: str) -> Any:
-        more = {name: True} if name else {}
+    def run(stage: int, folder: Path, resume: Any) -> Any:
         home = {"device": "cpu"} if stage == 3 else {"device": "none"}
         zero = {"stage": stage, "offload_optimizer": home}
         config = {"zero_optimization": zero}
-        made = trainer(stage, None, config, output_dir=str(folder), **saves, **more)
+        made = trainer(stage, None, config, output_dir=str(folder), fp16=True, **saves)
         made.train(resume_from_checkpoint=resume)
         return losses(made)
 
-    for before, after, name in ((0, 3, ""), (3, 2, "fp16")):
-        folder = tmp_path / f"{before}{after}"
-        unbroken = two.run(run, before, folder, None, name)[0]
-        resume = str(folder / "checkpoint-3")
-        again = two.run(run, after, tmp_path / "other", resume, name)[0]
-        assert again == unbroken
+    unbroken = two.run(run, 3, tmp_path / "whole", None)[0]
+    resume = str(tmp_path / "whole" / "checkpoint-3")
+    assert two.run(run, 2, tmp_path / "other", resume)[0] == unbroken
 
 
-def test_the_best_model_is_loaded_at_the_end(two: Pool, tmp_path: Path) -> None:
-    def run(only: bool) -> Any:
-        made = trainer(
-            3,
-            output_dir=str(tmp_path / str(only)),
-            learning_rate=0.1,  # so that it gets worse
-            lr_scheduler_type="constant",
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            save_only_model=only,
-            load_best_model_at_end=True,
-        )
-        made.train()
-        every = [h["eval_loss"] for h in made.state.log_history if "eval_loss" in h]
-        return every, made.evaluate()["eval_loss"]
-
-    for only in (False, True):
-        every, best = two.run(run, only)[0]
-        assert len(every) == 4 and best == min(every) < every[-1]
+@on_two_ranks
+@pytest.mark.parametrize("only", [False, True])
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, only: bool) -> None:
+    made = trainer(
+        3,
+        output_dir=str(tmp_path),
+        learning_rate=0.1,  # so that it gets worse
+        lr_scheduler_type="constant",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model=only,
+        load_best_model_at_end=True,
+    )
+    made.train()
+    every = [h["eval_loss"] for h in made.state.log_history if "eval_loss" in h]
+    assert len(every) == 4
+    assert made.evaluate()["eval_loss"] == min(every) < every[-1]
 
 
 def test_saved_models_are_those_of_transformers(two: Pool, tmp_path: Path) -> None:
-    """By `save_model`, and by the recipe of accelerate, in one file and in parts."""
+    """In bf16, by `save_model`, and by the recipe of accelerate in parts."""
 
-    def run(name: str) -> Tensor:
-        made = trainer(3, llama() if name else gpt2(), **({name: True} if name else {}))
+    def run() -> Tensor:
+        made = trainer(3, llama(), bf16=True)
         made.train()
-        made.save_model(str(tmp_path / f"whole{name}"))
+        made.save_model(str(tmp_path / "whole"))
         state = made.accelerator.get_state_dict(made.model_wrapped)
         inner = made.accelerator.unwrap_model(made.model_wrapped)
         assert inner is made.model
         main = made.accelerator.is_main_process
         more = {"state_dict": state, "is_main_process": main, "max_shard_size": "20KB"}
-        inner.save_pretrained(tmp_path / f"parts{name}", **more)
+        inner.save_pretrained(tmp_path / "parts", **more)
         with pytest.raises(RuntimeError, match="sharded"):
             inner.save_pretrained(tmp_path / "wrong")
         inner.eval()
         with torch.no_grad():
             return made.model_wrapped(Words(2).rows).logits
 
-    for name in ("", "bf16"):
-        logits = two.run(run, name)[0]
-        assert len([*(tmp_path / f"parts{name}").glob("*.safetensors")]) > 1
-        for folder in ("whole", "parts"):
-            auto = transformers.AutoModelForCausalLM
-            model = auto.from_pretrained(tmp_path / f"{folder}{name}").eval()
-            with torch.no_grad():
-                assert torch.equal(model(Words(2).rows).logits, logits)
+    logits = two.run(run)[0]
+    assert len([*(tmp_path / "parts").glob("*.safetensors")]) > 1
+    for folder in ("whole", "parts"):
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(tmp_path / folder).eval()
+        with torch.no_grad():
+            assert torch.equal(model(Words(2).rows).logits, logits)
 
 
 # the model
@@ -378,7 +289,8 @@ def test_generation_keeps_ranks_in_step(two: Pool) -> None:
     assert len(found[0][0][0]) < len(found[1][0][0])
 
 
-def test_any_trainer_takes_the_mixins(two: Pool) -> None:
+@on_two_ranks
+def test_any_trainer_takes_the_mixins() -> None:
     class Seq2SeqTrainer(hf.TrainerMixin, transformers.Seq2SeqTrainer): ...
 
     class Seq2SeqArguments(
@@ -399,31 +311,30 @@ def test_any_trainer_takes_the_mixins(two: Pool) -> None:
         made.train()
         return losses(made), made.predict(Words(3)).predictions.tolist()
 
-    assert two.run(run, 0)[0] == two.run(run, 3)[0]
+    assert run(0) == run(3)
 
 
-def test_a_pretrained_model_is_loaded_into_shards(two: Pool, tmp_path: Path) -> None:
-    saved = llama()
-    saved.save_pretrained(tmp_path, max_shard_size="20KB")
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path, max_shard_size="20KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 2
+    return tmp_path
 
-    def run() -> Any:
-        with zero.Init():
-            auto = transformers.AutoModelForCausalLM
-            model = auto.from_pretrained(tmp_path)
-        assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
-        assert all(zero.is_sharded(p) for p in model.parameters())
-        ours = trained(3, model)
-        with zero.Init():  # a head that is not in the files, made anew
-            auto = transformers.AutoModelForSequenceClassification
-            head = auto.from_pretrained(tmp_path, num_labels=3)
-        assert all(zero.is_sharded(p) for p in head.parameters())
-        with zero.GatheredParameters(head.parameters()):
-            assert head.score.weight.std() > 0
-        return ours, trained(3, llama())
 
-    ours, theirs = two.run(run)[0]
-    assert ours == theirs
+@on_two_ranks
+def test_a_pretrained_model_is_loaded_into_shards(pretrained: Path) -> None:
+    with zero.Init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    assert all(zero.is_sharded(p) for p in model.parameters())
+    ours = trained(3, model)
+    with zero.Init():  # a head that is not in the files, made anew
+        auto = transformers.AutoModelForSequenceClassification
+        head = auto.from_pretrained(pretrained, num_labels=3)
+    assert all(zero.is_sharded(p) for p in head.parameters())
+    with zero.GatheredParameters(head.parameters()):
+        assert head.score.weight.std() > 0
+    assert ours == trained(3, llama())
 
 
 def lora(**more: Any) -> Any:
@@ -464,7 +375,8 @@ def test_lora_on_a_frozen_base(two: Pool, tmp_path: Path) -> None:
 # accelerate's own loop
 
 
-def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
+@on_two_ranks
+def test_the_loop_of_accelerate(tmp_path: Path) -> None:
     def loop(stage: int, resume: bool) -> Any:
         keys = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
         config = {"zero_optimization": {"stage": stage}} | dict.fromkeys(keys, "auto")
@@ -497,9 +409,7 @@ def test_the_loop_of_accelerate(two: Pool, tmp_path: Path) -> None:
         assert model.get_batch_info() == (8, 2, 2) and model.gradient_clipping() == 0
         return found, optimizer.param_groups[0]["lr"]
 
-    def run() -> Any:
-        return [loop(stage, False) for stage in (0, 1, 2)], loop(3, True)
-
-    (whole, one, two_), (resumed, rate) = two.run(run)[0]
-    assert whole == one and one[1] == two_[1] == rate < 1e-2
+    whole, one, two = (loop(stage, False) for stage in (0, 1, 2))
+    resumed, rate = loop(3, True)
+    assert whole == one and one[1] == two[1] == rate < 1e-2
     assert resumed == pytest.approx(whole[0][4:]) and whole[0][-1] < whole[0][0]

@@ -33,7 +33,7 @@ SUMMED = 2e-5
 
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 10**6)
-few = partial(settings, deadline=None, derandomize=True)
+few = settings(deadline=None, derandomize=True, max_examples=12)
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,7 +62,7 @@ def three_steps(
 
 
 @given(st.integers(1, 5000), seeds, st.booleans(), st.floats(0, 1))
-@few(max_examples=25)
+@few
 def test_adam_is_torchs(n: int, seed: int, decoupled: bool, decay: float) -> None:
     """The other orders of torch's arithmetic move an element by a few roundings.
 
@@ -84,7 +84,7 @@ sizes = given(st.integers(0, 5), st.integers(1, 3000), dtypes, seeds)
 
 
 @sizes
-@few(max_examples=20)
+@few
 def test_norms(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     """Forward and backward, against torch's in double precision."""
     x, dy = (drawn(seed + i, rows, width, dtype=dtype) for i in range(2))
@@ -119,7 +119,7 @@ def test_a_norm_of_many_rows() -> None:
 
 
 @given(st.integers(0, 4), st.integers(1, 9000) | st.integers(4097, 9000), dtypes, seeds)
-@few(max_examples=20)
+@few
 def test_cross_entropy(
     rows: int, vocabulary: int, dtype: torch.dtype, seed: int
 ) -> None:

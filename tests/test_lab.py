@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from minizero.lab import plots
 from minizero.lab.models import gpt
 from minizero.lab.models.corpus import Corpus
 from minizero.lab.models.gpt import GPT, SIZES, GPTConfig
-from minizero.lab.plots import bars, narrow, style
+from minizero.lab.plots import narrow, style
 from minizero.lab.plots.memory import COLUMNS
 from minizero.lab.toygpu import ToyGPU
 from minizero.memory.labels import CATEGORIES
@@ -22,15 +22,6 @@ from minizero.memory.tracker import Sample
 
 TINY = GPTConfig(layers=2, hidden=16, heads=2, sequence=32)
 UNITS = {"m": 1e6, "b": 1e9}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny operations are faster on one thread, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tokens(batch: int = 2, sequence: int = 16) -> torch.Tensor:
@@ -218,16 +209,6 @@ def test_timeline_hatches_the_wait() -> None:
         assert apart
 
 
-def test_bars_of_other_kinds() -> None:
-    """Bytes read and written, libraries, and what a block saves."""
-    traffic = bars.traffic_bars({"fused": (16, 12), "apart": (60, 40)}, 28, "bytes")
-    assert {"28", "100", "bytes, read", "bytes, written"} <= set(texts(traffic))
-    peers = bars.peer_bars({"minizero": [1.0, 3.0], "FSDP2": [5.0]}, ["FSDP2", "none"])
-    assert {"FSDP2", "5"} <= set(texts(peers)) and "minizero" not in texts(peers)
-    saved = plots.saved_bars({"none": {("block.up", "mm"): 900, ("", "add"): 100}})
-    assert {"up", "1 kB"} <= set(texts(saved))
-
-
 def test_equal_losses_share_a_line() -> None:
     figure = plots.loss_curves(
         {"stage 0": [3.0, 2.0], "stage 3": [3.0, 2.0], "other": {1: 3.0, 10: 2.5}}
@@ -240,20 +221,6 @@ def test_equal_losses_share_a_line() -> None:
 
 
 # --- The toy GPU ---
-
-
-def test_toy_gpu_refuses_what_does_not_fit() -> None:
-    with ToyGPU(10_000) as gpu:
-        kept = torch.zeros(1000)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            torch.zeros(2000)
-        assert gpu.live["activations"] == gpu.total == gpu.peak == 4000
-        assert [sample.live["activations"] for sample in gpu.samples] == [4000]
-        assert kept.sum() == 0
-    assert str(caught.value) == (
-        "Out of memory: tried to allocate 8 kB on a toy GPU of 10 kB, where 4 kB are "
-        "in use (activations 4 kB); the largest part is activations."
-    )
 
 
 def test_toy_gpu_counts_freed_and_resized_storages() -> None:

@@ -15,7 +15,9 @@ from urllib.request import urlopen
 
 import nbformat
 import pytest
-from conftest import ROOT, find
+from conftest import ROOT, find, until
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 CELLS = (
     "from minizero.lab.explorables.memory import explorer\n"
@@ -57,7 +59,7 @@ def lab(browser: Any, tmp_path: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        for _ in range(600):
+        while True:
             assert server.poll() is None, (tmp_path / "log").read_text()
             try:
                 urlopen(f"http://127.0.0.1:{port}/api?token={token}").close()
@@ -74,13 +76,10 @@ def lab(browser: Any, tmp_path: Path) -> Iterator[str]:
 @pytest.mark.thorough
 def test_python_and_the_reader_move_the_same_values(browser: Any, lab: str) -> None:
     """A slider is moved in the browser, read in Python, set there, and seen here."""
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-    select = pytest.importorskip("selenium.webdriver.support.select").Select
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     browser.get(lab)
     ready = "return window.jupyterapp?.shell.currentWidget?.context?.sessionContext"
     ready += ".session?.kernel?.status === 'idle'"
-    wait(browser, 60).until(lambda _: browser.execute_script(ready))
+    until(browser, lambda: browser.execute_script(ready))
 
     def run(cell: int) -> None:
         browser.execute_script(
@@ -96,35 +95,35 @@ def test_python_and_the_reader_move_the_same_values(browser: Any, lab: str) -> N
         ]
 
     run(0)
-    wait(browser, 60).until(lambda _: len(roots()) == 2)
+    until(browser, lambda: len(roots()) == 2)
     memory, timeline = roots()
-    find(memory, "[aria-label=GPUs]").send_keys(keys.ARROW_RIGHT)
+    find(memory, "[aria-label=GPUs]").send_keys(Keys.ARROW_RIGHT)
     assert find(memory, "output").text == "On 16 GPUs"
-    find(timeline, ".scrub").send_keys(keys.END)
+    find(timeline, ".scrub").send_keys(Keys.END)
     offload = timeline.find_elements("css selector", "select")[1]
-    select(offload).select_by_visible_text("disk")
+    Select(offload).select_by_visible_text("disk")
     run(1)
     printed = ("css selector", ".jp-OutputArea-output pre")
-    wait(browser, 30).until(lambda _: browser.find_elements(*printed))
+    until(browser, lambda: browser.find_elements(*printed))
     assert browser.find_element(*printed).text.split() == ["16", "1.0", "disk"]
     run(2)
-    wait(browser, 30).until(lambda _: find(memory, "output").text == "On 64 GPUs")
+    until(browser, lambda: find(memory, "output").text == "On 64 GPUs")
     scrub = find(timeline, ".scrub")
-    wait(browser, 30).until(lambda _: scrub.get_property("value") == "0.75")
+    until(browser, lambda: scrub.get_property("value") == "0.75")
     plan = find(timeline, "select")
-    assert select(plan).first_selected_option.text == "ZeRO-1"
+    assert Select(plan).first_selected_option.text == "ZeRO-1"
     theme = "{ theme: 'JupyterLab Dark' }"
     browser.execute_script(
         f"jupyterapp.commands.execute('apputils:change-theme', {theme})"
     )
     scheme = find(timeline, ".box").value_of_css_property
-    wait(browser, 30).until(lambda _: scheme("color-scheme") == "dark")
+    until(browser, lambda: scheme("color-scheme") == "dark")
     lanes = find(timeline, ".lanes")  # a cell is out of the page for a while
 
     def fits() -> bool:  # once it has been told its new size
         width = float(lanes.get_dom_attribute("viewBox").split()[2])
         return abs(width - lanes.size["width"]) <= 1
 
-    wait(browser, 30).until(lambda _: fits())
+    until(browser, fits)
     errors = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert errors == []

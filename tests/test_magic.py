@@ -25,6 +25,8 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=LIMIT)
         assert self.run("%load_ext minizero") == ""
+        # however slow a machine is, ranks come back before they are ended
+        self.run("from minizero.ranks import pool\npool.PATIENCE = 1000")
 
     def run(self, cell, when=None):
         """The cell's output. At the first sign of output, `when` is called."""
@@ -81,13 +83,6 @@ def test_pull(notebook):
     cell = "from minizero.lab.magic import pull\npull('x')"
     assert notebook.run(cell) == "[0, 1]"
     assert "ranks 0, 1 raised NameError: no variable 'z'" in notebook.run("pull('z')")
-
-
-def test_ranks_talk(notebook):
-    notebook.run("%%ranks\nimport torch\nfrom minizero import comm\nt = torch.ones(2)")
-    assert notebook.run("%%ranks\ncomm.all_reduce(t)\nt") == (
-        "[rank 0] tensor([2., 2.])\n[rank 1] tensor([2., 2.])\n"
-    )
 
 
 def test_an_error_is_short_and_keeps_names(notebook):
@@ -149,21 +144,8 @@ def test_a_line_that_makes_no_sense(notebook, line):
     assert shown.count("\n") <= 1
 
 
-def test_launch_of_what_cells_define(notebook):
-    notebook.run("class Answer:\n    value = 0\nbase = 40\nimport minizero")
-    notebook.run(
-        "def work(more):\n"
-        "    print('working')\n"
-        "    answer = Answer()\n"
-        "    answer.value = base + more\n"
-        "    return answer"
-    )
-    cell = "[type(a) is Answer and a.value for a in minizero.launch(work, 2, 2)]"
-    assert notebook.run(cell) == "[rank 0] working\n[rank 1] working\n[42, 42]"
-
-
 def test_a_traceback_shows_the_lines_of_cells(notebook):
-    notebook.run("def fails():\n    raise ValueError('no')")
+    notebook.run("import minizero\ndef fails():\n    raise ValueError('no')")
     shown = notebook.run("minizero.launch(fails, 2)")
     assert "    raise ValueError('no')\n" in shown
     assert "minizero/ranks" not in shown

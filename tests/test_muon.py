@@ -8,7 +8,7 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty
+from nasty import Nasty, same
 from torch import Tensor, nn
 
 from minizero import Plan, initialize, parallelize
@@ -17,7 +17,7 @@ from minizero.comm import ordered_sum
 from minizero.kernels import muon_options
 from minizero.ranks import Pool, rank, world_size
 from minizero.zero import Muon
-from minizero.zero.muon import Owners, cost, muon_groups
+from minizero.zero.muon import muon_groups
 
 BLOCKS = ("up.weight", "down.weight", "mixer")
 
@@ -51,10 +51,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + part)
     return tuple(torch.randint(17, (2, 2, 6), generator=draw))  # type: ignore[return-value]
-
-
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[k], v) for k, v in expected.items())
 
 
 def alone(n: int) -> dict[str, Tensor]:
@@ -92,22 +88,7 @@ def sharded() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_as_torchs_own_in_one_process(pool: Pool) -> None:
     """Bit for bit, if it sums what the ranks have in their order."""
-    assert equal(*pool.run(sharded)[0])
-
-
-def test_owners_have_about_the_same_work() -> None:
-    """Of 12 blocks on 4 ranks, nobody has a tenth more than the mean."""
-    owners = Owners()
-    shapes = [(96, 288), (96, 96), (96, 384), (384, 96)]
-    for _ in range(12):
-        starts, size = owners([nn.Parameter(torch.empty(s)) for s in shapes], 4)
-        ends = [a + m * n for a, (m, n) in zip(starts, shapes, strict=True)]
-        assert all(
-            a // size == (b - 1) // size for a, b in zip(starts, ends, strict=True)
-        )
-        assert any(b % size == 0 for b in ends)  # as long as the longest, no longer
-    assert sum(owners.work) == 12 * sum(cost(torch.Size(s)) for s in shapes)
-    assert max(owners.work) <= 1.1 * sum(owners.work) / 4
+    assert same(*pool.run(sharded)[0])
 
 
 REFUSED: dict[str, tuple[Callable[[Nasty], Any], str]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,19 +17,18 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Nasty, batches, own
-from test_equal import Case, muon, train
+from nasty import Case, Nasty, batches, muon, own, same, some
+from test_equal import train
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.plots.offload import crossing
-from minizero.lab.toygpu import ToyGPU
 from minizero.memory import Placement
 from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS as BYTES
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks import Pool, RankError, rank, world_size
+from minizero.ranks import Pool, rank
 from minizero.zero import Storage
 
 RANKS = (2, 3)  # with --all
@@ -79,33 +79,41 @@ def one_step(net: Any) -> None:
 # --- bytes --------------------------------------------------------------------
 
 
-def measure(plan: Plan, precision: str, storage: type[Offload]) -> dict[str, Any]:
+def measure(
+    plan: Plan, precision: str, make: Callable[[Plan], Offload]
+) -> dict[str, Any]:
     """Train a GPT for two steps; what is stored, what crossed in the second."""
-    gc.collect()
+    gc.collect()  # models of tests before, which hang in reference cycles
+    kept = make(plan)
     with Tracker() as seen:
         model = GPT(CONFIG)
-        optimizer = torch.optim.AdamW(model.parameters())
-        kept = storage(plan)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         mixed = PRECISIONS[precision]()
         net = parallelize(model, optimizer, plan, storage=kept, precision=mixed)
         x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
             down, up = kept.down.nbytes, kept.up.nbytes
-            loss = net(x, x)
-            net.backward(loss)
+            net.backward(net(x, x))
             net.step()
-            del loss
         net.synchronize()
         gc.collect()  # what is freed by now may still hang in cycles
-        return {
+        found = {
             "device": dict(seen.live),
             "cpu": dict(seen.host),
             "crossed": (kept.down.nbytes - down, kept.up.nbytes - up),
-            "padded": sum(flat.padded for flat in net.flats),
+            "sizes": [flat.size for flat in net.flats],
             "masters": len(net.trained),
-            # a GPT has one flat buffer a unit
-            "largest": max(flat.size for flat in net.flats),
         }
+    if isinstance(kept, NVMe):
+        found["nvme"] = {c: getattr(kept.on_disk, c) for c in STATE}
+        found["fixed"] = kept.buffers.nbytes
+        found["file"] = os.fstat(kept.swap.fd).st_size
+        kept.close()
+    return found
+
+
+def padded(seen: dict[str, Any], ranks: int) -> int:
+    return ranks * sum(seen["sizes"])
 
 
 def blocks(plan: Plan, precision: str, size: int) -> dict[str, int]:
@@ -120,13 +128,16 @@ def blocks(plan: Plan, precision: str, size: int) -> dict[str, int]:
     return nbytes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", some(["bf16", "fp32"], lambda name: name == "fp32")
+)
 def test_bytes(pool: Pool, precision: str) -> None:
     """What is stored and what crosses, in each place, is what the formulas say."""
     for plan in PLANS:
         for seen in pool.run(measure, plan, precision, Offload):
-            formula = estimate(seen["padded"], pool.size, plan, precision)
-            blocked = blocks(plan, precision, seen["largest"])
+            formula = estimate(padded(seen, pool.size), pool.size, plan, precision)
+            # a GPT has one flat buffer a unit
+            blocked = blocks(plan, precision, max(seen["sizes"]))
             for where, expected in (("device", formula), ("cpu", formula.host)):
                 live, case = seen[where], (name(plan), precision, where)
                 small = 4 * seen["masters"] * (where == plan.optimizer.on)
@@ -136,7 +147,7 @@ def test_bytes(pool: Pool, precision: str) -> None:
                 assert live["optimizer"] == expected.optimizer + small, case
                 # one NaN for each placeholder
                 assert 0 <= live["buffers"] - blocked[where] <= small, case
-            shard = seen["padded"] // pool.size
+            shard = sum(seen["sizes"])
             assert seen["crossed"] == tuple(
                 n * shard for n in crossing(plan, precision)
             )
@@ -146,47 +157,14 @@ def test_bytes_of_a_delayed_update(two: Pool) -> None:
     """Gradients a second time, and parameters in the optimizer's dtype."""
     for plan in DELAYED:
         for seen in two.run(measure, plan, "fp32", Delayed):
-            formula = estimate(seen["padded"], 2, plan, precision="fp32")
-            shard = 4 * seen["padded"] // 2
+            formula = estimate(padded(seen, 2), 2, plan, precision="fp32")
+            shard = 4 * sum(seen["sizes"])
             assert seen["device"]["parameters"] == formula.parameters
             assert seen["device"]["gradients"] == formula.gradients
             assert seen["cpu"]["gradients"] == formula.host.gradients + shard
             states = formula.host.optimizer + 4 * seen["masters"]
             assert seen["cpu"]["optimizer"] == states + shard
             assert seen["device"]["buffers"] == 0
-
-
-def big(plan: Plan, budget: float, folder: Path) -> dict[str, Any]:
-    """Build a deep GPT inside zero.Init and make a step, on a toy GPU."""
-    gc.collect()
-    deep = GPTConfig(
-        layers=32, hidden=32, heads=2, sequence=8, vocabulary=50, checkpoint=True
-    )
-    kinds = {"cpu": Offload, "nvme": partial(NVMe, folder=folder, buffer_size=4096)}
-    kind = kinds.get(plan.optimizer.on)
-    storage = kind(plan) if kind else None
-    with ToyGPU(budget) as gpu:
-        torch.manual_seed(0)
-        with zero.Init(storage=storage):
-            model = GPT(deep)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        net = parallelize(model, optimizer, plan, storage=storage)
-        x = torch.arange(8)[None]
-        net.backward(net(x, x))
-        net.step()
-        padded = sum(flat.padded for flat in net.flats)
-        states = estimate(padded, world_size(), 3, "fp32").total
-        return {"peak": gpu.peak, "states": states}
-
-
-def test_ten_times_the_budget(two: Pool, tmp_path: Path) -> None:
-    """The states of one rank, built and trained on a toy GPU of a tenth of them."""
-    budget = 300_000
-    for plan in (FULL, DISK):
-        for seen in two.run(big, plan, budget, tmp_path):
-            assert seen["states"] >= 10 * budget >= 10 * seen["peak"], name(plan)
-    with pytest.raises(RankError, match="Out of memory"):
-        two.run(big, Plan.stage(3), budget, tmp_path)
 
 
 # --- refusals -----------------------------------------------------------------
@@ -337,7 +315,7 @@ def test_an_update_keeps_the_options_of_its_step(two: Pool) -> None:
     for late in ((partial(Delayed, start=5),), (Delayed, True)):
         found, ended = two.run(stepping, plan, *late)[0]
         assert found == losses
-        assert all(torch.equal(ended[name], weights[name]) for name in weights)
+        assert same(ended, weights)
 
 
 def skipped(storage: type[Offload]) -> list[Tensor]:

@@ -79,15 +79,6 @@ def test_only_equals_are_compared_by_their_options() -> None:
             assert choose(slow, among).best.candidate == best
 
 
-def test_offload_and_groups_are_chosen_where_they_help() -> None:
-    best = choose(job(replace(V100, memory=1.6e9), 1, each=1)).best.candidate
-    assert (best.offload_optimizer, best.offload_param) == ("cpu", "cpu")
-    assert choose(job(replace(V100, network=100e9))).best.candidate.extras == 0
-    slow = choose(job(SLOW))
-    assert 8 in (slow.best.candidate.group, slow.best.candidate.secondary)
-    assert slow.best.candidate.weight_bits is None and "--quantize" in describe(slow)
-
-
 @pytest.mark.parametrize(
     "candidate",
     [

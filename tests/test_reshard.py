@@ -17,8 +17,7 @@ from resumed import Run, Small, close, equal, near, resumed, steps, unbroken
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import minizero
-from minizero import Plan, parallelize
+from minizero import Plan
 from minizero.checkpoint import load, save
 from minizero.memory.tracker import Tracker
 from minizero.precision import LossScale
@@ -74,6 +73,7 @@ def contents(path: Path) -> list[dict[str, Tensor]]:
     return [{k: v for k, v in f.items() if k[:7] != "values/"} for f in files]
 
 
+@pytest.mark.thorough  # chapter 12 does it with nine kinds
 def test_every_kind_loads_what_every_other_has_saved(
     pools: dict[int, Any], tmp_path: Path
 ) -> None:
@@ -218,24 +218,19 @@ WIDTH, UNIT = 128, 128 * 128 * 4
 OWN = 30_000  # bytes of packed states of generators, and of buffers for the disk
 
 
-def peaks(folder: Path, stage: int, where: str) -> list[int]:
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+
+def peaks(folder: Path, plan: Plan) -> list[int]:
     """Most bytes of tensors beside those before, in a save and in a load."""
-    on = None if where == "device" else where
-    plan = Plan.stage(stage, on, on if stage == 3 else None)
-    kinds: dict[str, Any] = {
-        "cpu": lambda: minizero.Offload(plan),
-        "nvme": lambda: minizero.NVMe(plan, buffer_size=1024),
-    }
-    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    storage = kinds[where]() if on else None
-    net = parallelize(model, optimizer, plan, storage=storage)
+    case = Case(plan, optimizer=fused, buffers=(5, 1024))
+    net = case.build(wide, bucket_size=10**9)
     net.backward(net(torch.ones(1, WIDTH)).sum())
     net.step()
     found = []
     # with NVMe a save in the background is written at once
-    options = {"background": where == "nvme"}
+    options = {"background": plan.optimizer.on == "nvme"}
     for work in (lambda: save(net, folder, "t", **options), lambda: load(net, folder)):
         with Tracker() as seen:
             net.module_state()  # to have seen what placeholders are
@@ -247,8 +242,8 @@ def peaks(folder: Path, stage: int, where: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("stage, where", [(1, "device"), (3, "cpu"), (3, "nvme")])
-def test_memory(pools: dict[int, Any], tmp_path: Path, stage: int, where: str) -> None:
-    for found in pools[2].run(peaks, tmp_path, stage, where):
+@pytest.mark.parametrize("on", [None, "cpu", "nvme"])
+def test_memory(pools: dict[int, Any], tmp_path: Path, on: str | None) -> None:
+    for found in pools[2].run(peaks, tmp_path, at(3, on, on)):
         most = OWN + UNIT  # two chunks: half a unit is a shard, which fits into one
         assert max(found) <= most, (found, most)

@@ -28,20 +28,6 @@ def test_every_name_is_called_in_some_stage() -> None:
     assert sys.getprofile() is None
 
 
-@pytest.mark.parametrize(
-    ("stage", "sent"),
-    [
-        (0, ["all_reduce"]),
-        (1, ["reduce_scatter", "all_gather"]),
-        (2, ["reduce_scatter", "all_gather"]),
-        (3, ["all_gather", "all_gather", "reduce_scatter"]),
-    ],
-)
-def test_collectives_are_those_of_the_plan(stage: int, sent: list[str]) -> None:
-    names = flat(small_step(stage)[1])
-    assert [name for name in names if NAMES[name] == "comm"] == sent
-
-
 def test_what_a_stage_changes_is_read_from_the_classes() -> None:
     assert not changed(DataParallel)
     assert {"reduce", "publish"} <= changed(ZeRO1)

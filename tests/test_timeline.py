@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Show, find
+from conftest import Show, find, until
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 from minizero.lab.explorables.base import module
 from minizero.lab.explorables.packing import Pack
@@ -276,24 +279,23 @@ def code(root: Any) -> str:
 
 
 def test_keyboard(browser: Any, show: Show) -> None:
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     (root,) = show(PROSE, Timeline(moment=0).static_html())
     assert not root.find_elements("css selector", ".code a")
-    find(root, ".scrub").send_keys(keys.ARROW_RIGHT)
+    find(root, ".scrub").send_keys(Keys.ARROW_RIGHT)
     assert moment(root) == 0.001
     phases = root.find_elements("css selector", ".phases [aria-current]")
     assert [one.text for one in phases] == [
         *("gather", "compute", "release", "reduce", "update"),
     ]
     for one in phases:
-        one.send_keys(keys.ENTER)
+        one.send_keys(Keys.ENTER)
         assert one.get_dom_attribute("aria-current") == "true"
     assert "update root, rank 0" in code(root)
     back = find(root, "[aria-label='one event back']")
-    back.send_keys(keys.ENTER)
+    back.send_keys(Keys.ENTER)
     assert "wait" in code(root) or "reduce-scatter" in code(root)
     gather, release = browser.find_elements("class name", "timeline-word")
-    gather.send_keys(keys.ENTER)
+    gather.send_keys(Keys.ENTER)
     assert "all-gather" in code(root)
     assert "lit" in gather.get_dom_attribute("class")
     release.send_keys(" ")
@@ -304,7 +306,6 @@ def test_keyboard(browser: Any, show: Show) -> None:
 
 def test_pointer(browser: Any, show: Show) -> None:
     """In the book, which has a page of each source, the code is a link."""
-    actions = pytest.importorskip("selenium.webdriver").ActionChains
     book = "<script>document.documentElement.dataset.content_root = '../'</script>"
     (root,) = show(book, Timeline(moment=0).static_html(), width=768)
     slices = root.find_elements("css selector", ".lanes rect.s")
@@ -316,13 +317,13 @@ def test_pointer(browser: Any, show: Show) -> None:
         "return arguments[0].map((e) => +e.getAttribute('width'))", slices
     )
     wide = slices[widths.index(max(widths))]
-    actions(browser).move_to_element(wide).perform()
+    ActionChains(browser).move_to_element(wide).perform()
     assert "lit" in wide.get_dom_attribute("class")
     assert code(root).startswith("backward block") and "scale_loss(loss)" in code(root)
     link = find(root, ".code a").get_dom_attribute("href")
     assert link == "../source/minizero/zero/data_parallel.py.html#DataParallel.backward"
     reduce = find(root, ".lanes rect.s[fill='#ECAB25']")
-    actions(browser).move_to_element(reduce).perform()
+    ActionChains(browser).move_to_element(reduce).perform()
     (sent,) = {s.nbytes for s in trace.slices if s.verb == "reduce_scatter"} - {
         min(s.nbytes for s in trace.slices if s.verb == "reduce_scatter")
     }
@@ -330,7 +331,7 @@ def test_pointer(browser: Any, show: Show) -> None:
     assert len(root.find_elements("css selector", ".arrow")) == 4 * 3
     assert len(root.find_elements("css selector", ".blocks .lit")) == 1
     assert moment(root) == 0
-    actions(browser).move_to_element(wide).click_and_hold().release().perform()
+    ActionChains(browser).move_to_element(wide).click_and_hold().release().perform()
     middle = wide.rect["x"] + wide.rect["width"] / 2
     lanes = find(root, ".lanes").rect
     share = (middle - lanes["x"] - 66) / (lanes["width"] - 72)
@@ -342,8 +343,6 @@ def test_pointer(browser: Any, show: Show) -> None:
 
 
 def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> None:
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-    select = pytest.importorskip("selenium.webdriver.support.select").Select
     whole, other = tmp_path / "run.json", tmp_path / "other.json"
     whole.write_text(json.dumps(own_trace().chrome()))
     other.write_text('{"loss": 1}')
@@ -352,7 +351,7 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
 
     def opened(path: Path) -> str:
         find(root, ".open input").send_keys(str(path))
-        wait(browser, 10).until(lambda _: words.text.startswith(path.name))
+        until(browser, lambda: words.text.startswith(path.name))
         return str(words.text)
 
     assert opened(other).startswith(
@@ -386,10 +385,10 @@ def test_own_trace_is_drawn_here(browser: Any, show: Show, tmp_path: Path) -> No
     )
     assert len(root.find_elements("css selector", ".lanes rect.s")) == 4
     assert (
-        not select(find(root, "select")).options[0].is_enabled()
+        not Select(find(root, "select")).options[0].is_enabled()
         or not find(root, "select").is_enabled()
     )
-    source = select(root.find_elements("css selector", "select")[2])
+    source = Select(root.find_elements("css selector", "select")[2])
     assert source.first_selected_option.text == "yours"
     source.select_by_visible_text("simulated")
     assert not words.text.startswith("run.json")
@@ -400,7 +399,6 @@ def test_hang_is_drawn_with_who_waits_for_whom(
     browser: Any, show: Show, tmp_path: Path
 ) -> None:
     """Of the parts that its ranks have left; of one alone it is known whose it is."""
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
     every = own_trace().slices
     kept = [s for s in every if not (s.rank == 0 and s.verb == "reduce_scatter")]
     parts = [tmp_path / f"run.json.rank{r}" for r in (0, 1)]
@@ -415,7 +413,7 @@ def test_hang_is_drawn_with_who_waits_for_whom(
     ):
         find(root, ".open input").send_keys("\n".join(map(str, files)))
         start = f"{', '.join(path.name for path in files)}: {many} slices of 2 ranks. "
-        wait(browser, 10).until(lambda _, start=start: words.text.startswith(start))
+        until(browser, lambda start=start: words.text.startswith(start))
         find(root, "[aria-label='to the next reduce']").click()
         assert code(root).startswith("reduce-scatter b & c, rank 1, ")
         assert why in code(root)
@@ -429,7 +427,6 @@ def test_hang_is_drawn_with_who_waits_for_whom(
 
 @pytest.mark.parametrize("calm", [False, True])
 def test_it_plays(browser: Any, show: Show, calm: bool) -> None:
-    wait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
     (root,) = show(Timeline(moment=0).static_html())
     value = "reduce" if calm else "no-preference"
     media = {"features": [{"name": "prefers-reduced-motion", "value": value}]}
@@ -438,7 +435,7 @@ def test_it_plays(browser: Any, show: Show, calm: bool) -> None:
         play = find(root, "[aria-label=play]")
         play.click()
         assert play.text == "Pause"
-        there = wait(browser, 10).until(lambda _: moment(root))
+        there = until(browser, lambda: moment(root))
         if calm:  # from event to event
             slices = simulated(Timeline().setting()).slices
             total = max(s.end for s in slices)

@@ -64,7 +64,10 @@ def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "--stage 1 --precision fp16 --steps 7 --offload-optimizer cpu",
+        pytest.param(
+            "--stage 1 --precision fp16 --steps 7 --offload-optimizer cpu",
+            marks=pytest.mark.thorough,
+        ),
         "--precision bf16 --offload-optimizer nvme --offload-param nvme --overlap",
     ],
 )

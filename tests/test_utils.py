@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import nasty
 import pytest
 import torch
-from nasty import Nasty, batches, own
+from nasty import Case, Nasty, batches, on_two_ranks, own, same
 from torch import Tensor, nn
 
-from minizero import Delayed, NVMe, Offload, Overlap, Plan, parallelize, zero
+from minizero import Overlap, Plan, parallelize, zero
 from minizero.deepspeed.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
@@ -25,55 +25,23 @@ from minizero.deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks import Pool
+from minizero.ranks import Pool, world_size
 from minizero.zero import DataParallel
 
-# stage, where it is offloaded to, precision, how
-KINDS: dict[str, tuple[int, str | None, str | None, str]] = {
-    "0": (0, None, None, ""),
-    "1": (1, None, None, ""),
-    "3, overlap": (3, None, None, "overlap"),
-    "0, bf16": (0, None, "bf16", ""),
-    "3, bf16, cpu": (3, "cpu", "bf16", ""),
-    "3, bf16, nvme": (3, "nvme", "bf16", ""),
+at = Plan.stage
+CASES: dict[str, Case] = {
+    "0": Case(at(0)),
+    "1": Case(at(1)),
+    "3, overlap": Case(at(3), overlap=(100, 10**6, 200)),
+    "0, bf16": Case(at(0), "bf16"),
+    "3, bf16, cpu": Case(at(3, "cpu", "cpu"), "bf16"),
+    "3, bf16, nvme": Case(at(3, "nvme", "nvme"), "bf16"),
 }
-
-
-def build(
-    stage: int, on: str | None, precision: str | None, how: str
-) -> tuple[Nasty, DataParallel]:
-    torch.manual_seed(0)
-    model = Nasty()
-    plan = Plan.stage(
-        stage, offload_optimizer=on, offload_param=on if stage == 3 else None
-    )
-    storage: Any = None
-    if how == "delayed":
-        storage = Delayed(plan)
-    elif on == "nvme":
-        storage = NVMe(plan, buffer_size=64)
-    elif on == "cpu":
-        storage = Offload(plan)
-    overlap = Overlap(100, 10**6, 200) if how == "overlap" else None
-    net = parallelize(
-        model,
-        nasty.adamw(nasty.groups(model)),
-        plan,
-        precision=MixedPrecision() if precision == "bf16" else None,
-        schedule=overlap,
-        storage=storage,
-    )
-    return model, net
+Seen = dict[str, Tensor]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def backward(model: Nasty, net: DataParallel, step: int) -> None:
-    x, y = batches(4, 1, rows=2)[step]
-    model.step = step
-    net.backward(net(own(x, 2), own(y, 2)))
 
 
 def looked_at(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -82,7 +50,10 @@ def looked_at(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in found.items() if "blocks" not in n or "1." in n}
 
 
-Seen = dict[str, dict[str, Tensor]]
+def backward(net: DataParallel, step: int) -> None:
+    x, y = batches(4, 1, rows=2)[step]
+    net.model.step = step
+    net.backward(net(own(x, 2), own(y, 2)))
 
 
 def look(model: nn.Module) -> Seen:
@@ -95,173 +66,33 @@ def look(model: nn.Module) -> Seen:
         get[key] = partial(safe_get_full_optimizer_state, optim_state_key=key)
     seen: Seen = {}
     for what, of in get.items():
-        seen[what] = {}
         for name, p in looked_at(model).items():
             value = of(p)
             assert value is not None and value.dtype == torch.float32
             assert value.shape == p.shape
-            seen[what][name] = value
+            seen[f"{what} of {name}"] = value
     return seen
 
 
-def views(kind: str) -> Seen:
-    """Views at a moment when everything is there to be seen."""
-    model, net = build(*KINDS[kind])
-    for step in range(2):
-        backward(model, net, step)
-        net.step()
-    backward(model, net, 2)
-    full = look(model)
-    with zero.GatheredParameters(list(model.parameters())):
-        for name, p in looked_at(model).items():
-            assert torch.equal(full["parameter"][name].to(p.dtype), p), name
-    for p in (model.places.weight, model.blocks[1].scale):
-        assert safe_get_full_fp32_param(p) is None
-        assert safe_get_full_grad(p) is None
-        assert safe_get_full_optimizer_state(p, "exp_avg") is None
-    tied = safe_get_full_fp32_param(model.head.weight)
-    assert torch.equal(tied, full["parameter"]["tokens.weight"])
-    net.step()
-    return full
-
-
-def gradient(p: nn.Parameter) -> Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad
-
-
 def plain() -> Seen:
-    """The same moment, without this project: gradients of all ranks' batches."""
+    """What is there after two steps and a backward, without this project."""
     torch.manual_seed(0)
     model = Nasty()
     optimizer = nasty.adamw(nasty.groups(model))
     for step in range(3):
         model.step = step
         x, y = batches(4, 1, rows=2)[step]
-        rows = range(0, len(x), 2)
-        optimizer.zero_grad()
-        sums: dict[nn.Parameter, Any] = dict.fromkeys(trained(model).values())
-        for start in rows:
-            model.zero_grad()
-            model(x[start : start + 2], y[start : start + 2]).backward()
-            for p in sums:
-                if p.grad is not None:
-                    sums[p] = p.grad if sums[p] is None else sums[p] + p.grad
-        for p in sums:
-            p.grad = None if sums[p] is None else sums[p] / len(rows)
+        losses = [model(*rows) for rows in zip(x.split(2), y.split(2), strict=True)]
+        (torch.stack(losses).sum() / world_size()).backward()
         if step < 2:
-            nasty.step(optimizer, [*sums])
-    seen: Seen = {
-        "parameter": {n: p.detach() for n, p in looked_at(model).items()},
-        "gradient": {n: gradient(p) for n, p in looked_at(model).items()},
-    }
-    for key in ("exp_avg", "exp_avg_sq"):
-        states = {n: optimizer.state[p][key] for n, p in looked_at(model).items()}
-        seen[key] = states
+            nasty.step(optimizer, [*trained(model).values()])
+    seen: Seen = {}
+    for name, p in looked_at(model).items():
+        seen[f"parameter of {name}"] = p.detach()
+        seen[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad
+        for key in ("exp_avg", "exp_avg_sq"):
+            seen[f"{key} of {name}"] = optimizer.state[p][key]
     return seen
-
-
-def same(a: Seen, b: Seen) -> bool:
-    return all(
-        a[what].keys() == b[what].keys()
-        and all(torch.equal(a[what][name], b[what][name]) for name in a[what])
-        for what in a
-    )
-
-
-def test_full_views_are_plain_torchs(two: Pool, references: dict[str, Any]) -> None:
-    expected, got = two.run(plain)[0], references["0"][0]
-    for what, each in expected.items():
-        for name, value in each.items():
-            close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
-            close(got[what][name], value)
-
-
-@pytest.fixture(scope="module")
-def references(two: Pool) -> dict[str, Any]:
-    """Data parallelism, in fp32 and in bf16: views, and what is written."""
-    return {
-        kind: (two.run(views, kind)[0], two.run(written, kind)[0])
-        for kind in ("0", "0, bf16")
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_views_are_the_same_wherever_things_are(
-    two: Pool, references: dict[str, Any], kind: str
-) -> None:
-    expected = references["0, bf16" if "bf16" in kind else "0"][0]
-    assert all(same(full, expected) for full in two.run(views, kind))
-
-
-def watched(kind: str, watches: bool) -> dict[str, Tensor]:
-    model, net = build(*KINDS[kind])
-    for step in range(3):
-        backward(model, net, step)
-        if watches:
-            for p in looked_at(model).values():
-                safe_get_full_grad(p)
-                safe_get_full_fp32_param(p)
-                if step:
-                    safe_get_full_optimizer_state(p, "exp_avg")
-        net.step()
-    return net.state_dict()
-
-
-@pytest.mark.parametrize("kind", ["3, overlap", "3, bf16, nvme"])
-def test_looking_changes_nothing(two: Pool, kind: str) -> None:
-    blind, seen = (two.run(watched, kind, watches)[0] for watches in (False, True))
-    assert all(torch.equal(blind[name], seen[name]) for name in blind)
-
-
-def accumulated(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """The gradient so far after each of three micro-batches; two are postponed."""
-    model, net = build(stage, None, None, "")
-    seen = []
-    for micro in range(3):
-        postpone = stage < 2 and micro < 2
-        with net.no_sync() if postpone else contextlib.nullcontext():
-            backward(model, net, micro)
-        seen.append({n: safe_get_full_grad(p) for n, p in looked_at(model).items()})
-    backward(model, net, 3)  # and one more, after a reduction
-    seen.append({n: safe_get_full_grad(p) for n, p in looked_at(model).items()})
-    net.step()
-    return seen, net.state_dict()
-
-
-def test_the_gradient_so_far(two: Pool) -> None:
-    """Also where no rank has the sum yet."""
-    expected = two.run(accumulated, 2)[0][0]
-    assert any(
-        not torch.equal(expected[0][name], expected[3][name]) for name in expected[0]
-    )
-    for stage in (0, 1, 3):
-        for got, _ in two.run(accumulated, stage):
-            for a, b in zip(got, expected, strict=True):
-                for name in b:
-                    torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-7)
-
-
-def within_backward() -> list[tuple[Tensor, Tensor]]:
-    """The last layer's gradient: as soon as it is complete, and after backward."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), Plan.stage(2)
-    units = set(model.children()).__contains__
-    net = parallelize(model, optimizer, plan, schedule=Overlap(), units=units)
-    last, early = model[2].weight, []
-    model[1].weight.register_post_accumulate_grad_hook(
-        lambda p: early.append(safe_get_full_grad(last))
-    )
-    pairs = []
-    for step in (1, 2):  # which leaves what the first has left
-        net.backward(net(torch.full((1, 4), step + 0.5)).square().sum())
-        pairs.append((early[-1], safe_get_full_grad(last)))
-        net.step()
-    return pairs
-
-
-def test_a_reduction_under_way_is_waited_for(two: Pool) -> None:
-    for early, late in two.run(within_backward)[0]:
-        assert late.any() and torch.equal(early, late)
 
 
 NAMES = ("tokens.weight", "blocks.1.up.bias", "blocks.1.down.weight", "norm.weight")
@@ -272,51 +103,139 @@ def values(p: Tensor) -> Tensor:
     return (torch.arange(p.numel()) % 127 / 64 - 1).view(p.shape)
 
 
-def written(kind: str) -> tuple[Seen, dict[str, Tensor]]:
-    """Set gradients, then parameters and states; all else must stay."""
-    model, net = build(*KINDS[kind])
-    backward(model, net, 0)
+def viewed(net: DataParallel) -> Seen:
+    """Views at a moment when everything is there to be seen."""
+    model = net.model
+    for step in range(2):
+        backward(net, step)
+        net.step()
+    backward(net, 2)
+    seen = look(model)
+    with zero.GatheredParameters(list(model.parameters())):
+        for name, p in looked_at(model).items():
+            assert torch.equal(seen[f"parameter of {name}"].to(p.dtype), p), name
+    for p in (model.places.weight, model.blocks[1].scale):
+        assert safe_get_full_fp32_param(p) is None
+        assert safe_get_full_grad(p) is None
+        assert safe_get_full_optimizer_state(p, "exp_avg") is None
+    tied = safe_get_full_fp32_param(model.head.weight)
+    assert torch.equal(tied, seen["parameter of tokens.weight"])
+    return seen
+
+
+def written(net: DataParallel) -> tuple[Seen, Seen]:
+    """Set gradients, then parameters and states; what is seen of it, and weights."""
+    parameters = trained(net.model)
+    for name, p in parameters.items():
+        grad = values(p) if name in NAMES else 0.5 * safe_get_full_grad(p)
+        safe_set_full_grad(p, grad)
+        assert torch.equal(safe_get_full_grad(p), grad)
     net.step()
-    backward(model, net, 1)
-    own_grads = trained(model)
     for name in NAMES:
-        p = own_grads[name]
-        safe_set_full_grad(p, values(p))
-        assert torch.equal(safe_get_full_grad(p), values(p))
-    rest = [p for name, p in own_grads.items() if name not in NAMES]
-    for p in rest:
-        safe_set_full_grad(p, 0.5 * safe_get_full_grad(p))
-    net.step()
-    for name in NAMES:
-        p = own_grads[name]
+        p = parameters[name]
         safe_set_full_fp32_param(p, values(p))
         safe_set_full_optimizer_state(p, values(p) / 8, "exp_avg")
     # the parameters are what their masters are, on every rank
-    with zero.GatheredParameters(list(model.parameters())):
+    with zero.GatheredParameters(list(net.model.parameters())):
         for name in NAMES:
-            assert torch.equal(own_grads[name].float(), values(own_grads[name]))
-    backward(model, net, 2)
-    seen = look(model)
+            assert torch.equal(parameters[name].float(), values(parameters[name]))
+    backward(net, 3)
+    seen = look(net.model)
     net.step()
     return seen, net.state_dict()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_set_is_trained_with(
-    two: Pool, references: dict[str, Any], kind: str
+def looked_and_set(case: Case) -> tuple[Seen, ...]:
+    net = case.build()
+    return viewed(net), *written(net)
+
+
+@pytest.fixture(scope="module")
+def references(two: Pool) -> dict[str, Any]:
+    """Data parallelism, in fp32 and in bf16."""
+    return {name: two.run(looked_and_set, CASES[name])[0] for name in ("0", "0, bf16")}
+
+
+def test_views_are_plain_torchs(two: Pool, references: dict[str, Any]) -> None:
+    for name, value in two.run(plain)[0].items():
+        close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
+        close(references["0"][0][name], value)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name[0] != "0"])
+def test_views_and_what_is_set_are_the_same_everywhere(
+    two: Pool, references: dict[str, Any], name: str
 ) -> None:
-    expected = references["0, bf16" if "bf16" in kind else "0"][1]
-    for seen, _ in (got := two.run(written, kind)):
-        assert same(seen, expected[0])
-    weights = got[0][1]
-    assert all(torch.equal(weights[n], expected[1][n]) for n in weights)
+    *expected, weights = references["0, bf16" if "bf16" in name else "0"]
+    got = two.run(looked_and_set, CASES[name])
+    for *seen, _ in got:
+        assert all(map(same, seen, expected))
+    assert same(got[0][-1], weights)
 
 
-def late() -> None:
-    """A delayed update arrives before anybody looks."""
-    model, net = build(2, "cpu", None, "delayed")
+def watched(case: Case, watches: bool) -> Seen:
+    net = case.build()
     for step in range(3):
-        backward(model, net, step)
+        backward(net, step)
+        if watches and step:
+            look(net.model)
+        net.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("name", ["3, overlap", "3, bf16, nvme"])
+def test_looking_changes_nothing(two: Pool, name: str) -> None:
+    blind, seen = (two.run(watched, CASES[name], watches)[0] for watches in (0, 1))
+    assert same(blind, seen)
+
+
+def accumulated(stage: int) -> list[Seen]:
+    """The gradient so far after each of three micro-batches; two are postponed."""
+    net, seen = Case(at(stage)).build(), []
+    for micro in range(3):
+        postpone = stage < 2 and micro < 2
+        with net.no_sync() if postpone else nullcontext():
+            backward(net, micro)
+        grads = looked_at(net.model).items()
+        seen.append({n: safe_get_full_grad(p) for n, p in grads})
+    backward(net, 3)  # and one more, after a reduction
+    return [*seen, {n: safe_get_full_grad(p) for n, p in grads}]
+
+
+def test_the_gradient_so_far(two: Pool) -> None:
+    """Also where no rank has the sum yet."""
+    expected = two.run(accumulated, 2)[0]
+    assert not same(expected[0], expected[3])
+    for stage in (0, 1, 3):
+        for got in two.run(accumulated, stage):
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@on_two_ranks
+def test_a_reduction_under_way_is_waited_for() -> None:
+    """The last layer's gradient: as soon as it is complete, and after backward."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), Plan.stage(2)
+    units = set(model.children()).__contains__
+    net = parallelize(model, optimizer, plan, schedule=Overlap(), units=units)
+    last, early = model[2].weight, []
+    model[1].weight.register_post_accumulate_grad_hook(
+        lambda p: early.append(safe_get_full_grad(last))
+    )
+    for step in (1, 2):  # which leaves what the first has left
+        net.backward(net(torch.full((1, 4), step + 0.5)).square().sum())
+        late = safe_get_full_grad(last)
+        assert late.any() and torch.equal(early[-1], late)
+        net.step()
+
+
+@on_two_ranks
+def test_a_delayed_update_arrives_before_anybody_looks() -> None:
+    net = Case(at(2, "cpu"), storage="Delayed").build()
+    model = net.model
+    for step in range(3):
+        backward(net, step)
         net.step()
         full = {n: safe_get_full_fp32_param(p) for n, p in trained(model).items()}
         for name, p in trained(model).items():
@@ -324,19 +243,15 @@ def late() -> None:
     p = model.norm.weight
     safe_set_full_fp32_param(p, values(p))
     assert torch.equal(p, values(p))
-    backward(model, net, 3)
+    backward(net, 3)
     net.step()
     net.flush()
     assert (p - values(p)).abs().max() < 0.1
     assert not torch.equal(p, values(p))
 
 
-def test_a_delayed_update_arrives_first(two: Pool) -> None:
-    two.run(late)
-
-
-def scaled() -> None:
-    """In fp16 gradients carry the loss scale."""
+@on_two_ranks
+def test_gradients_carry_the_loss_scale() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -348,34 +263,30 @@ def scaled() -> None:
     assert grad.dtype == torch.float32
 
 
-def test_gradients_carry_the_loss_scale(two: Pool) -> None:
-    two.run(scaled)
-
-
 # when there is nothing to see
 
 
 def test_gradients_are_there_between_backward_and_step() -> None:
-    model, net = build(2, None, None, "")
-    p = model.norm.weight
+    net = Case(at(2)).build()
+    p = net.model.norm.weight
     assert safe_get_full_grad(p) is None
-    backward(model, net, 0)
+    backward(net, 0)
     assert safe_get_full_grad(p) is not None
     net.step()
     assert safe_get_full_grad(p) is None
     with pytest.raises(RuntimeError, match="no gradient of 'norm.weight' to set"):
         safe_set_full_grad(p, torch.zeros_like(p))
-    backward(model, net, 1)
+    backward(net, 1)
     net.zero_grad()
     assert safe_get_full_grad(p) is None
 
 
 def test_states_are_there_after_the_first_update() -> None:
-    model, net = build(2, None, None, "")
-    p = model.norm.weight
+    net = Case(at(2)).build()
+    p = net.model.norm.weight
     with pytest.raises(ValueError, match="no states before the first update"):
         safe_get_full_optimizer_state(p, "exp_avg")
-    backward(model, net, 0)
+    backward(net, 0)
     net.step()
     for key in ("momentum_buffer", "step"):
         with pytest.raises(ValueError, match=f"no '{key}' .* exp_avg, exp_avg_sq"):
@@ -383,8 +294,9 @@ def test_states_are_there_after_the_first_update() -> None:
 
 
 def test_what_is_refused() -> None:
-    model, net = build(3, None, None, "")
-    backward(model, net, 0)
+    net = Case(at(3)).build()
+    model = net.model
+    backward(net, 0)
     stranger = nn.Parameter(torch.zeros(2, 5))
     with pytest.raises(ValueError, match="this Parameter belongs to no model"):
         safe_get_full_fp32_param(stranger)
@@ -406,7 +318,7 @@ def test_what_is_refused() -> None:
         pytest.raises(RuntimeError, match="'norm.weight' is gathered: write to it"),
     ):
         safe_set_full_fp32_param(p, torch.zeros(12))
-    gone = build(0, None, None, "")[0]
+    gone = Case(at(0)).build().model
     gc.collect()
     with pytest.raises(ValueError, match="belongs to no model"):
         safe_get_full_fp32_param(gone.norm.weight)

@@ -48,7 +48,7 @@ def read(
     given, file = load(source)
     problems: list[str] = []
     warnings: list[str] = []
-    values = _known(given, "", auto or {}, problems, warnings)
+    values = _accepted(given, "", auto or {}, problems, warnings)
     update: dict[str, Any] = {}
     try:
         config = Config.model_validate(values | {"world_size": world_size})
@@ -66,7 +66,7 @@ def read(
     return config.model_copy(update=update)
 
 
-def _known(
+def _accepted(
     given: Mapping[str, Any],
     path: str,
     auto: Mapping[str, Any],
@@ -92,8 +92,10 @@ def _known(
             continue
         if where in IGNORED:
             reason, silent, refused = IGNORED[where]
-            said = where if isinstance(value, dict) else f"{where} = {_shown(value)}"
-            if silent is ANY or value == silent or not _asks(value):
+            is_section = isinstance(value, Mapping)
+            said = where if is_section else f"{where} = {_shown(value)}"
+            disabled = is_section and (not value or value.get("enabled") is False)
+            if silent is ANY or value == silent or disabled:
                 continue
             if refused:
                 problems.append(f"minizero does not support {said}: {reason}")
@@ -102,27 +104,20 @@ def _known(
         elif where in KEYS or path in OPTIONS:
             nested = KEYS.get(where) or f"{where}." in OPTIONS
             if nested and isinstance(value, Mapping):
-                value = _known(value, f"{where}.", auto, problems, warnings)
+                value = _accepted(value, f"{where}.", auto, problems, warnings)
             known[key] = value
         else:
-            sentence, meant = _unknown(path[:-1], key)
+            sentence, meant = _unknown_key(path[:-1], key)
             # a key at the top that resembles no other may be the script's own
             (problems if path or meant else warnings).append(sentence)
     return known
 
 
-def _asks(value: Any) -> bool:
-    """Whether a section asks for something: it is neither empty nor disabled."""
-    if isinstance(value, Mapping):
-        return bool(value) and value.get("enabled") is not False
-    return True
-
-
-def _unknown(section: str, key: str) -> tuple[str, bool]:
+def _unknown_key(section: str, key: str) -> tuple[str, bool]:
     """A sentence for a key that the schema lacks, and whether it resembles another."""
     names = known_keys()
     places = [place or "the top" for place in names if key in names[place]]
-    meant = f"it belongs in {places[0]}" if places else _meant(key, names[section])
+    meant = f"it belongs in {places[0]}" if places else _suggestion(key, names[section])
     other = f"its keys are {', '.join(names[section])}" if section else "it is not read"
     section = section or "the config"
     return f'{section} has no key "{key}"; {meant or other}', bool(meant)
@@ -168,7 +163,7 @@ def check_options(
         signature.bind(None, **options)
     except TypeError as error:
         strange = next((name for name in options if name not in names), "")
-        meant = _meant(strange, names) or f"its keys are {', '.join(names)}"
+        meant = _suggestion(strange, names) or f"its keys are {', '.join(names)}"
         raise ConfigError(f"{where}: {error}; {meant}") from None
     for name, value in options.items():
         default = signature.parameters[name].default
@@ -176,7 +171,7 @@ def check_options(
             raise ConfigError(f"{where}.{name} must be a number, not {_shown(value)}")
 
 
-def _meant(key: str, names: Iterable[str]) -> str:
+def _suggestion(key: str, names: Iterable[str]) -> str:
     """'did you mean "..."?', or "" if no name resembles the key."""
     spelt, lower = {name.lower(): name for name in names}, key.lower()
     close = get_close_matches(lower, spelt, n=1, cutoff=0.8)
@@ -222,8 +217,8 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         found = json.loads(text)
     except FileNotFoundError:
         folder = Path(name).absolute().parent
-        meant = _meant(Path(name).name, [path.name for path in folder.glob("*.json")])
-        meant = meant or f"the folder is {folder}"
+        names = [path.name for path in folder.glob("*.json")]
+        meant = _suggestion(Path(name).name, names) or f"the folder is {folder}"
         raise ConfigError(f"there is no config file {name}; {meant}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the config is not JSON: {error}", name) from None

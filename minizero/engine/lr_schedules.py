@@ -40,7 +40,7 @@ class Schedule(LRScheduler):
         """The rate of a group at a step."""
         raise NotImplementedError
 
-    def of(self, group: int, value: Rates) -> float:
+    def for_group(self, group: int, value: Rates) -> float:
         """What an option is for a group."""
         groups = len(self.own)
         values = value if isinstance(value, Sequence) else [value] * groups
@@ -50,7 +50,7 @@ class Schedule(LRScheduler):
 
     def between(self, group: int, low: Rates, high: Rates, height: float) -> float:
         """A group's value at a height, 0 to 1, between two."""
-        bottom, top = self.of(group, low), self.of(group, high)
+        bottom, top = self.for_group(group, low), self.for_group(group, high)
         return bottom + (top - bottom) * height
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -216,7 +216,7 @@ class LRRangeTest(Schedule):
         done = (step + 1) / self.lr_range_test_step_size
         done = math.floor(done) if self.lr_range_test_staircase else done
         factor = 1 + self.lr_range_test_step_rate * done
-        return self.of(group, self.lr_range_test_min_lr) * factor
+        return self.for_group(group, self.lr_range_test_min_lr) * factor
 
 
 _KINDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)

@@ -80,20 +80,6 @@ def apart(a: Any, b: Any) -> float:
     return 0.0 if a == b else abs(a - b) / max(abs(b), 1e-3)
 
 
-def first(ours: Seen, theirs: Seen) -> float:
-    """How far apart their first losses are, before any update."""
-    return apart(flatten(ours["losses"])[0], flatten(theirs["losses"])[0])
-
-
-def farthest(case: Config, ours: Seen, theirs: Seen, name: str) -> float | None:
-    """For the table: how far apart the two are."""
-    values = expected_norms(case, theirs) if name == "norms" else theirs[name]
-    if values[0] is None:
-        return None
-    pairs = zip(flatten(ours[name]), flatten(values), strict=True)
-    return max(apart(a, b) for a, b in pairs)
-
-
 def rounded(seen: Any) -> Any:
     """For the record: nine digits."""
     if isinstance(seen, dict):

@@ -1,7 +1,7 @@
 """Explorables: figures to play with, live in Jupyter and in a static page.
 
 An explorable is an anywidget whose output also carries text/html: an element with its
-state, and inside it what a page without scripts shows. JupyterLab draws the widget,
+state, and inside it a sentence for a page without scripts. JupyterLab draws the widget,
 with Python at the other end. In a rendered page :func:`script` draws the element, with
 no kernel, no widget manager and no network, and keeps its setting in the address.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,6 @@ def look(colour: str, stripes: str | None = None) -> dict[str, str | None]:
     """An entry of an explorable's palette: its fill, and the text that reads on it."""
     text = None if colour == "transparent" else ink(colour)
     return {"colour": colour, "ink": text, "stripes": stripes}
-
-
-def table(caption: str, head: tuple[str, str], rows: Mapping[str, str]) -> str:
-    """A table of two columns, for a page without JavaScript."""
-    lines = "".join(f"<tr><td>{a}</td><td>{b}</td></tr>" for a, b in rows.items())
-    return (
-        f"<table><caption>{caption}</caption>"
-        f"<tr><th>{head[0]}</th><th>{head[1]}</th></tr>{lines}</table>"
-    )
 
 
 class Amount(traitlets.Float[float, float | int]):

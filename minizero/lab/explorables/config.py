@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import json
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import traitlets
 
 from minizero.config import MICRO, STEPS, TOTAL, ConfigError, read
 from minizero.config.read import known_keys
-from minizero.config.schema import Place
-from minizero.lab.explorables.base import Amount, Explorable, look, module, table
-from minizero.lab.explorables.memory import STATES
+from minizero.lab.explorables.base import look, module
+from minizero.lab.explorables.memory import STATES, Planned
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
-from minizero.memory.plan import OPTIMIZERS, PRECISIONS, Breakdown, Plan, estimate
+from minizero.memory.plan import Breakdown, estimate
 
 EXAMPLE = """{
   "train_batch_size": 256,
@@ -29,7 +26,7 @@ EXAMPLE = """{
 }"""
 
 
-class ConfigExplorer(Explorable):
+class ConfigExplorer(Planned):
     """What a rank keeps on its device, in host memory and in files.
 
     text: a config as JSON; keys that decide nothing here may be in it.
@@ -41,10 +38,7 @@ class ConfigExplorer(Explorable):
     _esm = module(kind)
 
     text = traitlets.Unicode(EXAMPLE).tag(sync=True)
-    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
     world_size = traitlets.Int(8, min=1, max=1024).tag(sync=True)
-    plans = traitlets.Dict().tag(sync=True)
-    costs = traitlets.Dict().tag(sync=True)
     known = traitlets.Dict().tag(sync=True)
     sizes = traitlets.List([TOTAL, MICRO, STEPS]).tag(sync=True)
     palette = traitlets.Dict(
@@ -55,14 +49,6 @@ class ConfigExplorer(Explorable):
         if config is not None:
             controls["text"] = json.dumps(config, indent=2)
         super().__init__(**controls)
-
-    @traitlets.default("plans")
-    def _plans(self) -> dict[str, Any]:
-        return plans()
-
-    @traitlets.default("costs")
-    def _costs(self) -> dict[str, Any]:
-        return costs()
 
     @traitlets.default("known")
     def _known(self) -> dict[str, Any]:
@@ -91,69 +77,13 @@ class ConfigExplorer(Explorable):
             for name, part in places.items()
         ]
 
-    def fallback(self) -> str:
-        try:
-            there = self.breakdown()
-        except ConfigError as error:
-            return f"<p>{html.escape(str(error))}</p>"
-        places = {"device": there, "host": there.host, "disk": there.disk}
-        rows = {name: amount(part.total) for name, part in places.items()}
-        return table(self._title(), ("place", "bytes a rank"), rows)
-
     def describe(self) -> str:
         try:
             there = self.breakdown()
         except ConfigError as error:
             return str(error)
         return (
-            f"{self._title()}: a rank keeps {amount(there.total)} on its device, "
-            f"{amount(there.host.total)} on the host, {amount(there.disk.total)} "
-            "on disk."
+            f"{self.n_params / 1e9:g}B parameters on {self.world_size} ranks: a rank "
+            f"keeps {amount(there.total)} on its device, {amount(there.host.total)} on "
+            f"the host, {amount(there.disk.total)} on disk."
         )
-
-    def _title(self) -> str:
-        return f"{self.n_params / 1e9:g}B parameters on {self.world_size} ranks"
-
-
-def plans() -> dict[str, dict[str, Any]]:
-    """What `read` makes of each choice, by "stage/optimizer's place/parameters'".
-
-    By category: where it rests, and whether it is sharded. "idle": why an offload
-    that was asked for does nothing, by its block.
-    """
-    table: dict[str, dict[str, Any]] = {}
-    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
-        chosen = {"offload_optimizer": state, "offload_param": param}
-        blocks = {
-            name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
-            for name, on in chosen.items()
-        }
-        config = read(
-            {"train_batch_size": 1, "zero_optimization": {"stage": stage, **blocks}}
-        )
-        places: dict[str, Any] = {
-            category: [place.on, place.sharded]
-            for category, place in vars(config.plan).items()
-        }
-        places["idle"] = {
-            name: said.partition(": ")[2]
-            for name in chosen
-            for said in config.warnings
-            if f".{name} " in said
-        }
-        table[f"{stage}/{state}/{param}"] = places
-    return table
-
-
-def costs() -> dict[str, dict[str, float]]:
-    """Bytes a parameter of each category, by "precision/optimizer".
-
-    They are what `estimate` says of one parameter on one rank.
-    """
-    return {
-        f"{precision}/{optimizer}": {
-            category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
-            for category in STATES
-        }
-        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
-    }

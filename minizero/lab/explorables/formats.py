@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from minizero.lab.explorables.base import Amount, Explorable, module, table
+from minizero.lab.explorables.base import Amount, Explorable, module
 from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, STYLE, WIDTH, single
 
 FORMATS = {
@@ -180,13 +180,6 @@ class FormatExplorer(Explorable):
         sums, kept = self.sums(), self.kept()
         return [[name, kept[name], bits(sums[name][1], name)] for name in FORMATS]
 
-    def fallback(self) -> str:
-        rows = {name: f"{share:.0%}" for name, share in self.kept().items()}
-        return table(self._title(), ("format", "kept of the update"), rows)
-
     def describe(self) -> str:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in self.kept().items())
-        return f"{self._title()}: kept of it {shares}."
-
-    def _title(self) -> str:
-        return f"2^{self.update:g} added to 2^{self.weight:g}"
+        return f"2^{self.update:g} added to 2^{self.weight:g}: kept of it {shares}."

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import traitlets
 
-from minizero.lab.explorables.base import Amount, Explorable, look, module, table
+from minizero.config import read
+from minizero.config.schema import Place
+from minizero.lab.explorables.base import Amount, Explorable, look, module
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
 from minizero.memory.plan import (
     OPTIMIZERS,
     PRECISIONS,
     Breakdown,
+    Plan,
     estimate,
     estimate_activations,
 )
@@ -42,7 +45,23 @@ def gpt_shape(n_params: float) -> tuple[int, int, int]:
     return layers, 128 * layers, layers
 
 
-class MemoryExplorer(Explorable):
+class Planned(Explorable):
+    """An explorable of what a plan keeps, and what its page computes it from."""
+
+    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
+    plans = traitlets.Dict().tag(sync=True)
+    costs = traitlets.Dict().tag(sync=True)
+
+    @traitlets.default("plans")
+    def _plans(self) -> dict[str, Any]:
+        return plans()
+
+    @traitlets.default("costs")
+    def _costs(self) -> dict[str, Any]:
+        return costs()
+
+
+class MemoryExplorer(Planned):
     """How much of a GPU the five categories take, the four stages side by side.
 
     n_params: parameters of the model, 1e8 to 1e12.
@@ -59,7 +78,6 @@ class MemoryExplorer(Explorable):
     kind = "memory"
     _esm = module(kind)
 
-    n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
     world_size = traitlets.Enum([2**i for i in range(11)], 8).tag(sync=True)
     stage = traitlets.Enum([0, 1, 2, 3], 3).tag(sync=True)
     precision = traitlets.Enum(("bf16", "fp32"), "bf16").tag(sync=True)
@@ -71,15 +89,10 @@ class MemoryExplorer(Explorable):
     micro_batch = traitlets.Enum([2**i for i in range(9)], 1).tag(sync=True)
     recomputation = traitlets.Enum(RECOMPUTED, "full").tag(sync=True)
     device_memories = traitlets.List(list(DEVICE_MEMORIES)).tag(sync=True)
-    coefficients = traitlets.Dict().tag(sync=True)
     published = traitlets.Dict(PAPER).tag(sync=True)
     palette = traitlets.Dict(
         {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}
     ).tag(sync=True)
-
-    @traitlets.default("coefficients")
-    def _coefficients(self) -> dict[str, Any]:
-        return coefficients()
 
     def breakdown(self, stage: int | None = None) -> Breakdown:
         """The estimate that the explorer shows for a stage, else for the chosen one.
@@ -143,23 +156,14 @@ class MemoryExplorer(Explorable):
             rows.append([name, *states, own, more, b.host.total])
         return rows
 
-    def fallback(self) -> str:
-        rows = {str(stage): total for stage, total in enumerate(self._totals())}
-        return table(self._title(), ("ZeRO stage", "bytes per GPU"), rows)
-
     def describe(self) -> str:
-        totals = ", ".join(self._totals())
-        return f"{self._title()}: stages 0 to 3 take {totals} each."
-
-    def _title(self) -> str:
+        totals = ", ".join(amount(sum(row[1:-1])) for row in self.numbers())
         return (
             f"Training {self.n_params / 1e9:g}B parameters, {self.precision}, "
             f"{self.optimizer}, on {self.world_size} GPUs, with "
-            f"{amount(self.activations())} of activations"
+            f"{amount(self.activations())} of activations: stages 0 to 3 take "
+            f"{totals} each."
         )
-
-    def _totals(self) -> list[str]:
-        return [amount(sum(row[1:-1])) for row in self.numbers()]
 
 
 def explorer(**controls: Any) -> MemoryExplorer:
@@ -167,34 +171,45 @@ def explorer(**controls: Any) -> MemoryExplorer:
     return MemoryExplorer(**controls)
 
 
-def coefficients() -> dict[str, dict[str, tuple[float, float]]]:
-    """What `estimate` says, as two numbers a category, so that a page can multiply.
+def plans() -> dict[str, dict[str, Any]]:
+    """What `read` makes of each choice, by "stage/optimizer's place/parameters'".
 
-    A key is "stage/precision/optimizer/oo", the last two 1 where the optimizer state
-    and the parameters are offloaded. Its bytes on N GPUs are
-    ``n_params * (whole + split / N)``, on the device for the categories and off it
-    for "host". What a stage refuses to offload has no key.
+    By category: where it rests, and whether it is sharded. "idle": why an offload
+    that was asked for does nothing, by its block.
     """
-    table = {}
-    choices = product(range(4), ("bf16", "fp32"), OPTIMIZERS, (0, 1), (0, 1))
-    for stage, precision, optimizer, state, param in choices:
-        offload = {"offload_optimizer": state, "offload_param": param}
-        options: dict[str, Any] = {
-            name: "cpu" for name, chosen in offload.items() if chosen
+    table: dict[str, dict[str, Any]] = {}
+    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
+        chosen = {"offload_optimizer": state, "offload_param": param}
+        blocks = {
+            name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
+            for name, on in chosen.items()
         }
-        try:
-            one, two = (
-                # A power of two as n_params, so that every division is exact.
-                estimate(2**30, gpus, stage, precision, optimizer, **options)
-                for gpus in (1, 2)
-            )
-        except ValueError:
-            continue
-        table[f"{stage}/{precision}/{optimizer}/{state}{param}"] = {
-            name: ((2 * b - a) / 2**30, 2 * (a - b) / 2**30)
-            for name, a, b in (
-                *((s, getattr(one, s), getattr(two, s)) for s in STATES),
-                ("host", one.host.total, two.host.total),
-            )
+        config = read(
+            {"train_batch_size": 1, "zero_optimization": {"stage": stage, **blocks}}
+        )
+        places: dict[str, Any] = {
+            category: [place.on, place.sharded]
+            for category, place in vars(config.plan).items()
         }
+        places["idle"] = {
+            name: said.partition(": ")[2]
+            for name in chosen
+            for said in config.warnings
+            if f".{name} " in said
+        }
+        table[f"{stage}/{state}/{param}"] = places
     return table
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Bytes a parameter of each category, by "precision/optimizer".
+
+    They are what `estimate` says of one parameter on one rank.
+    """
+    return {
+        f"{precision}/{optimizer}": {
+            category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
+            for category in STATES
+        }
+        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
+    }

@@ -1,8 +1,8 @@
 // The memory explorer's chart: bytes of states and activations per GPU, for the four stages.
 //
-// Of states it computes bytes = n_params · (whole + split / world_size), with the
-// coefficients that Python derived from minizero.memory.estimate; of activations the
-// formula of chapter 9, for a GPT of about that size.
+// Of states it takes from Python where each rests under a plan (`plans`) and what a
+// parameter costs (`costs`); of activations the formula of chapter 9, for a GPT of about
+// that size.
 
 const STAGES = ["Data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"];
 const SHARDS = [
@@ -56,22 +56,22 @@ function gpus(count) {
   return count === 1 ? "1 GPU" : `${count.toLocaleString("en-US")} GPUs`;
 }
 
-/** [whole, split] bytes a parameter of each category and of the host, for a stage.
- *  What a stage cannot offload stays on the device. */
-function coefficients(get, stage) {
-  const base = `${stage}/${get("precision")}/${get("optimizer")}`;
-  const [o, p] = [Number(get("offload_optimizer")), Number(get("offload_param"))];
-  const table = get("coefficients");
-  return table[`${base}/${o}${p}`] ?? table[`${base}/${o}0`] ?? table[`${base}/00`];
+/** Of each state: its bytes a parameter, whether it is sharded, and where it rests. What a
+ *  stage cannot offload stays on the device. */
+function states(get, stage) {
+  const on = ["offload_optimizer", "offload_param"].map((name) => get(name) ? "cpu" : "none");
+  const plan = get("plans")[[stage, ...on].join("/")];
+  const cost = get("costs")[`${get("precision")}/${get("optimizer")}`];
+  return STATES.map((name) => [cost[name], plan[name][1], plan[name][0] === "device"]);
 }
 
 /** Fewest GPUs on which the stage's state fits in `room`; Infinity if it never does. */
 function fewest(rows, n, room) {
-  const [whole, split] = rows.reduce(([a, b], [c, d]) => [a + c, b + d], [0, 0]);
+  const [whole, split] = [false, true].map((which) => n * rows.reduce((sum, [cost, sharded, here]) =>
+    sum + (here && sharded === which ? cost : 0), 0));
   if (room <= 0) return Infinity;
-  if (n * (whole + split) <= room) return 1;
-  if (n * whole >= room) return Infinity;
-  return Math.ceil((n * split) / (room - n * whole));
+  if (whole + split <= room) return 1;
+  return whole >= room ? Infinity : Math.ceil(split / (room - whole));
 }
 
 /** Bytes at the peak: what all layers keep, and one layer that is recomputed. */
@@ -99,14 +99,14 @@ const published = (get, stage) =>
 /** Bytes of each category and of the host, and whether a stage fits. */
 function state(get, stage) {
   const [n, capacity] = [get("n_params"), get("device_memory") * 1e9];
-  const table = coefficients(get, stage);
-  const bytes = ([whole, split]) => n * (whole + split / get("world_size"));
-  const rows = STATES.map((name) => table[name]);
+  const rows = states(get, stage);
+  const bytes = rows.map(([cost, sharded]) => n * cost / (sharded ? get("world_size") : 1));
   const rest = [activations(get), buffers(get, stage)];
-  const parts = [...rows.map(bytes), ...rest];
+  const parts = [...bytes.map((b, i) => rows[i][2] ? b : 0), ...rest];
   const total = parts.reduce((a, b) => a + b);
   const least = fewest(rows, n, capacity - rest[0] - rest[1]);
-  return { parts, total, least, host: bytes(table.host), fits: total <= capacity };
+  const host = bytes.reduce((sum, b, i) => sum + (rows[i][2] ? 0 : b), 0);
+  return { parts, total, least, host, fits: total <= capacity };
 }
 
 const HEAD = ["stage", ...PARTS, "on the host"];
@@ -132,8 +132,8 @@ function memoryChart(model) {
     note, config);
   const update = () => {
     const capacity = get("device_memory") * 1e9;
-    const states = STAGES.map((_, stage) => state(get, stage));
-    const longest = Math.max(...states.map(({ total }) => total));
+    const all = STAGES.map((_, stage) => state(get, stage));
+    const longest = Math.max(...all.map(({ total }) => total));
     // The axis holds the longest bar, so that bars compare; the line of the capacity
     // moves, and lies beyond the right where every bar is far below it.
     const small = longest < capacity / 4;
@@ -141,9 +141,9 @@ function memoryChart(model) {
     box.classList.toggle("small", small);
     tag.style.left = small ? "" : `${(100 * capacity) / scale}%`;
     tag.textContent = `${get("device_memory")} GB${small ? " →" : ""}`;
-    rows.forEach((row, stage) => row.update(states[stage], scale, capacity));
+    rows.forEach((row, stage) => row.update(all[stage], scale, capacity));
     text.textContent = JSON.stringify(configOf(get), null, 2);
-    note.textContent = sentence(get, states[get("stage")]);
+    note.textContent = sentence(get, all[get("stage")]);
   };
   return { box, update };
 }

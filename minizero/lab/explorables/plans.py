@@ -7,7 +7,7 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import Amount, Explorable, module, table
+from minizero.lab.explorables.base import Amount, Explorable, module
 from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.steps import TICK, Setting, Size, simulated
 from minizero.lab.explorables.timeline import CATEGORIES, PLANS, VERBS
@@ -70,7 +70,3 @@ class Plans(Explorable):
     def describe(self) -> str:
         most = ", ".join(f"{name} {amount(n)}" for name, *_, n, _, _ in self.numbers())
         return f"Bytes on each of {SIZE.ranks} GPUs in a step, at most: {most}."
-
-    def fallback(self) -> str:
-        rows = {name: f"{amount(n)}, {ms} ms" for name, *_, n, ms, _ in self.numbers()}
-        return table("A step of a 7-billion model", ("plan", "at most"), rows)

@@ -9,14 +9,7 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import (
-    STRIPES,
-    Amount,
-    Explorable,
-    look,
-    module,
-    table,
-)
+from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
 from minizero.lab.explorables.memory import gpt_shape
 from minizero.lab.explorables.packing import Pack, unpacked_moments
 from minizero.lab.explorables.sources import LINES, line
@@ -159,15 +152,3 @@ class Timeline(Explorable):
         most = {name: number for name, _, number in self.numbers()}
         which = self.source if self.source == "recorded" else PLANS[self.stage]
         return f"A step, {which}: at most {amount(most['device'])} live on a device."
-
-    def fallback(self) -> str:
-        """The most of a step: by category if it was recorded, else under each plan."""
-        if self.source == "recorded":
-            most = {name: amount(n) for name, _, n in self.numbers() if n}
-            columns = "category or place", f"on rank {self.rank}"
-            return table("Live bytes in the recorded step, at most", columns, most)
-        at = self.setting()._replace(offload="none")
-        steps = [simulated(at._replace(stage=stage)) for stage in range(4)]
-        peaks = [amount(step.peak(0)) for step in steps]
-        rows = dict(zip(PLANS, peaks, strict=True))
-        return table("Live bytes in a step, at most", ("plan", "on a device"), rows)
