@@ -7,6 +7,8 @@ that the timeline has recorded is recorded anew.
 import json
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from minizero.lab.explorables.steps import one_step
 from minizero.lab.explorables.timeline import RECORDED, packed
 from minizero.lab.plots import memory_bars, use
@@ -22,14 +24,16 @@ LABELS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 def main() -> None:
     """Write every picture; the same code gives the same bytes, but for times."""
     use()
-    bars = memory_bars(
-        {label: estimate(7e9, 8, stage) for stage, label in enumerate(LABELS)},
-        budget=80e9,
-    )
-    bars.savefig(ASSETS / "stages.svg", metadata={"Date": None})
+    stages().savefig(ASSETS / "stages.svg", metadata={"Date": None})
     (ASSETS / "logo.svg").write_text(ring(width=14))
     (ASSETS / "favicon.svg").write_text(ring(width=20))
     RECORDED.write_text(json.dumps(packed(joined(launch(one_step, 2)))))
+
+
+def stages() -> Figure:
+    """The model states of the landing page."""
+    bars = {label: estimate(7e9, 8, stage) for stage, label in enumerate(LABELS)}
+    return memory_bars(bars, budget=80e9)
 
 
 def ring(width: int, shards: int = 4, gap: float = 4) -> str:

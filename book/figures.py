@@ -1,7 +1,7 @@
 """Gives each page that has an explorable the script that draws it.
 
 The directive `plans` draws the landing figure, in a page that is no notebook. A phone
-gets the narrow drawing of a notebook's picture, if one is stored beside it.
+gets the narrow drawing of a picture, of a notebook's if one is stored beside it.
 
 The script stands in the page's head and is not deferred: an explorable draws itself
 before what follows it is laid out, so nothing moves. And the list
@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from draw import stages
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from minizero.lab.explorables.base import script
 from minizero.lab.explorables.plans import Plans
+from minizero.lab.plots.narrow import drawn
 
 FILE = "explorables.js"
 NARROW: dict[str, dict[str, Any]] = {}
 """By what its wide picture is called: a narrow one, and its size."""
-IMAGE = re.compile(r'<img [^>]*src="([^"]*_images/)([0-9a-f]{64})\.png"[^>]*>')
+IMAGE = re.compile(r'<img [^>]*src="([^"]*_images/)(\w+)\.(?:png|svg)"[^>]*>')
 
 
 class Figure(SphinxDirective):
@@ -46,7 +48,7 @@ def write(app: Sphinx) -> None:
 
 
 def draw_narrow(app: Sphinx) -> None:
-    """Write the narrow pictures of all notebooks, each under the wide one's name."""
+    """Write the narrow pictures, each under the wide one's name."""
     folder = Path(app.outdir) / "_images"
     folder.mkdir(parents=True, exist_ok=True)
     for path in Path(app.srcdir).glob("*/*.ipynb"):
@@ -54,10 +56,11 @@ def draw_narrow(app: Sphinx) -> None:
             for output in cell.get("outputs", []):
                 about = output.get("metadata", {}).get("image/png", {})
                 if "narrow" in about:
-                    name = sha256(b64decode("".join(output["data"]["image/png"])))
-                    NARROW[name.hexdigest()] = about["narrow"]
-                    png = b64decode(about["narrow"]["png"])
-                    (folder / f"{name.hexdigest()}-narrow.png").write_bytes(png)
+                    wide = sha256(b64decode("".join(output["data"]["image/png"])))
+                    NARROW[wide.hexdigest()] = about["narrow"]
+    NARROW["stages"] = drawn(stages())
+    for name, about in NARROW.items():
+        (folder / f"{name}-narrow.png").write_bytes(b64decode(about["png"]))
 
 
 def picture(found: re.Match[str]) -> str:

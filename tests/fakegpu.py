@@ -34,7 +34,7 @@ import minizero.memory.labels
 import minizero.offload.delayed
 import minizero.offload.nvme
 import minizero.offload.swap_file
-import minizero.zero.net
+import minizero.zero.seams
 from minizero.ranks import device
 
 NAME = "fakegpu"
@@ -495,7 +495,7 @@ def install(rank: int, ranks: int) -> None:
     # the guard of such a device asks Python for its type: not in autograd's threads
     torch.autograd.set_multithreading_enabled(False).__enter__()
     # it tries optimizers on elements, and there are none
-    minizero.zero.net.check_elementwise = lambda *args: None
+    minizero.zero.seams.check_elementwise = lambda *args: None
     # a fake parameter cannot be exchanged; models are made where they are to be
     torch.nn.Module.to = lambda module, *args, **options: module
 

@@ -165,6 +165,12 @@ def test_a_phone_gets_a_narrow_drawing() -> None:
         assert "data parallel,\non many GPUs" in texts(figure)
         hidden = [t.get_text() for t in figure.axes[0].texts if not t.get_visible()]
         assert hidden == ["9 GB"]
+    numbers = style.single(2)[0]
+    numbers.axes[0].set_xticks(range(24), [str(1000 + i) for i in range(24)])
+    with narrow.narrow(numbers):
+        shown = [t for t in numbers.axes[0].get_xticklabels() if t.get_visible()]
+        assert [t.get_text() for t in shown] == [f"{n}" for n in range(1000, 1024, 4)]
+    assert all(t.get_visible() for t in numbers.axes[0].get_xticklabels())
 
 
 def test_memory_over_step_keeps_the_peak_and_the_marks() -> None:

@@ -245,7 +245,7 @@ def test_a_delayed_update_arrives_before_anybody_looks() -> None:
     assert torch.equal(p, values(p))
     backward(net, 3)
     net.step()
-    net.flush()
+    net.synchronize()
     assert (p - values(p)).abs().max() < 0.1
     assert not torch.equal(p, values(p))
 

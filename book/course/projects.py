@@ -62,9 +62,6 @@ class MyZeRO2(ZeRO1):
         self.storage.accumulate(flat.mean, mean)
         flat.grad = None
 
-    def set_aside(self, flat):
-        pass
-
     def clear_grads(self, flat):
         flat.grad = None
         flat.uninitialized.clear()

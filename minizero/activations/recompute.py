@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..memory.plan import check
-from ..zero.units import Policy, find_units
+from ..zero.build import Policy, find_units
 from .saved_tensors import note, noting
 from .stores import Store
 

@@ -90,8 +90,8 @@ class Work:
             raise RuntimeError(message) from error
         self.call.finished = perf_counter()
         report("queued" if self._is_queued else "done", *self._place)
-        for callback in self._after:
-            callback()
+        while self._after:  # a work that is over keeps nobody alive
+            self._after.pop(0)()
         return self
 
 

@@ -138,7 +138,8 @@ def store(out: Tensor, row: Tensor) -> None:
     there = row.untyped_storage()._cdata == out.untyped_storage()._cdata
     if not there or row.storage_offset() != out.storage_offset():
         out[: row.numel()].copy_(row)
-    out[row.numel() :].zero_()
+    if row.numel() < out.numel():
+        out[row.numel() :].zero_()
 
 
 CACHED = 1 << 17  # elements
@@ -155,10 +156,11 @@ def store_by_pieces(
     n = parts[0].numel()
     width = CACHED if out.device.type == "cpu" else max(n, 1)
     for start in range(0, n, width):
-        piece = slice(start, min(start + width, n))
-        rows = [part[piece] for part in parts]
-        store(out[piece], add(rows, out=out[piece]))
-    out[n:].zero_()
+        piece = out[start : min(start + width, n)]
+        rows = [part[start : start + width] for part in parts]
+        store(piece, add(rows, out=piece))
+    if n < out.numel():
+        out[n:].zero_()
 
 
 @cache

@@ -46,7 +46,8 @@ class View:
         if self.flat.master.numel() == self.flat.padded:
             return part.view(self.slot.shape)
         values = part.new_zeros(self.slot.numel)
-        if len(self.net.levels) == 2 or self.net.grid.number == 0:  # not a copy
+        is_shared = self.flat.master.numel() < self.flat.size  # by all groups
+        if is_shared or self.net.grid.number == 0:  # not a copy
             values[self.start : self.start + part.numel()] = part
         with comm.phase("view", self.unit.name):
             comm.all_reduce(values, group=self.net.group)
@@ -114,9 +115,7 @@ def safe_set_full_fp32_param(p: nn.Parameter, value: Tensor) -> None:
         )
     view.write(flat.master, value)
     view.write(flat.shard, value)
-    net._updated([view.unit])
-    net.wait()
-    net.note_writes()
+    net.shards_written(view.unit)
 
 
 def safe_get_full_optimizer_state(

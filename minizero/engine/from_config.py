@@ -13,7 +13,7 @@ from ..offload import Delayed, NVMe, Offload
 from ..overlap import Overlap
 from ..precision import DynamicLossScale, LossScale, MixedPrecision
 from ..zero import DataParallel, Schedule, Storage, parallelize
-from ..zero.units import Policy
+from ..zero.build import Policy
 
 # %% auto #0
 __all__ = ['loss_scale', 'precision', 'schedule', 'storage', 'wrap']

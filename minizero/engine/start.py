@@ -13,8 +13,7 @@ from ..activations import CHECKPOINT, Offloaded
 from ..config import Config, Source, check_options, read
 from ..kernels import muon_options, optimizer_call
 from ..ranks import init_distributed, rank, world_size
-from ..zero.elementwise import groups_of
-from ..zero.units import Policy
+from ..zero.build import Policy, groups_of
 from ..zero.muon import Muon, muon_groups
 from .data import Collate, Loader
 from .engine import Engine

@@ -20,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Weak keys: a label must not keep memory alive.
-_categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Of each storage, weakly: a label must not keep memory alive. Without one it counts as
+# activations.
+categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whether it is host memory
 _on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # labelled, and not on the CPU
 trackers: list[Any] = []  # those that are running
@@ -36,7 +37,7 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     if category not in CATEGORIES:
         raise ValueError(f"category must be one of {CATEGORIES}, not {category!r}")
     storage = tensor.untyped_storage()
-    _categories[storage] = category
+    categories[storage] = category
     if tensor.device.type != "cpu":
         _on_gpu[storage] = True
     if on is not None:
@@ -46,35 +47,26 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     return tensor
 
 
-def category_of(storage: torch.UntypedStorage) -> str:
-    """The category that a storage was given; "activations" without a label."""
-    return str(_categories.get(storage, "activations"))
-
-
-def is_hosted(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is host memory: as labelled.
+def on_host(x: Tensor | torch.UntypedStorage) -> bool:
+    """Whether a storage, or a tensor's, is host memory: as labelled.
 
     Without a label, memory of the CPU is if something labelled is on a real device.
     """
+    storage = x.untyped_storage() if isinstance(x, Tensor) else x
     on_cpu = bool(_on_gpu) and storage.device.type == "cpu"
     return bool(_hosted.get(storage, on_cpu))
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's storage is host memory; see `is_hosted`."""
-    return is_hosted(tensor.untyped_storage())
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """Run with an empty table of labels; the old one is restored afterwards."""
-    global _categories, _hosted, _on_gpu
-    before = _categories, _hosted, _on_gpu
-    _categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)
+    global categories, _hosted, _on_gpu
+    before = categories, _hosted, _on_gpu
+    categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)
     try:
         yield
     finally:
-        _categories, _hosted, _on_gpu = before
+        categories, _hosted, _on_gpu = before
 
 
 @contextmanager
@@ -105,18 +97,18 @@ def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
 def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Label an optimizer's states: on the host, if their parameter is."""
     for p, state in list(optimizer.state.items()):
-        on = "cpu" if isinstance(p, Tensor) and on_host(p) else None
+        hosted = isinstance(p, Tensor) and on_host(p)
         for leaf in tree_iter(state):
             # one that is labelled stands for a state that is stored elsewhere
-            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in _categories:
-                label(leaf, "optimizer", on)
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in categories:
+                label(leaf, "optimizer", "cpu" if hosted else None)
 
 
 def labelled_bytes(on: str = "device") -> dict[str, int]:
     """Live bytes by category of what is labelled, on "device" or "cpu", the host."""
     live = dict.fromkeys(CATEGORIES, 0)
-    for storage, category in list(_categories.items()):
-        if is_hosted(storage) == (on == "cpu"):
+    for storage, category in list(categories.items()):
+        if on_host(storage) == (on == "cpu"):
             live[category] += storage.nbytes()
     return live
 
@@ -130,7 +122,7 @@ def mark(event: str, unit: str = "") -> None:
 def start(tracker: Any) -> None:
     """Show a tracker all labels, now and later; `trackers.remove` ends that."""
     trackers.append(tracker)
-    for storage, category in list(_categories.items()):
+    for storage, category in list(categories.items()):
         tracker.see(storage, category)
 
 

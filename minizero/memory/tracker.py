@@ -96,10 +96,10 @@ class Tracker(TorchDispatchMode):
 
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
         """Bring the count of one storage up to date."""
-        key, host = storage._cdata, labels.is_hosted(storage)
+        key, host = storage._cdata, labels.on_host(storage)
         before = self.seen.get(key)
         if before is None:
-            category = category or labels.category_of(storage)
+            category = category or labels.categories.get(storage, "activations")
             alive = weakref.ref(storage, lambda _: self.forget(key))
             before = Seen(0, category, host, alive)
         category = category or before.category

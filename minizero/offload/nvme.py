@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..memory import labels
 from ..memory.labels import host_empty
 from ..memory.plan import Bytes, Plan
-from ..zero.elementwise import state_layout
+from ..zero.build import state_layout
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision, Schedule
 from .bus import empty, placeholder

@@ -159,7 +159,7 @@ class Simulation:
             self.compute(what, unit.name, getattr(unit, what))
             self.changed("activations", unit.name, -inside - unit.saved * (not forward))
 
-        schedule.forward_begins()
+        schedule.pass_begins("forward")
         self.run(schedule.needed(root))
         for unit in blocks:
             self.run(schedule.needed(unit))
@@ -167,7 +167,7 @@ class Simulation:
             self.run(schedule.done(unit))
         compute("forward", root)
         self.run(schedule.done(root))
-        schedule.backward_begins()
+        schedule.pass_begins("backward")
         self.run(schedule.needed(root))
         compute("backward", root)
         for unit in reversed(blocks):

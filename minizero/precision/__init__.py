@@ -1,11 +1,10 @@
 """The dtypes of a run: master weights, loss scale, 8-bit products.
 
-Read `loss_scale`, `mixed`, `float8`. Imports `zero` and what is below it.
+Read `mixed`, then `float8`. Imports `zero` and what is below it.
 """
 
 from .float8 import Float8Linear, use_float8
-from .loss_scale import DynamicLossScale, LossScale
-from .mixed import MixedPrecision
+from .mixed import DynamicLossScale, LossScale, MixedPrecision
 
 __all__ = ["DynamicLossScale", "Float8Linear", "LossScale", "MixedPrecision"]
 __all__ += ["use_float8"]

@@ -1,9 +1,11 @@
 """Data parallelism and the three stages of ZeRO, on flat buffers.
 
-Read `flat` (units and buffers), `seams` (what later chapters pass in), `data_parallel`,
-`stage1`, `stage2`, `stage3`, and `init` (sharded parameters by hand).
+Read `flat` (buffers), `build` (what shares one), `seams` (what later chapters pass in,
+and the base class that calls it), `data_parallel`, `stage1`, `stage2`, `stage3`, and
+`init` (sharded parameters by hand).
 """
 
+from .build import find_units
 from .data_parallel import DataParallel
 from .flat import Flat, Slot, Unit
 from .guards import nets_of
@@ -14,26 +16,7 @@ from .seams import Action, Precision, Schedule, Storage
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
 from .stage3 import ZeRO3
-from .units import find_units
 
-__all__ = [
-    "Action",
-    "DataParallel",
-    "Flat",
-    "GatheredParameters",
-    "Init",
-    "Muon",
-    "Precision",
-    "Schedule",
-    "Slot",
-    "Storage",
-    "Unit",
-    "ZeRO1",
-    "ZeRO2",
-    "ZeRO3",
-    "find_units",
-    "is_sharded",
-    "nets_of",
-    "owners",
-    "parallelize",
-]
+__all__ = ["Action", "DataParallel", "Flat", "GatheredParameters", "Init", "Muon"]
+__all__ += ["Precision", "Schedule", "Slot", "Storage", "Unit", "ZeRO1", "ZeRO2"]
+__all__ += ["ZeRO3", "find_units", "is_sharded", "nets_of", "owners", "parallelize"]

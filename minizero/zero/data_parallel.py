@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import comm
 from ..memory import labels
 from .flat import Flat, Unit
-from .net import Net
+from .seams import Net
 
 # %% auto #0
 __all__ = ['DataParallel']
@@ -84,19 +84,16 @@ class DataParallel(Net):
         self.wait()  # for what a backward that failed has left
         self.check_unchanged()
         self.in_backward = self.has_gradients = True
-        self.schedule.backward_begins()
+        self.schedule.pass_begins("backward")
         self._left = list(self.units)  # the last unit's gradients come first
         self._reduced.clear()
         for unit in self.units:
             unit.missing = {p for f in unit.trainable for p in f.parameters}
-            for flat in unit.trainable:
-                self.set_aside(flat)
-
-    def set_aside(self, flat: Flat) -> None:
-        """Keep the mean of earlier micro-batches out of the buffer."""
-        if flat.mean is not None and not self.unsynced:
-            flat.mean = labels.label(flat.mean.clone(), "gradients")
-            flat.mark_uninitialized()
+        for flat in self.trained if not self.unsynced else ():
+            if flat.mean is not None and flat.grad is not None:
+                # of earlier micro-batches: it must not be reduced again
+                flat.mean = labels.label(flat.mean.clone(), "gradients")
+                flat.mark_uninitialized()
 
     # continued: zero-data-parallel-hooks
     def _on_grad(self, p: nn.Parameter) -> None:
@@ -170,13 +167,13 @@ class DataParallel(Net):
         The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
-            pairs = zip(self.trained, self._means(), strict=True)
+            means = self._means()
             norms = [
                 torch.linalg.vector_norm(
                     mean.view(-1, flat.piece), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
-                for flat, mean in pairs
+                for flat, mean in zip(self.trained, means, strict=True)
             ]
             if not norms:
                 return torch.zeros(())
@@ -186,10 +183,12 @@ class DataParallel(Net):
 
     def all_rows(self, mine: Tensor) -> Tensor:
         """A row for each of the N shards, from rows for those owned here."""
-        for ranks in self.levels if len(mine) < self.group.size else ():
-            every = mine.new_empty(ranks.size * len(mine), mine.shape[1])
-            comm.all_gather(every, mine, group=ranks)
-            mine = every
+        across, within = self.grid.across, self.grid.within
+        for ranks, n in (across, across.size), (within, self.group.size):
+            if len(mine) < n:
+                every = mine.new_empty(n, mine.shape[1])
+                comm.all_gather(every, mine, group=ranks)
+                mine = every
         return mine
 
     # continued: zero-data-parallel-means
@@ -213,12 +212,10 @@ class DataParallel(Net):
                 self._reduce(unit)
             self.wait()
         self.storage.wait_for_copies()
-        means = []
         for flat in self.trained:
             if flat.mean is None:  # there was no backward
                 flat.mean = self.owned(flat.full_grad(), flat)
-            means.append(flat.mean)
-        return means
+        return [f.mean for f in self.trained if f.mean is not None]
 
     # continued: zero-data-parallel-step
     def step(self) -> bool:
@@ -231,7 +228,7 @@ class DataParallel(Net):
             self.take_over_writes()
             means = self._means()
             comm.check_sequence()
-            self.flush()
+            self.synchronize()
             ready = self.precision.can_step(means)
             due = self.units if ready else []
             update = self.storage.update(due, self.optimizer, self.precision)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +51,15 @@ def in_order(
     `multiple` elements.
     """
     ends = list(accumulate((p.numel() for p in params), initial=0))
-    unit = n * multiple
-    return ends[:-1], multiple * max(1, -(-ends[-1] // unit))
+    return ends[:-1], multiple * max(1, -(-ends[-1] // (n * multiple)))
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-flat
 class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them. `grid`: groups of ranks, of
-    which each has all shards: a shard is a `piece` for each (chapter 17).
+    N `ranks`; `place` is this one's among them. Where ranks form several
+    groups, a `grid`, a shard consists of a `piece` for each (chapter 17).
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -186,9 +185,9 @@ class Flat:
     def full_grad(self) -> Tensor:
         """The gradient buffer, with zeros for unused parameters: [padded]."""
         grad = self.grad_buffer()
-        unused = [s for s in self.slots if s.parameter in self.uninitialized]
-        for slot in unused:
-            slot.view(grad).zero_()
+        for slot in self.slots:
+            if slot.parameter in self.uninitialized:
+                slot.view(grad).zero_()
         self.uninitialized.clear()
         return grad
 
@@ -209,10 +208,10 @@ class Unit:
 
     name: str
     module: nn.Module
-    flats: list[Flat] = field(default_factory=list)
+    flats: list[Any] = field(default_factory=list)  # of the plan's type
     missing: set[nn.Parameter] = field(default_factory=set)
     works: list[Work] = field(default_factory=list)
-    changed: list[Flat] = field(default_factory=list)
+    changed: list[Any] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[Flat]:

@@ -3,7 +3,7 @@
 Writes to parameters, in place or by `p.data = values`, are taken over by the next step
 if every rank makes them; sharded parameters are written to inside
 `zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
-copied or saved raises here; what is refused in a step, in `net`.
+copied or saved raises here; what is refused in a step, in `Net`.
 """
 
 from __future__ import annotations
@@ -76,10 +76,8 @@ def _nothing(*args: Any) -> None:
 
 def refuse_sharded_state(module: nn.Module) -> None:
     """Let `state_dict` and loading raise RuntimeError for sharded parameters."""
-    if not hasattr(module, "_refuses_sharded_state"):
-        module._refuses_sharded_state = True  # type: ignore[assignment]
-        module.register_state_dict_pre_hook(check_unsharded)
-        module.register_load_state_dict_pre_hook(check_unsharded)
+    module.register_state_dict_pre_hook(check_unsharded)
+    module.register_load_state_dict_pre_hook(check_unsharded)
 
 
 def check_unsharded(module: nn.Module, *_: Any) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as registry
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +23,7 @@ from ..memory.plan import Plan
 from ..ranks import device
 from .guards import nets_of, refuse_sharded_state
 from .seams import Storage
-from .sharded import ShardedFlat
+from .stage3 import ShardedFlat
 
 if TYPE_CHECKING:
     from ..config import Source
@@ -71,12 +68,6 @@ def GatheredParameters(
                 net.refresh()
 
 
-_DATA: Any = (
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
-)
-
-
 class Init(TorchFunctionMode):
     """Build a model that is never unsharded on any rank.
 
@@ -86,9 +77,9 @@ class Init(TorchFunctionMode):
     others. Every rank runs the same code; rank 0's values are taken. A model on the meta
     device is sharded as it is loaded, as by `from_pretrained` of transformers.
 
-    `config`: DeepSpeed's: a dict, a path, or JSON text; below stage 3 the block does
-    nothing, nor without `enabled`. `storage`: stores the shards (default: on the device,
-    or in host memory if `config` has `offload_param`).
+    `config`: DeepSpeed's: a dict, a path, or JSON text. Below stage 3, and with
+    `enabled=False`, the block does nothing. `storage`: stores the shards (default: on
+    the device, or in host memory if `config` has `offload_param`).
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class Init(TorchFunctionMode):
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        plan = _plan_of(config)
+        plan = Plan.stage(3) if config is None else _plan_of(config)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
         self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
@@ -110,11 +101,10 @@ class Init(TorchFunctionMode):
             if device().type != "cpu":  # where it will train; NCCL moves nothing else
                 self._ends.enter_context(device())
             super().__enter__()
-            add, register = (
-                register_module_module_registration_hook,
-                register_module_parameter_registration_hook,
-            )
-            for hook in add(self._added), register(self._registered):
+            for hook in (
+                registry.register_module_module_registration_hook(self._added),
+                registry.register_module_parameter_registration_hook(self._registered),
+            ):
                 self._ends.callback(hook.remove)
             # transformers' threads would read the files far ahead of this
             ahead = patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")
@@ -157,9 +147,9 @@ class Init(TorchFunctionMode):
         kwargs = kwargs or {}
         every = tree_leaves((args, kwargs))
         sharded = [x for x in every if hasattr(x, "sharded_in")]
-        name = getattr(func, "__name__", "")
+        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         # `requires_grad` and others need no values; `.data` shows or replaces them
-        if sharded and (func in _DATA or name not in ("__get__", "__set__")):
+        if sharded and not (is_attribute and func.__self__ is not torch.Tensor.data):
             self._hold(owners(sharded))
         return func(*args, **kwargs)
 
@@ -174,20 +164,15 @@ class Init(TorchFunctionMode):
                 flat.holders -= 1
                 flat.free(seen=True)
             for flat in flats:
-                flat.unshard()
+                flat.gather().wait()
                 flat.holders += 1
 
 
-def _plan_of(source: Source | None) -> Plan:
+def _plan_of(source: Source) -> Plan:
     """The plan of a config, as far as shards of parameters go."""
-    if source is None:
-        return Plan.stage(3)
     from ..config import load  # others need no pydantic
 
     zero = load(source)[0].get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise TypeError(f"zero_optimization must be an object, not {zero!r}")
-    stage = zero.get("stage", 0)
-    on = (zero.get("offload_param") or {}).get("device") or "none"
-    off = "cpu" if stage == 3 and on != "none" else None
-    return Plan.stage(stage, offload_param=off)
+    stage, off = zero.get("stage", 0), (zero.get("offload_param") or {}).get("device")
+    is_off = stage == 3 and off not in (None, "none")
+    return Plan.stage(stage, offload_param="cpu" if is_off else None)

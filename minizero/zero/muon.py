@@ -33,21 +33,17 @@ class Owners:
         """Where each matrix begins in a buffer of n shards, and a shard's size."""
         self.work, work, taken = self.work or [0] * n, [0] * n, [0] * n
         found: dict[int, tuple[int, int]] = {}  # parameter: (owner, place in its shard)
-        order = sorted(range(len(params)), key=lambda i: -cost(params[i].shape))
-        for i in order:
+        # multiplications of a Newton-Schulz iteration: X Xᵀ, its square, and their X
+        sizes = [sorted(p.shape) for p in params]
+        costs = [2 * m * m * n + m**3 for m, n in sizes]
+        for i in sorted(range(len(params)), key=lambda i: -costs[i]):
             r = min(range(len(work)), key=lambda r: (work[r], self.work[r], r))
             found[i] = r, taken[r]
             taken[r] += params[i].numel()
             for total in (work, self.work):
-                total[r] += cost(params[i].shape)
+                total[r] += costs[i]
         size = max(taken)
         return [r * size + a for _, (r, a) in sorted(found.items())], size
-
-
-def cost(shape: torch.Size) -> int:
-    """Multiplications of one Newton-Schulz iteration: X Xᵀ, its square, and their X."""
-    m, n = sorted(shape)
-    return 2 * m * m * n + m**3
 
 
 class Muon(torch.optim.Optimizer):
@@ -56,8 +52,6 @@ class Muon(torch.optim.Optimizer):
     params: groups, each with "use_muon", and with the options of the one or the other.
         The usual division: Muon for the weight matrices of the blocks; AdamW for
         embeddings, the output layer, biases and norms.
-
-    Raises ValueError for a Muon group with a parameter that is no matrix.
     """
 
     # of each master: where its matrices begin, and their shapes; of the class, since a
@@ -69,21 +63,8 @@ class Muon(torch.optim.Optimizer):
         for given in params:
             group = {"use_muon": False, **given, "params": list(given["params"])}
             kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
-            bad = [p for p in group["params"] if group["use_muon"] and p.ndim != 2]
-            if bad:
-                raise ValueError(
-                    f"a group with use_muon has a parameter of shape "
-                    f"{tuple(bad[0].shape)}, and Muon updates matrices; put it into a "
-                    "group without, which AdamW updates"
-                )
-            options = {
-                k: v for k, v in given.items() if k not in ("use_muon", "params")
-            }
-            try:
-                probe = kind([nn.Parameter(torch.empty(1, 1))], **options)
-            except TypeError as error:
-                raise ValueError(f"a group of {kind.__name__}: {error}") from None
-            groups.append({**probe.param_groups[0], **group})
+            options = {k: v for k, v in given.items() if k not in ("use_muon", "params")}
+            groups.append({**kind(group["params"], **options).param_groups[0], **group})
         super().__init__(groups, {})
         self.owners = Owners()
 
@@ -111,11 +92,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        # without a net it is a plain matrix
-        whole = p.shape if p.ndim == 2 else torch.Size((1, p.numel()))
         muon = torch.optim.Muon([torch.empty(0, 0)])
         matrices = muon.param_groups[0] = {**group, "params": []}
-        for start, shape in self.matrices.get(p, [(0, whole)]):
+        for start, shape in self.matrices[p]:
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
                 for t in (p, grad, state["momentum_buffer"])
@@ -147,16 +126,16 @@ def muon_groups(
         named = "embed" in name.lower() or "lm_head" in name.lower()
         if p.ndim != 2 or named or name.split(".")[-2:-1] == ["head"]:
             outside.add(p)
+
+    def chosen(p: Any) -> bool:
+        return bool(getattr(p, "use_muon", p not in outside))
+
     found = []
     for group in given:
         trained = [p for p in group["params"] if p.requires_grad]
         for use_muon, options, other in ((True, muon, adamw), (False, adamw, muon)):
             own = {k: v for k, v in group.items() if k in options or k not in other}
-            part = [
-                p
-                for p in trained
-                if getattr(p, "use_muon", p not in outside) is use_muon
-            ]
+            part = [p for p in trained if chosen(p) is use_muon]
             if part:
                 found.append({**options, **own, "params": part, "use_muon": use_muon})
     if not any(group["use_muon"] for group in found):

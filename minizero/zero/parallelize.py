@@ -1,17 +1,48 @@
-"""One function for every plan."""
+"""One function for every plan, and what a plan in groups of ranks needs.
+
+Where the whole plan is in groups (MiCS, Zhang et al. 2022; HSDP, Zhao et al. 2023), the
+ranks of a group divide each buffer between them, and gradients are averaged within the
+group, then across (`Net.averaged`). Where only parameters have a group (hpZ, Wang et
+al. 2023), gradients and optimizer state are divided between all ranks: `CopiedFlat`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .. import comm
 from ..memory.plan import Plan
 from .data_parallel import DataParallel
+from .seams import Storage
 from .stage1 import ZeRO1
 from .stage2 import ZeRO2
-from .stage3 import ZeRO3
+from .stage3 import ShardedFlat, ZeRO3
+
+
+class CopiedFlat(ShardedFlat):
+    """A flat buffer that each group of ranks has, and all ranks update together (hpZ).
+
+    Of R groups, each rank keeps R pieces, one after the other, and updates one of them.
+    """
+
+    def _updated(self, kept: Tensor) -> Tensor:
+        """The piece, of those that are kept, that this rank updates."""
+        return kept.view(self.grid.copies, -1)[self.grid.number]
+
+    def own(self, buffer: Tensor) -> Tensor:
+        return self._updated(self.kept(buffer))
+
+    def keep(self, storage: Storage) -> None:
+        super().keep(storage)
+        self.shard = self._updated(self.stored)
+
+    def send_copies(self) -> None:
+        own, across = self.shard.clone(), self.grid.across
+        comm.all_gather(self.stored, own, group=across, quantized=self.quantized)
+        self.shard.copy_(own)  # quantizing has replaced the own part, too
 
 
 def parallelize(
@@ -33,6 +64,9 @@ def parallelize(
         )
     check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
     kinds = DataParallel, ZeRO1, ZeRO2, ZeRO3
+    ranks = options.get("group") or comm.everyone()
+    if (plan.parameters.group or ranks.size) < ranks.size and not plan.optimizer.group:
+        options["flat_type"] = CopiedFlat
     return kinds[sum(sharded)](model, optimizer, plan=plan, **options)
 
 

@@ -1,20 +1,27 @@
-"""What later chapters pass in: a precision (4), a schedule (8), a storage (10).
+"""What later chapters pass in, and the base class of all plans, which calls it.
 
-Each class here is chapter 3's answer: one dtype, at once, in place.
+A precision (chapter 4), a schedule (8) and a storage (10) are here as chapter 3 needs
+them: one dtype, at once, in place. `Net` has what is the same under every plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import comm
+from ..memory import labels
 from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
-from .flat import Flat, Unit
+from .build import Policy, adopt, build_units, check_elementwise
+from .flat import Flat, Slot, Unit
+from .guards import OWNERS, check_model
 
 
 class Precision:
@@ -26,15 +33,15 @@ class Precision:
     skipped_steps = 0
 
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
-        """Called once with each buffer, which has rank 0's values: cast it.
+        """Called once with each flat buffer, to cast it.
 
-        Returns a copy of the shard for the optimizer to update; None if it
-        updates the shard itself.
+        Returns a copy of the shard for the optimizer to update; None if it updates the
+        shard itself.
         """
         return None
 
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
-        """Called once with each buffer of the model, and its module."""
+        """Called once with each buffer of the model, and its module, to cast it."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What the model's forward gets."""
@@ -61,13 +68,8 @@ class Precision:
         """What the optimizer gets as gradient."""
         return grad
 
-    def master_to_shard(self, master: Tensor, shard: Tensor) -> None:
-        """Called after an update: bring the master's values to the shard."""
-        if master is not shard:
-            shard.copy_(master)
-
     def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
-        """The inverse, called when somebody else has written to the shard."""
+        """Let a master take over what a script has written to the shard."""
         if master is not shard:
             master.copy_(shard)
 
@@ -93,20 +95,16 @@ class Action(NamedTuple):
 class Schedule:
     """When an operation is launched and waited for: here, at once.
 
-    The net reports what happens to a unit; the schedule answers with actions,
-    which the net (or a simulator) carries out in order. Ranks must launch the
-    same collectives in the same order, so a schedule may decide only by what
-    is the same on all of them.
+    The net reports what happens to a unit; the schedule answers with actions, which the
+    net (or a simulator) carries out in order. Ranks must launch the same collectives in
+    the same order, so a schedule may decide only by what is the same on all of them.
     """
 
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Called once; the root is the first unit."""
 
-    def forward_begins(self) -> None:
-        """Called before the first gather of a forward."""
-
-    def backward_begins(self) -> None:
-        """Called before a backward touches anything."""
+    def pass_begins(self, which: Literal["forward", "backward"]) -> None:
+        """Called before the first gather of a forward or backward."""
 
     def backward_ends(self) -> None:
         """Called when every reduction of a backward has been waited for."""
@@ -135,8 +133,8 @@ class Schedule:
 class Storage:
     """Where shards are stored between steps, and how they are updated.
 
-    Here: on the device, in place. `plan` says where each category is stored;
-    `places` are those that this class can store something in.
+    Here: on the device, in place (`zero.Init` also stores parameters on the host by it).
+    `plan` says where each category is stored; `places`: those that a net may use.
     """
 
     places: tuple[str, ...] = ("device",)
@@ -158,9 +156,8 @@ class Storage:
             if placement.on not in self.places:
                 raise ValueError(
                     f"the plan places {category} on {placement.on!r}, but "
-                    f"{type(self).__name__} serves {', '.join(self.places)} "
-                    "only; pass storage=minizero.Offload(plan) for 'cpu', "
-                    "minizero.NVMe(plan) for 'nvme'"
+                    f"{type(self).__name__} serves {', '.join(self.places)} only; pass "
+                    "minizero.Offload(plan) for 'cpu', minizero.NVMe(plan) for 'nvme'"
                 )
         self.schedule = schedule
 
@@ -168,8 +165,7 @@ class Storage:
         """A copy of `values`, a shard's, where the plan stores `category`."""
         if getattr(self.plan, category).on == "device":
             return label(values.clone(), category)
-        host = host_empty(values.shape, values.dtype, category)
-        return host.copy_(values)
+        return host_empty(values.shape, values.dtype, category).copy_(values)
 
     def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
         """What the optimizer updates: the precision's copy, or the shard."""
@@ -177,9 +173,7 @@ class Storage:
 
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         """What an all-gather reads; `into` is the shard's place in `full`."""
-        if self.plan.parameters.on == "device":
-            return shard
-        return into.copy_(shard)
+        return shard if self.plan.parameters.on == "device" else into.copy_(shard)
 
     def on_copy_stream(self) -> AbstractContextManager[Callable[[], None]]:
         """Inside, loads and gathers run beside the computation.
@@ -200,8 +194,8 @@ class Storage:
     ) -> Iterator[list[Unit]]:
         """Update these units; yields units whose shards are complete.
 
-        All in one call of the optimizer; or one by one where gradients are
-        cast for it, so that few copies exist at a time.
+        All in one call of the optimizer; or one by one where gradients are cast for it,
+        so that few copies exist at a time.
         """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
@@ -211,8 +205,6 @@ class Storage:
         for part in [[unit] for unit in units] if cast else [units]:
             step = [flat for unit in part for flat in unit.trainable]
             self.step(step, optimizer, precision)
-            for flat in step:
-                del flat.staged_shard
             yield part
 
     def step(
@@ -225,7 +217,8 @@ class Storage:
             optimizer.step()
         for flat in flats:
             flat.master.grad = None
-            precision.master_to_shard(flat.master, flat.staged_shard)
+            if flat.master is not flat.staged_shard:
+                flat.staged_shard.copy_(flat.master)
             # a reference would keep the gradient until the next step
             del flat.staged_grad
 
@@ -244,3 +237,247 @@ class Storage:
     def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
         """Write values into a shard, from element a on."""
         shard.detach()[a : a + values.numel()].copy_(values)
+
+
+class Net:
+    """A model in flat buffers, its optimizer, and what else takes part in a step.
+
+    `DataParallel` and the stages of ZeRO are subclasses, which say what is sharded, and
+    when collectives run.
+
+    `optimizer`: an element-wise one of `torch.optim` over the model's parameters (or
+        `zero.Muon`); from now on it updates shards.
+    `units`: says which modules communicate as one (default: `find_units`).
+    `bucket_size`: most elements in one reduction.
+    `group`: the ranks that train the model together (default: all).
+    `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so many bits (qwZ and
+        qgZ, Wang et al. 2023); None as they are.
+    `flat_type`: the class of flat buffers (default: the stage's).
+
+    `has_gradients`: whether a backward has run since the last step.
+    `where`: of each parameter, its unit, flat buffer and slot.
+    `grid`: the groups of ranks that have a copy each of what is sharded: one, of all
+        ranks, if the plan has no groups.
+    """
+
+    plan = Plan.stage(0)
+    flat_type: type[Flat] = Flat
+    running = 0  # how many backwards are, of any net
+    # `DataParallel` has these
+    zero_grad: Callable[[], None]
+    reduced: Callable[[Flat], None]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        units: Policy | None = None,
+        bucket_size: int = 500_000_000,
+        precision: Precision | None = None,
+        schedule: Schedule | None = None,
+        storage: Storage | None = None,
+        plan: Plan | None = None,
+        group: comm.Group | None = None,
+        weight_bits: int | None = None,
+        gradient_bits: int | None = None,
+        flat_type: type[Flat] | None = None,
+    ) -> None:
+        self.plan, self.group = plan or self.plan, group or comm.everyone()
+        check_model(model, self.plan)
+        check_elementwise(optimizer)
+        self.model, self.optimizer = model, optimizer
+        self.bucket_size, self.weight_bits = bucket_size, weight_bits
+        self.quantized = comm.Quantized(gradient_bits) if gradient_bits else None
+        self.flat_type = flat_type or self.flat_type
+        self.grid = comm.Groups(self.plan.group or self.group.size, self.group)
+        self.precision = precision or Precision()
+        self.schedule = schedule or Schedule()
+        self.storage = storage or Storage(self.plan)
+        self.storage.attach(self.plan, self.schedule, optimizer)
+        self.syncing, self.in_backward = True, False
+        self.has_gradients = self.unsynced = False
+        self._reduced: set[Unit] = set()
+        self.units = build_units(self, units)
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.trained = [flat for flat in self.flats if flat.trainable]
+        self._register_hooks()
+        adopt(optimizer, self.trained, self.storage)
+        optimizer.register_step_pre_hook(refuse_step)
+        self.schedule.attach(self.units, self.plan)
+        self.note_writes()
+
+    def place(self, flat: Flat) -> None:
+        """Allocate what this plan keeps of a buffer between steps."""
+        if flat.trainable:
+            flat.grad_buffer()
+
+    def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
+        """The part of a buffer that this rank updates: here, all of it."""
+        return buffer
+
+    def _register_hooks(self) -> None:
+        """Let autograd report each parameter's gradient to `_on_grad`."""
+        self.where: dict[nn.Parameter, tuple[Unit, Any, Slot]] = {}
+        this: Any = weakref.ref(self)  # hooks keep no net alive
+
+        def hook(p: Any) -> None:
+            if (net := this()) is not None:
+                net._on_grad(p)
+
+        for unit, flat in [(u, flat) for u in self.units for flat in u.flats]:
+            for slot in flat.slots:
+                p = slot.parameter
+                self.where[p], OWNERS[p] = (unit, flat, slot), this
+                if flat.trainable:
+                    p.register_post_accumulate_grad_hook(hook)
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Carry out what the schedule has answered."""
+        for operation, unit in actions:
+            if operation == "wait":
+                unit.wait()
+                continue
+            if operation != "publish":
+                labels.mark(operation, unit.name)
+            with comm.phase(unit=unit.name):
+                getattr(self, operation)(unit)
+
+    def wait(self) -> None:
+        """Wait for all collectives under way."""
+        for unit in self.units:
+            unit.wait()
+
+    def averaged(self, unit: Unit, flat: Flat) -> None:
+        """Called when the mean of the group has arrived: average it over the groups."""
+        if self.grid.copies > 1:
+            shard = flat.full_grad()[flat.place * flat.size :][: flat.size]
+            rows, across = shard.view(self.grid.copies, -1), self.grid.across
+            how: Any = {"average": True, "group": across, "quantized": self.quantized}
+            with comm.phase(unit=unit.name):
+                if flat.master.numel() == flat.size:  # every group updates all of it
+                    comm.all_reduce(shard, **how)
+                else:
+                    comm.reduce_scatter(rows[across.rank], rows, **how)
+        self.reduced(flat)
+
+    def _updated(self, units: list[Unit], frozen: bool = False) -> None:
+        """Publish units whose shards, maybe the frozen ones too, have new values."""
+        for unit in units:
+            unit.changed = unit.flats if frozen else unit.trainable
+            for flat in unit.changed:
+                flat.changed()
+            self.run(self.schedule.updated(unit))
+
+    def shards_written(self, *units: Unit) -> None:
+        """Publish shards that were written directly, as their masters were.
+
+        Without units all, frozen ones too, as after loading a run; gradients are then
+        cleared. All ranks must call it.
+        """
+        self._updated([*units] or self.units, frozen=not units)
+        if not units:
+            self.zero_grad()
+        self.wait()
+        self.note_writes()
+
+    def synchronize(self) -> None:
+        """Wait for an update, reductions and publications under way."""
+        if arrived := self.storage.flush():
+            labels.label_states(self.optimizer)
+            self.shards_written(*arrived)
+        self.wait()
+
+    # ---- the parameters, read and written from outside
+
+    def check_unchanged(self) -> None:
+        """RuntimeError if the script froze or unfroze parameters, or set a `.grad`."""
+        for p, (_, flat, slot) in self.where.items():
+            if p.requires_grad != flat.trainable:
+                raise RuntimeError(
+                    f"requires_grad of parameter {slot.name!r} has changed since the "
+                    "model was wrapped; set it before"
+                )
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"the script has set the gradient of parameter {slot.name!r}; the "
+                    "net keeps gradients itself: scale the loss instead, or use "
+                    "minizero.utils.safe_set_full_grad after backward"
+                )
+
+    def take_over_writes(self) -> None:
+        """Let masters take over what the script has written since the last update.
+
+        Writes to sharded parameters are noticed when these are gathered.
+        """
+        self.check_unchanged()
+        for flat in () if self.plan.parameters.sharded else self.flats:
+            if flat.writes() != flat.known_writes:
+                flat.fill()  # maybe from other memory, after `p.data = values`
+        if not self._checksums().equal(self._sums):
+            self.refresh()
+
+    def note_writes(self) -> None:
+        """Remember the values as they are now, to notice what is written later."""
+        self._sums = self._checksums()
+
+    def _checksums(self) -> Tensor:
+        """Of each buffer of which the optimizer updates a copy; on the device.
+
+        A count of writes would not do: `p.data.clamp_()` is not counted.
+        """
+        sums = []
+        for flat in () if self.plan.parameters.sharded else self.trained:
+            if flat.master is not flat.shard:
+                raw = flat.full.view(torch.uint8)
+                words = len(raw) // 8 * 8
+                tail = raw[words:].sum(dtype=torch.int64)
+                sums.append(raw[:words].view(torch.int64).sum() + tail)
+        return torch.stack(sums) if sums else torch.empty(0)
+
+    def refresh(self) -> None:
+        """Let masters take over what was written; all ranks must call it."""
+        for flat in self.trained:
+            self.storage.refresh(flat, self.precision)
+        self.note_writes()
+
+    def state_dict(self, frozen: bool = True) -> dict[str, Tensor]:
+        """All weights and buffers in host memory, on rank 0; {} on others.
+
+        Flat buffers are gathered one by one, so that no rank holds more than one
+        beside its shards. Tied parameters appear under each of their names.
+        `frozen`: whether to include parameters that require no gradient.
+        """
+        self.synchronize()
+        first = self.group.rank == 0
+        values: dict[nn.Parameter, Tensor] = {}
+        for flat in self.flats:
+            if frozen or flat.trainable:
+                with flat.gathered():
+                    for p in flat.parameters if first else ():
+                        values[p] = p.detach().cpu().clone()
+        named = self.model.named_parameters(remove_duplicate=False)
+        weights = {name: values[p] for name, p in named if p in values}
+        others = self.module_state().items() if first else ()
+        return weights | {k: v.detach().cpu().clone() for k, v in others}
+
+    def module_state(self) -> dict[str, Any]:
+        """Persistent buffers and extra state of all modules, by name."""
+        state: dict[str, Any] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            # one by one: `state_dict` refuses sharded parameters
+            module._save_to_state_dict(state, f"{name}." if name else "", False)
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {name for name, _ in named}
+        return {k: v for k, v in state.items() if k not in parameters}
+
+
+def refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    """A hook on the optimizer: RuntimeError if no net has called its `step`."""
+    groups = optimizer.param_groups
+    if not any(p.grad is not None for group in groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() would change nothing: its parameters are "
+            "shards, which get their gradients from the net; call net.step() "
+            "(engine.step())"
+        )

@@ -38,9 +38,6 @@ class ZeRO2(ZeRO1):
         self.storage.accumulate(flat.mean, mean)
         flat.grad = None
 
-    def set_aside(self, flat: Flat) -> None:
-        """Nothing: the mean has memory of its own."""
-
     def clear_grads(self, flat: Flat) -> None:
         """Clear the shard, and free what a failed backward has left."""
         flat.grad = None

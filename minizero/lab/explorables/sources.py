@@ -14,7 +14,7 @@ from minizero.memory.trace import Trace
 from minizero.offload import Offload
 from minizero.offload.swap_file import SwapFile
 from minizero.zero import DataParallel, ZeRO1
-from minizero.zero.sharded import ShardedFlat
+from minizero.zero.stage3 import ShardedFlat
 
 PACKAGE = Path(minizero.__file__).resolve().parent
 Function = Callable[..., Any]

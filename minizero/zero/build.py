@@ -1,0 +1,232 @@
+"""From a model and an optimizer to units, flat buffers, and shards that it updates.
+
+Which modules communicate together, and which of their parameters share a buffer; then
+the optimizer: whether it can update shards at all, its groups, and its state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import comm
+from ..memory import labels
+from ..ranks import device
+from .flat import Flat, Layout, Named, Unit, in_order
+from .muon import Muon
+
+Policy = Callable[[nn.Module], bool]
+
+
+def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
+    """The outermost modules that `policy` accepts; the root is "".
+
+    By default these are the children of `nn.ModuleList` and `nn.Sequential`, which is
+    where models keep their blocks.
+    """
+    found = {"": model}
+
+    def search(name: str, module: nn.Module) -> None:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for key, child in module.named_children():
+            full = f"{name}.{key}" if name else key
+            chosen = policy(child) if policy else listed
+            one = chosen and not isinstance(child, nn.ModuleList)
+            if one and any(True for _ in child.parameters()):
+                found[full] = child
+            else:
+                search(full, child)
+
+    search("", model)
+    return found
+
+
+def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
+    """The parameters of each unit; one that units share is the root's."""
+    owner: dict[nn.Parameter, str] = {}
+    for unit, module in model.named_modules():
+        while unit not in units:
+            unit = unit.rpartition(".")[0]
+        for p in module.parameters(recurse=False):
+            owner[p] = unit if owner.get(p, unit) == unit else ""
+    parts: dict[str, Named] = {name: [] for name in units}
+    for name, p in model.named_parameters():
+        parts[owner[p]].append((name, p))
+    return parts
+
+
+def split(
+    named: Named, group_of: dict[nn.Parameter, int]
+) -> list[tuple[int | None, Named]]:
+    """Cut a unit's parameters into lists that can share one flat buffer."""
+    parts: dict[object, Named] = {}
+    for name, p in named:
+        group = group_of.get(p)
+        if p.requires_grad and group is None:
+            raise ValueError(
+                f"parameter {name!r} requires a gradient but is in no group of the "
+                "optimizer; add it there, or freeze it by requires_grad_(False)"
+            )
+        key = p.dtype, p.device, p.requires_grad, group
+        parts.setdefault(key, []).append((name, p))
+    return [(group_of.get(part[0][1]), part) for part in parts.values()]
+
+
+def build_units(net: Any, policy: Policy | None) -> list[Unit]:
+    """Units with flat buffers that have rank 0's values, stored as a net's plan says.
+
+    net: a `DataParallel` under construction; its `owned` says which part of a buffer
+        this rank updates, its `place` allocates what stays between steps.
+    """
+    group_of = groups_of(net.model, net.optimizer)
+    modules, units = find_units(net.model, policy), []
+    with comm.phase("init"):
+        for name, params in assign(net.model, modules).items():
+            for _, p in params:
+                p.data = p.data.to(device())
+            units.append(unit := Unit(name or "root", modules[name]))
+            for group, part in split(params, group_of):
+                layout = layout_of(net.optimizer, group)
+                flat = net.flat_type(part, group, layout, net.grid)
+                unit.flats.append(flat)
+                if net.weight_bits:
+                    flat.quantized = comm.Quantized(net.weight_bits, flat.piece)
+                comm.broadcast(flat.full, group=net.group)
+                own = net.owned(flat.full, flat)
+                flat.start = int(own.storage_offset())
+                copy = net.precision.attach(flat, own)
+                flat.shard = net.owned(flat.full, flat)
+                net.place(flat)
+                flat.master = flat.shard
+                if flat.trainable:
+                    flat.master = net.storage.master(flat, copy)
+                if isinstance(net.optimizer, Muon):
+                    net.optimizer.take(flat)
+        for module in net.model.modules():
+            for buffer in module.buffers(recurse=False):
+                buffer.data = buffer.data.to(device()).contiguous()
+                comm.broadcast(buffer, group=net.group)
+                labels.label(buffer, "buffers")
+                net.precision.attach_buffer(buffer, module)
+    return units
+
+
+def _twin(
+    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
+) -> Optimizer:
+    """The same optimizer, with one group's options, over other parameters."""
+    twin = copy.copy(optimizer)
+    # a small learning rate, or none in a warm-up, would hide any difference
+    rate = {"lr": 0.1} if "lr" in group else {}
+    twin.param_groups = [{**group, **rate, "params": params}]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer whose update of an element depends on others.
+
+    A shard is a piece of flattened parameters, so the optimizer must do the same to a
+    matrix as to its pieces. This tries each group of options on a small matrix.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, Muon) and group["use_muon"]:
+            continue
+        problem = "it would update the pieces of a matrix otherwise than the matrix"
+        try:
+            if _same_on_pieces(optimizer, group):
+                continue
+        except Exception as error:
+            problem = str(error)
+        advice = "use an element-wise optimizer such as AdamW or SGD"
+        if isinstance(optimizer, torch.optim.Muon):
+            advice = "use minizero.zero.Muon, which leaves matrices whole"
+        raise ValueError(
+            f"{type(optimizer).__name__} needs the shape of a parameter, and shards are "
+            f"pieces of flattened ones ({problem}); {advice}"
+        )
+
+
+def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a matrix and its flat pieces get the same updates."""
+    generator = torch.Generator().manual_seed(0)
+    # where the parameters are: a capturable optimizer works nowhere else
+    where = next((p.device for p in group["params"]), None)
+    start, *grads = torch.randn(4, 4, 6, generator=generator).to(where)
+    matrix = nn.Parameter(start)
+    pieces = [nn.Parameter(part.clone()) for part in start.flatten().split([10, 14])]
+    twins = [_twin(optimizer, group, params) for params in ([matrix], pieces)]
+    for matrix.grad in grads:
+        pieces[0].grad, pieces[1].grad = matrix.grad.flatten().split([10, 14])
+        for twin in twins:
+            twin.step()
+    return torch.allclose(matrix.flatten(), torch.cat([*pieces]), rtol=1e-4)
+
+
+def state_layout(
+    optimizer: Optimizer, group: dict[str, Any], like: Tensor
+) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states that have one value for each element.
+
+    Those that one step makes for three elements of the dtype of `like`.
+    """
+    p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
+    p.grad = torch.ones_like(p)
+    twin = _twin(optimizer, group, [p])
+    twin.step()
+    state = twin.state[p].items()
+    return {k: v.dtype for k, v in state if isinstance(v, Tensor) and v.shape == (3,)}
+
+
+def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """The optimizer group of each parameter of the model."""
+    groups = enumerate(optimizer.param_groups)
+    group_of = {p: index for index, group in groups for p in group["params"]}
+    for p in group_of.keys() - {*model.parameters()}:
+        raise ValueError(
+            f"the optimizer's group {group_of[p]} has a parameter of shape "
+            f"{tuple(p.shape)} that is not the model's; make the optimizer over "
+            "model.parameters()"
+        )
+    return group_of
+
+
+def layout_of(optimizer: Optimizer, group: int | None) -> Layout:
+    """How to lay out a flat buffer of one of the optimizer's groups."""
+    options = optimizer.param_groups[group] if group is not None else {}
+    if isinstance(optimizer, Muon) and options.get("use_muon"):
+        return optimizer.owners
+    # torch's fused updates round what is left over from blocks of 64 bytes otherwise
+    return partial(in_order, multiple=32) if options.get("fused") else in_order
+
+
+def adopt(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
+    """Let the optimizer's groups and state be of what this rank updates.
+
+    Most optimizers have no state yet; Adagrad makes it at construction. ValueError for
+    one that has made steps.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for flat in flats:
+        assert flat.group is not None
+        optimizer.param_groups[flat.group]["params"].append(flat.master)
+        states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
+        if any(state.get("step", 1) for state in states if state):
+            raise ValueError(
+                f"{type(optimizer).__name__} has made steps, and its state cannot be "
+                "sharded any more; wrap the model before, or load a checkpoint after"
+            )
+        for key, value in states[0].items():  # one value for all elements, so far
+            like = value if key == "step" else flat.master
+            value = torch.full_like(like, value.flatten()[:1].sum().item())
+            if value.ndim:
+                value = storage.store(value, "optimizer")
+            optimizer.state[flat.master][key] = value
