@@ -100,20 +100,26 @@ def predict(buffers, ranks, bucket):
             "You let each shard have a bucket: a bucket's elements are of all shards "
             "together.",
         ),
+        Wrong(
+            "full buckets",
+            "-(-shard // piece) + 1",
+            "-(-elements // bucket) + 1",
+            "You filled every bucket to the last element: it takes equally many of "
+            "each shard, `bucket // ranks`, and the padding is among them.",
+        ),
     )
 
     def draw(self, rng):
-        return [
-            {
-                "buffers": [
-                    ranks * rng.randint(300, 900) + rng.randint(1, ranks - 1)
-                    for _ in range(4)
-                ],
-                "ranks": ranks,
-                "bucket": rng.randint(100, 700),
-            }
-            for ranks in rng.sample([3, 4, 5, 6], 2)
-        ]
+        def case():
+            ranks = rng.choice([3, 4, 5, 6])
+            buffers = [
+                ranks * rng.randint(300, 900) + rng.randint(1, ranks - 1)
+                for _ in range(4)
+            ]
+            bucket = rng.randint(100, 700)
+            return {"buffers": buffers, "ranks": ranks, "bucket": bucket}
+
+        return self.telling(case, 2)
 
 
 class Wasteful(Exercise):
@@ -259,14 +265,19 @@ def check_norm(kind):
 
     @staticmethod
     def run(answer, ranks, mutant):
-        class Mutant(ZeRO1):
-            def all_rows(self, mine):
-                every = super().all_rows(mine)
-                if mutant == "of one's own shards":
-                    return mine
-                return every[:1] if "first" in mutant else every / len(every)
+        def make(name):
+            class Subject(ZeRO1):
+                def all_rows(self, mine):
+                    every = super().all_rows(mine)
+                    if name == "of one's own shards":
+                        return mine
+                    if name == "of the first shard":
+                        return every[:1]
+                    return every / len(every) if name else every
 
-        return kills(ranks, answer, ZeRO1, Mutant)
+            return Subject
+
+        return kills(ranks, answer, make, mutant)
 
 
 class WholeTensors(Exercise):

@@ -263,23 +263,26 @@ def check_gradients(kind):
 
     @staticmethod
     def run(answer, ranks, mutant):
-        class Mutant(ZeRO2):
-            def reduced(self, flat):
-                if mutant == "overwrites":
-                    flat.mean.copy_(flat.own(flat.full_grad()))
-                    flat.grad = None
-                    return
-                if mutant == "is a sum over ranks":
-                    flat.own(flat.full_grad()).mul_(ranks)
-                super().reduced(flat)
+        def make(name):
+            class Subject(ZeRO2):
+                def reduced(self, flat):
+                    if name == "overwrites":
+                        flat.mean.copy_(flat.own(flat.full_grad()))
+                        flat.grad = None
+                        return
+                    if name == "is a sum over ranks":
+                        flat.own(flat.full_grad()).mul_(ranks)
+                    super().reduced(flat)
 
-            def clear_grads(self, flat):
-                before = flat.mean.clone()
-                super().clear_grads(flat)
-                if mutant == "is never cleared":
-                    flat.mean.copy_(before)
+                def clear_grads(self, flat):
+                    before = flat.mean.clone()
+                    super().clear_grads(flat)
+                    if name == "is never cleared":
+                        flat.mean.copy_(before)
 
-        return kills(ranks, answer, ZeRO2, Mutant)
+            return Subject
+
+        return kills(ranks, answer, make, mutant)
 
 
 class TwoLevels(Exercise):

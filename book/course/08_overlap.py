@@ -109,7 +109,7 @@ def seconds(sizes, tokens, flops, machine, ahead):
             "blocks, not elements",
             "blocks * sizes[-1]",
             "blocks",
-            "You gave the number of blocks: the setting counts elements.",
+            "Your limit is less than a block: the setting counts elements of blocks.",
         ),
         Wrong(
             "no limit",
@@ -133,13 +133,14 @@ def seconds(sizes, tokens, flops, machine, ahead):
                 "hidden": 128 * rng.randint(20, 40),
                 "count": rng.randint(10, 30),
                 "ahead": [0, 1, 2, 3, 5],
+                "words": words,
             }
-            for _ in range(2)
+            for words in (2_000, 64_000)
         ]
 
     @staticmethod
-    def run(answer, tokens, hidden, count, ahead):
-        sizes = [64_000 * hidden] + [12 * hidden**2] * count
+    def run(answer, tokens, hidden, count, ahead, words=64_000):
+        sizes = [words * hidden] + [12 * hidden**2] * count
         flops, machine = hardware.H100.flops, Machine(*MACHINE)
         return answer(sizes, tokens, flops, machine, ahead)
 
@@ -275,7 +276,7 @@ class WhenOnTime(Overlap):
             "        if late:\n"
             "            actions = [a for a in actions if a.unit is unit]\n",
             "",
-            "You always fetch ahead: late or not makes no difference any more.",
+            "You fetch ahead although a rank is late: all have to know when any is.",
         ),
         Wrong(
             "always late",
@@ -291,7 +292,7 @@ class WhenOnTime(Overlap):
             {
                 "ranks": n,
                 "width": rng.choice([11, 13, 15]),
-                "slow": rng.randint(0, n - 1),
+                "slow": rng.randint(1, n - 1),
             }
             for n in (2, 3)
         ]

@@ -291,25 +291,25 @@ def check_recomputation(recompute):
 
     @staticmethod
     def run(answer, mutant, first):
-        def original(model):
-            recompute_units(model)
+        def make(name):
+            def recompute(model):
+                how = Recompute("full")
+                how.options["preserve_rng_state"] = name in ("", "draws a number")
+                recompute_units(model, how)
+                first, *_ = (m for m in model.modules() if "forward" in vars(m))
+                if name == "remembers the first block":
+                    del first.forward
+                    Recompute("full").wrap("0", first)
+                if name == "draws a number":
+                    first.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
 
-        def coins(model):
-            how = Recompute("full")
-            how.options["preserve_rng_state"] = mutant == "draws a number"
-            recompute_units(model, how)
-            first, *_ = (m for m in model.modules() if "forward" in vars(m))
-            if mutant == "remembers the first block":
-                del first.forward
-                Recompute("full").wrap("0", first)
-            if mutant == "draws a number":
-                first.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+            return recompute
 
         def seeded(recompute):
             torch.manual_seed(first)  # that of a test that sets none
-            answer(lambda model: recompute(model))
+            answer(recompute)
 
-        return kills(0, seeded, original, coins)
+        return kills(0, seeded, make, mutant)
 
 
 class OneNumber(Exercise):

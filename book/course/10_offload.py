@@ -181,26 +181,27 @@ def check_sum(accumulate):
 
     @staticmethod
     def run(answer, mutant, seed):
-        class OneBlock(DoubleBuffer):
-            turns = 0
-
-            def turn(self):
-                self.turns += 1
-                if mutant == "one block" or self.turns > 2:
-                    self._used = 0
-                else:
-                    super().turn()
-
         torch.manual_seed(seed)
 
-        def accumulated(kind):
+        def make(name):
+            class Blocks(DoubleBuffer):
+                turns = 0
+
+                def turn(self):
+                    self.turns += 1
+                    late = name == "one block from the third on" and self.turns > 2
+                    if name == "one block" or late:
+                        self._used = 0
+                    else:
+                        super().turn()
+
             def accumulate(means):
                 storage = Offload(Plan.stage(3, "cpu", "cpu"))
-                storage._landing = kind("cpu")
+                storage._landing = Blocks("cpu")
                 with host_memory():
                     shard = label(torch.zeros_like(means[0]), "gradients", on="cpu")
                 for mean in means:
-                    if mutant == "overwrites" and kind is OneBlock:
+                    if name == "overwrites":
                         storage.wait_for_copies()
                         shard.zero_()
                     storage.accumulate(shard, mean)
@@ -209,7 +210,7 @@ def check_sum(accumulate):
 
             return accumulate
 
-        return kills(0, answer, accumulated(DoubleBuffer), accumulated(OneBlock))
+        return kills(0, answer, make, mutant)
 
 
 class ANode(Exercise):

@@ -125,20 +125,20 @@ def check_buffers(buffers):
 
     @staticmethod
     def run(answer, mutant, size):
-        class Hasty(StagingBuffers):
-            def give(self, buffer, uses=()):
-                kept = uses[:1] if mutant == "waits for one" else ()
-                if mutant == "waits at once":
-                    for use in uses:
-                        use.synchronize()
-                super().give(buffer, kept)
+        def make(name):
+            class Buffers(StagingBuffers):
+                def give(self, buffer, uses=()):
+                    if name == "waits at once":
+                        for use in uses:
+                            use.synchronize()
+                    kept = {"": uses, "waits for one": uses[:1]}.get(name, ())
+                    super().give(buffer, kept)
 
-        def test(kind):
-            buffers = kind(1)
+            buffers = Buffers(1)
             buffers.reserve(size)
-            answer(buffers)
+            return buffers
 
-        return kills(0, test, StagingBuffers, Hasty)
+        return kills(0, answer, make, mutant)
 
 
 class TokensForADisk(Exercise):

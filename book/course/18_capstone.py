@@ -276,9 +276,8 @@ assert callable(alone)
         toy = replace(TOY, memory=12 * count_parameters(gpt))
         job = Job(shape_of(gpt), toy, ranks, rows, SEQUENCE, "fp32")
         how, folder = choose(job).best.candidate, tempfile.mkdtemp()
-        ran = [gpt, ds_config(job, how), how.checkpointing, rows, last]
-        saved = (stop, folder)
-        whole = launch(trained, ranks, *ran, saved, timeout=PATIENCE)[0]
+        ran = [gpt, ds_config(job, how), how.checkpointing, rows, stop, folder]
+        launch(trained, ranks, *ran, timeout=PATIENCE)
         gc.collect()  # engines of earlier cases
         with ToyGPU(toy.memory):
             found = answer(
@@ -288,5 +287,4 @@ assert callable(alone)
                 lambda step: batch(step, rows),
                 last,
             )
-        far = [abs(found[i] - whole["losses"][i]) > 1e-4 for i in sorted(found)]
-        return {"steps": sorted(found), "losses that are other ones": far}
+        return {"steps": sorted(found), "losses": [found[i] for i in sorted(found)]}

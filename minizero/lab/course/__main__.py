@@ -25,8 +25,6 @@ def main() -> None:
     marks.add_argument("--trusting", action="store_true", help="without Landlock, too")
     upload = commands.add_parser("gradescope", help="what Gradescope's zip runs")
     upload.add_argument("folder", type=Path)
-    sample = commands.add_parser("sample", help="write five submissions to try it on")
-    sample.add_argument("folder", type=Path)
     for each in (make, marks, upload):
         each.add_argument("--seed", default="course", help="what cases are drawn from")
     make.add_argument("--out", type=Path, default=OUT / "course")
@@ -48,7 +46,7 @@ def main() -> None:
             raise SystemExit(f"{OPEN} If you trust all students, add --trusting.")
         try:
             class_ = grade(told.submissions, told.out, told.seed, told.jobs)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise SystemExit(f"grading stopped: {error}") from error
         for student, mine in class_.items():
             print("{:20} {:g} of {}".format(student, *totals(mine)))
@@ -57,11 +55,6 @@ def main() -> None:
         if not landlock():
             print(OPEN)  # only teachers see it
         gradescope(told.folder, told.seed)
-    elif told.command == "sample":
-        from .build import sample as write_sample
-
-        write_sample(told.folder)
-        print(f"five submissions in {told.folder}")
     else:
         print(listing())
 

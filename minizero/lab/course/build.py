@@ -55,6 +55,7 @@ def build(out: Path, seed: str, pages: bool = True) -> None:
     rows = [f"- `{each.label}`: {each.explain}" for each in graded if each.explain]
     rubrics = (SOURCES / "rubrics.md").read_text() + "\n".join(rows) + "\n"
     (out / "rubrics.md").write_text(rubrics)
+    sample(out / "sample")
     edition(out / "book")
     archive(out / "gradescope.zip", seed)
     if pages:
@@ -117,9 +118,11 @@ def student_notebook(chapter: str) -> Any:
     return new_notebook(cells=cells)
 
 
-HIDDEN = """from minizero.lab.course.exercise import every
+HIDDEN = """import contextlib, io
+from minizero.lab.course.exercise import every
 from minizero.lab.course.reader import complaint
-wrong = complaint(every()["{label}"], {answer})
+with contextlib.redirect_stdout(io.StringIO()):  # to otter all output is a failure
+    wrong = complaint(every()["{label}"], {answer})
 assert not wrong, wrong"""
 
 
@@ -141,8 +144,9 @@ def otter_notebook(chapter: str) -> Any:
     for label, asked in asked_in(chapter):
         name = label.replace("-", "_")
         if asked:
+            starter = asked.starter.strip().replace('"""', "'''")  # it is in quotes
             answer = new_code_cell(
-                f'# {label}\n""" # BEGIN PROMPT\n{asked.starter.strip()}\n'
+                f'# {label}\n""" # BEGIN PROMPT\n{starter}\n'
                 f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
                 f"{asked.reference.strip()}\n# END SOLUTION"
             )
@@ -168,30 +172,23 @@ def otter_notebook(chapter: str) -> Any:
 
 
 DIRECTIVE = r"^(?P<f{0}>[`:]{{3,}})\{{solution-{0}\}}[^\n]*\n(?::[^\n]*\n)*(?P=f{0})$"
-START, END = (re.compile(DIRECTIVE.format(end), re.M) for end in ("start", "end"))
+SOLUTION = DIRECTIVE.format("start") + ".*?" + DIRECTIVE.format("end")
 
 
 def without_solutions(notebook: Any) -> Any:
     """A chapter's notebook without what stands between a solution's start and end."""
-    kept, inside = [], False
-    for cell in notebook.cells:
-        if cell.cell_type != "markdown":
-            if not inside:
-                kept.append(cell)
-            continue
-        text, rest = "", cell.source
-        while rest:
-            mark = (END if inside else START).search(rest)
-            if not inside:
-                text += rest[: mark.start()] if mark else rest
-            rest = rest[mark.end() :] if mark else ""
-            inside = inside != bool(mark)
-        if text.strip():
-            cell.source = text.strip()
-            kept.append(cell)
-    if inside:
+    cells, notebook.cells = notebook.cells, []
+    sources = [c.source if c.cell_type == "markdown" else "code" for c in cells]
+    text = "".join(f"\0{i}\0\n{source}\n" for i, source in enumerate(sources))
+    text = re.sub(SOLUTION, "", text, flags=re.M | re.S)
+    if "{solution-" in text:
         raise ValueError("a solution has a start and no end")
-    notebook.cells = kept
+    for i, rest in re.findall(r"\0(\d+)\0([^\0]*)", text):
+        cell = cells[int(i)]
+        if cell.cell_type == "markdown":
+            cell.source = rest.strip()
+        if rest.strip():
+            notebook.cells.append(cell)
     return notebook
 
 
@@ -202,6 +199,9 @@ def edition(out: Path) -> None:
         shutil.copytree(
             ROOT / name, out / name, ignore=skip if name == "book" else None
         )
+    example = re.compile(r"^(`{3,})\{solution\}.*?^\1$", re.M | re.S)
+    for path in (out / "book").glob("*.md"):
+        path.write_text(example.sub("", path.read_text()))
     for path in (ROOT / "_config.yml", ROOT / "_toc.yml"):
         shutil.copy(path, out)
     (out / "notebooks").mkdir()

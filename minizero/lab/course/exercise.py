@@ -178,6 +178,16 @@ def alike(seen: Observation, wrong: Observation, right: Observation) -> bool:
     return equal(seen, wrong)
 
 
+def likely(
+    asked: Exercise, seen: Any, right: Any, observed: Callable[[str], Any]
+) -> Wrong | None:
+    """The typical wrong answer whose text is `observed` as this answer was seen."""
+    for wrong in asked.wrong:
+        if alike(seen, observed(asked.planted(wrong)), right):
+            return wrong
+    return None
+
+
 def described(case: Case) -> str:
     """A case in words."""
     return ", ".join(
@@ -203,10 +213,10 @@ def unequal(seen: Observation, expected: Observation) -> str:
             k: seen.get(k) for k in expected if not equal(seen.get(k), expected[k])
         }
         return "this is not right: " + ", ".join(
-            name if str(value).startswith(BITS) else described({name: value})
+            name if str(value).startswith(BITS) else described({name: value})[:200]
             for name, value in parts.items()
         )
-    return f"{seen} is not right"
+    return f"{seen!r} is not right"
 
 
 @dataclass(frozen=True)
@@ -257,12 +267,18 @@ def statement(label: str) -> Statement:
     )
     hint = re.search(hints, found["body"] + after, re.M | re.S)
     text = re.sub(hints, "", found["body"], flags=re.M | re.S).strip()
-    text = re.sub(r"\{(?:ref|doc|cite[:\w]*)\}`([^`]*)`", r"\1", text)
     minutes = re.search(r"(\d+) minutes", text)
     if hint is None or minutes is None:
         raise ValueError(f"{label} has no hint or no minutes")
     clean = re.sub(r"^:class:.*\n+", "", hint["hint"], flags=re.M).strip()
-    return Statement(chapter, found["title"], text, clean, int(minutes[1]))
+    return Statement(chapter, found["title"], bare(text), bare(clean), int(minutes[1]))
+
+
+def bare(text: str) -> str:
+    """A text away from its chapter: without citations, footnotes, roles and links."""
+    text = re.sub(r" *\{cite[:\w]*\}`[^`]*`| *\[\^\w+\]", "", text)
+    text = re.sub(r"\{(?:ref|doc)\}`([^`]*)`", r"\1", text)
+    return re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
 
 
 @cache

@@ -26,19 +26,19 @@ from .exercise import (
     SOURCES,
     Case,
     Exercise,
-    Wrong,
-    alike,
     chapters,
     described,
     equal,
+    likely,
     load,
     statement,
     unequal,
 )
 from .sandbox import Sandbox
 
-MARK = re.compile(r"# *(ex-[\w-]+)")
+MARK = re.compile(r"\s*#+ *(ex-[\w-]+)")
 EXPLANATION = "**Your explanation**"
+NO_FILE = "No file has the name of a chapter's notebook, such as 01_memory.ipynb."
 MOST = 100_000  # characters of an answer that are read
 
 
@@ -89,11 +89,13 @@ class Grader:
             self._known |= dict(zip(new, seen, strict=True))
         return [self._known[key] for key in keys]
 
-    def grade(self, asked: Exercise, student: str, text: str | None) -> Record:
-        """Grade one answer; None where there is none."""
+    def grade(
+        self, asked: Exercise, student: str, text: str | None, fault: str = ""
+    ) -> Record:
+        """Grade one answer; None where there is none, perhaps because of a fault."""
         record = partial(Record, asked.label, most=asked.points)
         if text is None:
-            return record(0, remark="There is no answer.")
+            return record(0, remark=fault or "There is no answer.")
         if text.strip() == f"# {asked.label}\n{asked.starter.strip()}":
             return record(0, remark="This is the starter, unchanged.")
         cases = asked.cases(self.seed, student)
@@ -111,19 +113,18 @@ class Grader:
         case, fault = described(cases[i])[:500], unequal(seen[i], expected[i])[:800]
         some = f"{sum(right)} of {len(cases)} cases are right. " if any(right) else ""
         remark = f"{some}With {case}: {fault}."
-        if wrong := self.likely(asked, cases[i], seen[i], expected[i]):
+
+        def observed(text: str) -> Any:
+            return self.trusted(asked, text, [cases[i]])[0]
+
+        if wrong := likely(asked, seen[i], expected[i], observed):
             remark += f"\n\n{wrong.thought}"
         return record(points, remark=remark)
 
-    def likely(
-        self, asked: Exercise, case: Case, seen: Any, expected: Any
-    ) -> Wrong | None:
-        """The typical wrong answer that is observed like this one."""
-        for wrong in asked.wrong:
-            (theirs,) = self.trusted(asked, asked.planted(wrong), [case])
-            if alike(seen, theirs, expected):
-                return wrong
-        return None
+
+def plain(text: str) -> str:
+    """A text that every file can hold, with one kind of line end."""
+    return re.sub(r"\r\n?", "\n", text).encode(errors="replace").decode()
 
 
 def answers(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
@@ -131,10 +132,12 @@ def answers(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
     found: dict[str, str] = {}
     explained: dict[str, str] = {}
     try:
-        cells = json.loads(path.read_text(errors="replace"))["cells"]
-        texts = [(c["cell_type"], "".join(c["source"])) for c in cells]
+        if path.is_symlink():
+            raise ValueError("it is a link, perhaps to another's answers")
+        cells = json.loads(path.read_bytes())["cells"]
+        texts = [(c["cell_type"], plain("".join(c["source"]))) for c in cells]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return {}, {}, f"{path.name} cannot be read: {error!r}"
+        return {}, {}, f"{path.name} cannot be read as a notebook: {error!r}."
     for kind, source in texts:
         if kind == "code" and (mark := MARK.match(source)):
             label = mark[1]
@@ -146,13 +149,15 @@ def answers(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
     return found, explained, ""
 
 
-def submitted(folder: Path) -> Iterator[tuple[str, str, Path]]:
-    """Each student's files: the student, the chapter, the file."""
-    for student in sorted(p for p in folder.iterdir() if p.is_dir()):
-        for chapter in chapters():
-            path = student / f"{chapter}.ipynb"
-            if path.is_file() and load(chapter):
-                yield student.name, chapter, path
+def submitted(folder: Path) -> Iterator[tuple[Exercise, str | None, str, str]]:
+    """A student's exercises, answers and explanations; why a notebook has none."""
+    for chapter in chapters():
+        path = folder / f"{chapter}.ipynb"
+        if path.is_file():
+            found, explained, fault = answers(path)
+            for asked in load(chapter):
+                note = explained.get(asked.label, "")
+                yield asked, found.get(asked.label), note, fault
 
 
 def grade(folder: Path, out: Path, seed: str, jobs: int = 1) -> dict[str, list[Record]]:
@@ -161,36 +166,30 @@ def grade(folder: Path, out: Path, seed: str, jobs: int = 1) -> dict[str, list[R
     What was graded before, of the same answer, is not graded again: a run that was
     ended goes on where it was.
     """
-    tasks = []
-    for student, chapter, path in submitted(folder):
-        source = (SOURCES / f"{chapter}.py").read_bytes()
-        found, explained, fault = answers(path)
-        for asked in load(chapter):
-            text = found.get(asked.label)
-            name = f"{seed}\0{student}\0{text}\0{fault}".encode() + source
-            key = hashlib.sha256(name).hexdigest()[:16]
-            note = explained.get(asked.label, "")
-            tasks.append((student, asked, text, key, note, fault))
+    folders = [p for p in sorted(folder.iterdir()) if p.is_dir() and p.name[0] != "."]
+    tasks = [(plain(p.name), *each) for p in folders for each in submitted(p)]
     with Grader(seed, jobs) as grader, ThreadPoolExecutor(jobs) as threads:
         records = list(threads.map(partial(_graded, grader, out), tasks))
-    class_: dict[str, list[Record]] = {}
+    class_: dict[str, list[Record]] = {plain(p.name): [] for p in folders}
     for (student, *_), record in zip(tasks, records, strict=True):
-        class_.setdefault(student, []).append(record)
+        class_[student].append(record)
     write(class_, out)
     return class_
 
 
 def _graded(grader: Grader, out: Path, task: tuple[Any, ...]) -> Record:
-    student, asked, text, key, note, fault = task
+    student, asked, text, note, fault = task
+    source = SOURCES / f"{statement(asked.label).chapter}.py"
+    name = f"{grader.seed}\0{student}\0{text}\0{fault}".encode() + source.read_bytes()
+    key = hashlib.sha256(name).hexdigest()[:16]
     path = out / "records" / student / f"{asked.label}.json"
-    if path.exists():
+    with suppress(OSError, ValueError, TypeError):  # none, or half of one
         known = Record(**json.loads(path.read_text()))
         if known.key == key:
             known.explanation = note
             return known
-    record = grader.grade(asked, student, text)
+    record = grader.grade(asked, student, text, fault)
     record.key, record.explanation = key, note
-    record.remark = fault or record.remark
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".half")
     half.write_text(json.dumps(asdict(record)))
@@ -212,7 +211,8 @@ def write(class_: dict[str, list[Record]], out: Path) -> None:
             points = {r.label: f"{r.points:g}" for r in mine}
             every = [points.get(label, "") for label in columns]
             got, of = totals(mine)
-            table.writerow([student, *every, f"{got:g}", of])
+            formula = student.startswith(("=", "+", "-", "@", "\t"))  # to a spreadsheet
+            table.writerow(["'" * formula + student, *every, f"{got:g}", of])
     for student, mine in class_.items():
         (out / f"{student}.md").write_text(page(student, mine))
 
@@ -225,6 +225,7 @@ def page(student: str, mine: list[Record]) -> str:
     """What a student is told."""
     points, most = totals(mine)
     parts = [f"# {student}\n\n{points:g} of {most} points.\n"]
+    parts += [] if mine else [NO_FILE + "\n"]
     for record in mine:
         title = statement(record.label).title
         parts.append(
@@ -243,24 +244,18 @@ def gradescope(folder: Path, seed: str) -> None:
     with suppress(OSError, LookupError):
         told = json.loads((folder / "submission_metadata.json").read_text())
         student = told["users"][0]["email"]
-    tests = []
     with Grader(seed) as grader:
-        for chapter in chapters():
-            path = folder / "submission" / f"{chapter}.ipynb"
-            if not path.exists():
-                continue
-            found, _, fault = answers(path)
-            for asked in load(chapter):
-                record = grader.grade(asked, student, found.get(asked.label))
-                tests.append(
-                    {
-                        "name": f"{statement(asked.label).title} ({asked.label})",
-                        "score": record.points,
-                        "max_score": record.most,
-                        "output": fault or record.remark,
-                    }
-                )
+        given = list(submitted(folder / "submission"))
+        records = [grader.grade(e, student, text, why) for e, text, _, why in given]
+    tests = [
+        {
+            "name": f"{statement(record.label).title} ({record.label})",
+            "score": record.points,
+            "max_score": record.most,
+            "output": record.remark,
+        }
+        for record in records
+    ]
     (folder / "results").mkdir(exist_ok=True)
-    nothing = {"score": 0, "output": "No file has the name of a chapter."}
-    result = {"tests": tests} if tests else nothing
+    result = {"tests": tests} if tests else {"score": 0, "output": NO_FILE}
     (folder / "results" / "results.json").write_text(json.dumps(result, indent=1))

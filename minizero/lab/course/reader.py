@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import exercise
-from .exercise import ROOT, alike, define, described, equal, observe, unequal
+from .exercise import ROOT, define, described, equal, likely, observe, unequal
 
 PROGRESS = Path(os.environ.get("MINIZERO_PROGRESS", ROOT / "runs" / "exercises.json"))
 """How often each exercise was tried, and whether it is solved."""
@@ -50,9 +50,7 @@ def complaint(asked: exercise.Exercise, answer: Any) -> str:
         seen, expected = observe(asked.run, answer, case), seen_of(asked.reference)
         if equal(seen, expected):
             continue
-        text = f"Not yet. With {described(case)}: {unequal(seen, expected)}."
-        for wrong in asked.wrong:
-            if alike(seen, seen_of(asked.planted(wrong)), expected):
-                return f"{text}\n{wrong.thought}"
-        return text
+        wrong = likely(asked, seen, expected, seen_of)
+        thought = f"\n{wrong.thought}" if wrong else ""
+        return f"Not yet. With {described(case)}: {unequal(seen, expected)}.{thought}"
     return ""

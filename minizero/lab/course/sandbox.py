@@ -14,7 +14,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -35,6 +34,7 @@ PACKAGE = ROOT / "minizero"
 ANSWER, TASK, RESULT, OUTPUT = "answer.py", "task", "result.jsonl", "output"
 FIXED = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # of the environment
 LOOK = 0.05  # seconds between looks at a running answer
+BLOCK = 4096  # bytes that a file or folder takes at least
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sandbox:
                 self._process.stdin.close()  # it ends with its input
             self._process.wait()
             self._process.stdout.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        delete(self._folder)
 
     def run(
         self, asked: Exercise, text: str, cases: list[Any], limits: Limits | None = None
@@ -83,15 +83,16 @@ class Sandbox:
         """What was observed of each case, or what ended the answer before."""
         limits = limits or Limits(seconds=asked.seconds * (1 + 3 * asked.on_ranks))
         job = Path(tempfile.mkdtemp(dir=self._folder))
+        if shutil.disk_usage(job).free < 4 * limits.disk:
+            raise OSError(f"{job.parent} has less than {4 * limits.disk >> 20} MB left")
         (job / ANSWER).write_text(text, errors="replace")
         (job / TASK).write_bytes(cloudpickle.dumps((asked.run, asked.answer, cases)))
-        known = {"job": str(job), "modules": modules(asked)}
-        order = json.dumps(known | {"limits": asdict(limits)})
+        known = {"job": str(job), "needs": asked.needs, "limits": asdict(limits)}
         process = self._process = self._process or self._start()
         assert process.stdin and process.stdout
         how = ""
         with contextlib.suppress(OSError):
-            process.stdin.write(order + "\n")
+            process.stdin.write(json.dumps(known) + "\n")
             process.stdin.flush()
             how = process.stdout.readline().strip()
         if not how:  # something has ended the process, perhaps the answer
@@ -99,15 +100,8 @@ class Sandbox:
             self._process = None
             how = "the process that ran it was ended"
         seen = list(results(job / RESULT))[: len(cases)]
-        shutil.rmtree(job, ignore_errors=True)
+        delete(job)
         return seen + [{ENDED: how}] * (len(cases) - len(seen))
-
-
-def modules(asked: Exercise) -> list[str]:
-    """What the source of an exercise imports: forks need not import it again."""
-    source = Path(type(asked).draw.__code__.co_filename).read_text()
-    found = re.findall(r"^from ((?:minizero|torch)[\w.]*) import", source, re.M)
-    return sorted({*asked.needs, *found})
 
 
 def results(path: Path) -> Any:
@@ -119,11 +113,17 @@ def results(path: Path) -> Any:
                     yield json.loads(line)
 
 
+def delete(folder: Path) -> None:
+    """Delete a folder, also if an answer has closed some of it, or nested it deep."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*command, str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
 def main() -> None:
     """Run jobs until the input ends; answer each with what ended it."""
     import torch._dynamo  # noqa: F401  each fork has it
 
-    import minizero  # noqa: F401
+    from minizero import offload, precision, scale  # noqa: F401
     from minizero.lab.course import drivers  # noqa: F401
     from minizero.ranks import pool
 
@@ -136,12 +136,12 @@ def main() -> None:
     os.dup2(2, 1)
     while line := sys.stdin.readline():
         order = json.loads(line)
-        for name in order["modules"]:
+        for name in order["needs"]:
             importlib.import_module(name)
         how = supervise(Path(order["job"]), Limits(**order["limits"]))
         with contextlib.suppress(BrokenPipeError):  # the grader has gone
             print(how, file=replies, flush=True)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)  # it may have been killed
+    delete(Path(sys.argv[1]))  # the grader may have been killed
 
 
 def supervise(job: Path, limits: Limits) -> str:
@@ -156,10 +156,7 @@ def supervise(job: Path, limits: Limits) -> str:
     until, how = time.monotonic() + limits.seconds, ""
     pause = 0.005
     while not how and os.getppid() == parent:
-        try:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            ended, status = pid, 0
+        ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
             how = f"the process of the answer ended with {code}"
@@ -178,17 +175,25 @@ def excess(limits: Limits, job: Path) -> str:
     family = psutil.Process().children(recursive=True)
     if len(family) > limits.processes:
         return f"it started more than {limits.processes} processes"
-    held = 0
+    held = size = 0
     for each in family:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             held += each.memory_info().rss
+            for opened in os.scandir(f"/proc/{each.pid}/fd"):
+                found = opened.stat()  # nameless files are in no folder
+                size += found.st_size * (found.st_nlink == 0)
     if held > limits.memory:
         return f"it took more than {limits.memory >> 20} MB of memory"
-    size = 0
-    for folder, _, names in os.walk(job):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(folder, name)).st_size
+    errors: list[Exception] = []
+    try:
+        for folder, folders, names in os.walk(job, onerror=errors.append):
+            for name in (*folders, *names):
+                with contextlib.suppress(FileNotFoundError):
+                    size += max(BLOCK, os.lstat(os.path.join(folder, name)).st_size)
+    except (OSError, RecursionError) as error:
+        errors.append(error)
+    if any(not isinstance(each, FileNotFoundError) for each in errors):
+        return "it put files where they cannot be seen"
     if size > limits.disk:
         return f"it wrote more than {limits.disk >> 20} MB"
     return ""
@@ -214,6 +219,8 @@ def end_all() -> None:
 def confine(job: Path, limits: Limits) -> None:
     """Limit this process, and what it starts, to its folder and its share."""
     os.setsid()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).unshare(0x0800_0000)  # root's: shared memory ends with it
     os.chdir(job)
     home, path = str(job), job / "path"  # the package, and nothing beside it
     path.mkdir()
@@ -277,6 +284,7 @@ def work(job: Path) -> None:
     """Run the answer's cases, and write what is observed of each as a line."""
     run, name, cases = cloudpickle.loads((job / TASK).read_bytes())
     (job / TASK).unlink()
+    before = measures()
     try:
         answer = define((job / ANSWER).read_text(), name)
     except BaseException as error:
@@ -285,16 +293,37 @@ def work(job: Path) -> None:
         return
     for case in cases:
         seen = observe(run, answer, case)
+        if changed := [n for n, v in measures().items() if before.get(n, v) is not v]:
+            seen = {ENDED: f"it replaces {changed[0]}, with which answers are measured"}
         with (job / RESULT).open("a") as file:
             file.write(json.dumps(seen) + "\n")
 
 
+def measures() -> dict[str, Any]:
+    """Functions and classes that answers are measured with, by their names."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name in ("builtins", "json", "torch") or name.startswith("minizero"):
+            for key, value in vars(module).items():
+                found[f"{name}.{key}"] = value
+                if isinstance(value, type) and value.__module__.startswith("minizero"):
+                    found |= {f"{name}.{key}.{k}": v for k, v in vars(value).items()}
+    return {n: v for n, v in found.items() if callable(v) or isinstance(v, property)}
+
+
 def readable() -> list[Path]:
-    """What Python, torch and this package are made of."""
+    """What Python, torch and this package are made of, and nothing else of the book."""
     system = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/opt")
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix]
     packages = [p for p in sys.path if p.endswith(("-packages", ".zip"))]
-    return [PACKAGE, *map(Path, (*system, *python, *packages))]
+
+    def beside(folder: Path) -> list[Path]:
+        if folder not in ROOT.parents:
+            return [folder]
+        return [p for each in folder.iterdir() if each != ROOT for p in beside(each)]
+
+    every = map(beside, map(Path, (*system, *python, *packages)))
+    return [PACKAGE, *(path for some in every for path in some)]
 
 
 def prctl(option: int, value: int, more: int = 0) -> None:
