@@ -180,7 +180,7 @@ def twice(storage: Storage) -> None:
     [
         (lambda: Plan.stage(2, None, "cpu"), "must be sharded"),
         (lambda: Placement(False, "cpu"), "must be sharded"),
-        (lambda: wrap(FULL, None), "'cpu'.* pass storage=minizero.Offload"),
+        (lambda: wrap(FULL, None), "'cpu'.* pass minizero.Offload"),
         (lambda: wrap(Plan.stage(3, "nvme"), Offload), "optimizer on 'nvme'"),
         (
             lambda: wrap(Plan.stage(3), lambda _: Offload(FULL)),
