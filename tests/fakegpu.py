@@ -134,6 +134,8 @@ class Done:
         join(clock, self.clock)
         self.kept = None
 
+    synchronize = wait
+
     def result(self) -> Any:
         self.wait()
         return self.value

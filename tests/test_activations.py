@@ -85,7 +85,7 @@ def test_a_view_keeps_its_whole_storage_and_counts_once() -> None:
         one = saved.activations()
         del out
         assert not saved.activations()
-    assert [(s.op, s.nbytes, s.shape) for s in one] == [("exp", 3200, (8, 100))]
+    assert [(s.op, s.nbytes) for s in one] == [("exp", 3200)]
 
 
 # the same bits

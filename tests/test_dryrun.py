@@ -19,9 +19,9 @@ from minizero import Tracker, dryrun, launch
 from minizero.__main__ import main
 from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape
+from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape, predict
 from minizero.scale.dryrun import Decoder
-from minizero.scale.planner import Result, ds_config
+from minizero.scale.planner import ds_config
 
 THOROUGH = pytest.mark.thorough
 SHAPE = Shape(2, 64, 4, 128, kv_heads=2, ffn_hidden=96, gated=True)
@@ -178,7 +178,7 @@ def test_the_planner_and_the_dry_run_have_one_model_of_memory(
 
     config = ds_config(job, candidate)
     found = dryrun(build, config, world_size=8, batch=(tokens, tokens))
-    memory = Result(job, candidate).memory
+    memory = predict(job, candidate).memory
     low = 0.999 if shape.vocab > 256 else 0.9
     assert low < found.peaks["activations"] / memory.activations < 1.01
     assert found.peaks["parameters"] == pytest.approx(memory.parameters, rel=1e-3)
@@ -203,7 +203,7 @@ def test_a_dry_run_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     after = dryrun(build, config, batch=batch, **options)
     assert (after.peaks, after.host) == (found.peaks, found.host)
     assert after.building == found.building and left.tb is not None
-    with pytest.raises(ValueError, match="device must be cuda or cpu, not 'mps'"):
+    with pytest.raises(ValueError, match="device must be one of cuda, cpu, not 'mps'"):
         dryrun(build, {}, world_size=2, batch=(), device="mps")
 
 

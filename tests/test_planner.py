@@ -17,8 +17,8 @@ from minizero.config import read
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.recorded import MODEL, Case
 from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale import MACHINES, MODELS, Candidate, Job, choose
-from minizero.scale.planner import SAME, Result, candidates, describe, ds_config
+from minizero.scale import MACHINES, MODELS, Candidate, Job, Prediction, choose, predict
+from minizero.scale.planner import SAME, candidates, describe, ds_config, simplicity
 
 V100 = replace(MACHINES["v100-32gb"], gpus=8)
 SLOW = replace(V100, network=1.25e9 / 8)
@@ -42,21 +42,21 @@ def job(machine: Any = V100, gpus: int = 16, each: int = 16, **more: Any) -> Job
 )
 def test_the_lowest_stage_that_fits_unless_another_is_faster(job: Job) -> None:
     """By the rule, applied to predictions of every candidate."""
-    every = [Result(job, c) for c in candidates(job)]
-    fitting = [r for r in every if r.fits and r.allowed]
-    least = min(r.seconds for r in fitting)
-    near = [r for r in fitting if r.seconds <= (1 + SAME) * least]
+    every = [predict(job, c) for c in candidates(job)]
+    fitting = [r for r in every if r.fits and job.allows(r.candidate)]
+    least = min(r.step_seconds for r in fitting)
+    near = [r for r in fitting if r.step_seconds <= (1 + SAME) * least]
     choice = choose(job)
-    assert choice.best == min(near, key=Result.simplicity)
-    kinds: dict[str, list[Result]] = {}
+    assert choice.best == min(near, key=simplicity)
+    kinds: dict[str, list[Prediction]] = {}
     for result in every:
         kinds.setdefault(result.candidate.kind, []).append(result)
     for other in (choice.best, *choice.others):
         mine = [r for r in kinds.pop(other.candidate.kind) if r.fits]
         assert other.fits == bool(mine)
-        assert not mine or other.seconds == min(r.seconds for r in mine)
+        assert not mine or other.step_seconds == min(r.step_seconds for r in mine)
     assert not kinds
-    lowest = min(fitting, key=Result.simplicity)
+    lowest = min(fitting, key=simplicity)
     text = describe(choice)
     assert ("the lowest stage that fits" in text) == (lowest == choice.best)
     assert (f"{lowest.candidate.kind} fits too" in text) == (lowest != choice.best)

@@ -60,8 +60,8 @@ class GivenBack(Exercise):
     starter = """
 def check_buffers(buffers) -> None:
     # A test of `buffers`, a new StagingBuffers with a single buffer: an AssertionError
-    # unless a buffer that was given back with uses (anything that has `wait()` and
-    # `is_over()`) is handed out again when all of them are over, and nothing waits
+    # unless a buffer that was given back with uses (anything with `synchronize()`
+    # and `query()`) is handed out again when all of them are over, and nothing waits
     # before that.
     buffer = buffers.take()
     buffers.give(buffer)
@@ -79,10 +79,10 @@ class Use:
     def __init__(self):
         self.over = False
 
-    def is_over(self):
+    def query(self):
         return self.over
 
-    def wait(self):
+    def synchronize(self):
         self.over = True
 
 
@@ -130,7 +130,7 @@ def check_buffers(buffers):
                 def give(self, buffer, uses=()):
                     if name == "waits at once":
                         for use in uses:
-                            use.wait()
+                            use.synchronize()
                     kept = {"": uses, "waits for one": uses[:1]}.get(name, ())
                     super().give(buffer, kept)
 

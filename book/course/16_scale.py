@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from minizero.lab.course import Exercise, Wrong
-from minizero.scale import MODELS, Candidate, Job
+from minizero.scale import MODELS, Candidate, Job, predict
 from minizero.scale.machines import MACHINES
-from minizero.scale.planner import Result
 from minizero.scale.published import rows
 
 
@@ -171,8 +170,7 @@ class WhatTheScriptLeavesOut(Exercise):
     answer = "left_out"
     starter = """
 from minizero.memory import estimate
-from minizero.scale import Candidate, Job
-from minizero.scale.planner import Result
+from minizero.scale import Candidate, Job, predict
 
 
 def left_out(job: Job) -> tuple[float, float, bool]:
@@ -191,12 +189,11 @@ assert fits
 """
     reference = """
 from minizero.memory import estimate
-from minizero.scale import Candidate
-from minizero.scale.planner import Result
+from minizero.scale import Candidate, predict
 
 
 def left_out(job):
-    result = Result(job, Candidate(3, "full"))
+    result = predict(job, Candidate(3, "full"))
     state = estimate(job.shape.parameters, job.gpus, 3).total
     held = result.memory
     return held.total - state - held.activations, held.activations, result.fits
@@ -229,7 +226,7 @@ def left_out(job):
             for gpus in range(2, 65):
                 for sequence in (1024, 2048, 3072, 4096):
                     job = on_h100s(model, gpus, sequence)
-                    used = Result(job, Candidate(3, "full")).memory.total
+                    used = predict(job, Candidate(3, "full")).memory.total
                     most = next((m for m in rooms if used < m * job.machine.memory), 0)
                     if most:
                         case = {"model": model, "gpus": gpus, "sequence": sequence}

@@ -27,8 +27,7 @@ class SmallestDevice(Exercise):
     answer = "smallest"
     points = 8
     starter = """
-from minizero.scale import Candidate, Job
-from minizero.scale.planner import Result
+from minizero.scale import Candidate, Job, predict
 
 
 def smallest(job: Job) -> tuple[Candidate, float]:
@@ -46,21 +45,20 @@ how, said = smallest(Job(shape, TOY, 2, 4, 32, "fp32"))
 assert how.micro_batch == 2 and said > 0
 """
     reference = """
-from minizero.scale import Candidate
-from minizero.scale.planner import Result
+from minizero.scale import Candidate, predict
 
 
 def smallest(job):
     how = Candidate(
         3, "full", job.each, offload_optimizer="cpu", offload_param="cpu"
     )
-    return how, Result(job, how).memory.total
+    return how, predict(job, how).memory.total
 """
     wrong = (
         Wrong(
             "no activations",
-            "Result(job, how).memory.total",
-            "Result(job, how).memory.total - Result(job, how).memory.activations",
+            "predict(job, how).memory.total",
+            "predict(job, how).memory.total - predict(job, how).memory.activations",
             "You left the activations out: with full checkpointing a block's input "
             "remains of each, and all of the one that is computed again.",
         ),

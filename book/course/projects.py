@@ -19,8 +19,8 @@ from minizero.lab.course.drivers import (
 from minizero.lab.models.gpt import count_parameters
 from minizero.lab.toymachine import TOY, shape_of
 from minizero.ranks import rank
-from minizero.scale import Candidate, Job, choose
-from minizero.scale.planner import Result, ds_config
+from minizero.scale import Candidate, Job, choose, predict
+from minizero.scale.planner import ds_config
 
 
 class FromZeRO1(Exercise):
@@ -234,12 +234,12 @@ def way(job):
             for each in (how, plain)
         ]  # fmt: skip
         losses = [run["losses"] for run in runs]
-        fastest = min(r.seconds for r in [best.best, *best.others] if r.fits)
+        fastest = min(r.step_seconds for r in [best.best, *best.others] if r.fits)
         return {
             "all rows": how.micro_batch * how.accumulation == job.each,
             "fits": runs[0]["peak"] <= toy.memory,
             "losses as under plan 0": all(
                 abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)
             ),
-            "slower than need be": Result(job, how).seconds > 1.05 * fastest,
+            "slower than need be": predict(job, how).step_seconds > 1.05 * fastest,
         }

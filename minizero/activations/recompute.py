@@ -21,12 +21,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ..memory.plan import check
 from ..zero.build import Policy, find_units
 from .saved_tensors import note, noting
 from .stores import Store
 
 # %% auto #0
-__all__ = ['Keep', 'MODES', 'CHECKPOINT', 'store_hooks', 'keep_matmuls', 'selective_contexts', 'Recompute', 'recompute_units']
+__all__ = ['Keep', 'MODES', 'CHECKPOINT', 'store_hooks', 'unchanged', 'keep_matmuls', 'selective_contexts', 'Recompute',
+           'recompute_units']
 
 # %% ../../notebooks/09_activations.ipynb #act-hooks
 def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
@@ -35,26 +37,24 @@ def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
 
     def pack(x: Tensor) -> Any:
         base = x._base if x._is_view() else x
-        stays = isinstance(base, nn.Parameter) or not x.is_floating_point()
-        if not stays and x.numel():
-            return False, store.pack(x, call)
+        moves = x.is_floating_point() and not isinstance(base, nn.Parameter)
+        if moves and x.numel():
+            return partial(store.unpack, store.pack(x, call))
         note(x)
-        return True, (x, x._version)
+        return partial(unchanged, x, x._version)
 
-    def unpack(packed: Any) -> Tensor:
-        stays, held = packed
-        if not stays:
-            return store.unpack(held)
-        x, version = held
-        if x._version != version:  # autograd does not check behind hooks
-            raise RuntimeError(
-                f"a tensor of shape {tuple(x.shape)} that backward needs was "
-                "changed in place after the forward; step the optimizer "
-                "after the backward"
-            )
-        return x
+    return saved_tensors_hooks(pack, lambda restore: restore())
 
-    return saved_tensors_hooks(pack, unpack)
+
+def unchanged(x: Tensor, version: int) -> Tensor:
+    """The tensor; RuntimeError if it was written to since this version."""
+    if x._version != version:  # autograd does not check behind hooks
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} that backward needs was "
+            "changed in place after the forward; step the optimizer "
+            "after the backward"
+        )
+    return x
 
 # %% ../../notebooks/09_activations.ipynb #act-selective
 Keep = Callable[..., bool]
@@ -113,10 +113,7 @@ class Recompute:
         store: Store | None = None,
         keep: Keep = keep_matmuls,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(
-                f"mode must be one of {', '.join(MODES)}, not {mode!r}"
-            )
+        check("mode", mode, MODES)
         if mode == "none" and store is not None and store.replicated:
             raise ValueError(
                 f"{type(store).__name__} takes only tensors that are "

@@ -23,14 +23,13 @@ class Saved:
 
     `module`, `op`: the innermost module that saved it first, and the function of torch
     that it called. `kind`: "activation"; or "parameter", "buffer" or "input" for what
-    exists without the graph. `shape`: of the view that was saved first.
+    exists without the graph.
     """
 
     module: str
     op: str
     kind: str
     nbytes: int
-    shape: tuple[int, ...]
 
 
 _listing: list[SavedTensors] = []  # those that are entered
@@ -70,7 +69,7 @@ class SavedTensors(TorchFunctionMode):
         if storage.nbytes() and storage not in self._saved:
             kind = self._given.get(storage, "activation")
             where = module, running or op or "apply", kind
-            self._saved[storage] = Saved(*where, storage.nbytes(), tuple(x.shape))
+            self._saved[storage] = Saved(*where, storage.nbytes())
 
     def _pack(self, x: Tensor) -> Tensor:
         self.note(x)

@@ -143,18 +143,10 @@ class HostCopy:
             self._event = self._copy(self.back, self.host)
 
 
-class Copies:
+class Copies(weakref.WeakSet[HostCopy]):
     """The host copies of one forward; `before`: weakly, of the one before."""
 
-    def __init__(self, before: Callable[[], Copies | None]) -> None:
-        self.before = before
-        self.of_storage: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.every: weakref.WeakSet[HostCopy] = weakref.WeakSet()
-
-    def fetch(self) -> None:
-        """Start copying everything back."""
-        for copy in self.every:
-            copy.fetch()
+    before: Callable[[], Copies | None]
 
 
 class Offloaded(Store):
@@ -167,13 +159,14 @@ class Offloaded(Store):
 
     def __init__(self) -> None:
         self._last: Callable[[], Copies | None] = lambda: None
+        # of a storage: its version when it was copied, and weakly the copy
+        self._copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(self, unit: str) -> Copies:
-        before = self._last()
-        for copy in before.every if before else ():
+        for copy in self._last() or ():
             copy.wait()
-        copies = Copies(self._last)
-        self._last = weakref.ref(copies)
+        copies = Copies()
+        copies.before, self._last = self._last, weakref.ref(copies)
         return copies
 
     def pack(self, x: Tensor, copies: Copies) -> Any:
@@ -182,18 +175,18 @@ class Offloaded(Store):
         if x.untyped_storage().nbytes() > 8 * x.nbytes:
             x = x.clone()
         storage = x.untyped_storage()
-        version, found = copies.of_storage.get(storage, (None, lambda: None))
+        version, found = self._copied.get(storage, (None, lambda: None))
         copy = found()
         if copy is None or version != x._version:
             copy = HostCopy(x)
-            copies.of_storage[storage] = x._version, weakref.ref(copy)
-            copies.every.add(copy)
+            self._copied[storage] = x._version, weakref.ref(copy)
+        copies.add(copy)
         return copies, copy, x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, held: Any) -> Tensor:
         copies, copy, shape, stride, offset = held
-        for unit in (copies, copies.before()):  # this one, and the next
-            if unit is not None:
-                unit.fetch()
+        for unit in (copies, copies.before() or ()):  # this one, and the next
+            for each in unit:
+                each.fetch()
         copy.wait()
         return copy.back.as_strided(shape, stride, offset)

@@ -1,7 +1,7 @@
 """Triton kernels that read and write memory once: Adam, norms, the loss over words.
 
-Read `launching`, `triton_kernels`, `adam`, `autograd`, `ops`, and `choose`, which finds
-the optimizer of a config. Triton is imported when a kernel is first launched.
+Read `triton_kernels`, `launching`, `adam`, `ops`, and `choose`, which finds the optimizer
+of a config. Triton is imported when a kernel is first launched.
 """
 
 from .adam import FusedAdam

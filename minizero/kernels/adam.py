@@ -64,23 +64,19 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        """Update what has a gradient; a closure is left to torch's own."""
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
-        if not all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work):
-            super().step()
-            return loss
+        runs = all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work)
+        if closure is not None or not runs:
+            return super().step(closure)
         for p, group in work:
             self.update(p, p.grad, group)
-        return loss
+        return None
 
     # continued: fused-update
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """One launch; the states are made at the first."""
-        from minizero.kernels.triton_kernels import adam_step
-
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)  # in host memory
@@ -91,6 +87,6 @@ class FusedAdam(torch.optim.Adam):
         numbers = coefficients(int(state["step"]), group)
         decoupled = group["decoupled_weight_decay"]
         launch(
-            adam_step, (-(-p.numel() // BLOCK),), *tensors, p.numel(),
+            "adam_step", (-(-p.numel() // BLOCK),), *tensors, p.numel(),
             **numbers, DECOUPLED=decoupled, BLOCK=BLOCK, **EXACT,
         )

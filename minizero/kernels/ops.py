@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .autograd import Norm, RowLosses
-from .launching import runs_on
+from .launching import Norm, RowLosses, runs_on
 
 MOST_BYTES = 65536
 """The largest row, in bytes, that stays in a program's registers."""

@@ -13,9 +13,9 @@ from statistics import median
 
 from minizero.lab.models.gpt import GPTConfig
 from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale.cost import Job
+from minizero.scale import Job, predict
 from minizero.scale.machines import BUS, NETWORK, NVLINK
-from minizero.scale.planner import Result, candidates
+from minizero.scale.planner import candidates
 
 MEASURED = Path(__file__).parents[2] / "book/measured"
 
@@ -82,6 +82,6 @@ def planner_runs() -> Iterator[tuple[str, float, float]]:
         plans = {str(candidate): candidate for candidate in candidates(job)}
         runs = {kept["a"]: kept["a_values"], kept["b"]: kept["b_values"]}
         for plan, seconds in runs.items():
-            predicted = Result(job, plans[plan]).prediction.tokens_per_second_per_gpu
+            predicted = predict(job, plans[plan]).tokens_per_second_per_gpu
             measured = job.each * job.sequence / median(seconds)
             yield f"{name}; {plan}", measured, predicted

@@ -92,7 +92,7 @@ class _Links:
 
 @dataclass
 class _Copied:
-    """The moment when a stream's copies are done, as `CopyEvent`.
+    """The moment when a stream's copies are done, as torch's event.
 
     The host sleeps until then; where the device waits, only its next call does.
     """
@@ -100,10 +100,13 @@ class _Copied:
     until: float
     hold: Callable[[float], None]
 
-    def wait(self, on: str = "cpu") -> None:
-        (sleep_until if on == "cpu" else self.hold)(self.until)
+    def wait(self) -> None:
+        self.hold(self.until)
 
-    def is_over(self) -> bool:
+    def synchronize(self) -> None:
+        sleep_until(self.until)
+
+    def query(self) -> bool:
         return time.perf_counter() >= self.until
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,55 +14,39 @@ from ..memory.labels import aligned, host_empty
 from ..ranks import device
 
 
-class CopyEvent:
-    """The moment when all copies launched on a stream so far are done."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.event = stream.record_event() if stream else None
-
-    def wait(self, on: str = "cpu") -> None:
-        """Make the host ("cpu") or the computation ("device") wait for it."""
-        if self.event is None:
-            return
-        if on == "cpu":
-            self.event.synchronize()
-        else:
-            torch.cuda.current_stream().wait_event(self.event)
-
-    def is_over(self) -> bool:
-        """Whether that moment has passed."""
-        return self.event is None or self.event.query()
-
-
 class CopyStream:
     """Copies in one direction between device and host, beside the computation.
 
-    Without CUDA a copy is done when `copy` returns. `nbytes` is the sum of
-    all copies. The stream keeps no tensor alive: before you overwrite or free
-    either end of a copy, wait for its `event`.
+    `nbytes` is the sum of all copies. The stream keeps no tensor alive: before you
+    overwrite or free either end of a copy, wait for its `event`. Without CUDA a copy is
+    done when `copy` returns; the CPU's streams and events are torch's, and never wait.
     """
 
     def __init__(self) -> None:
-        cuda = torch.cuda.is_available()
-        self.stream = torch.cuda.Stream() if cuda else None
+        self.torch: Any = torch.cuda if torch.cuda.is_available() else torch.cpu
+        self.stream = self.torch.Stream()
         self.nbytes = 0
 
     def follow(self, other: CopyStream | None = None) -> None:
         """Start later copies after what the computation and `other` have queued."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            if other is not None and other.stream is not None:
-                self.stream.wait_stream(other.stream)
+        self.stream.wait_stream(self.torch.current_stream())
+        if other is not None:
+            self.stream.wait_stream(other.stream)
 
     def copy(self, out: Tensor, source: Tensor) -> None:
         """Launch `out.copy_(source)`; host memory must be page-locked."""
         self.nbytes += source.nbytes
-        with torch.cuda.stream(self.stream):
+        with self.torch.stream(self.stream):
             out.copy_(source, non_blocking=True)
 
-    def event(self) -> CopyEvent:
-        """The moment when the copies launched so far are done."""
-        return CopyEvent(self.stream)
+    def event(self) -> Any:
+        """torch's event of the moment when the copies launched so far are done.
+
+        Its `wait` lets the computation wait for it, its `synchronize` the host.
+        """
+        event = self.torch.Event()
+        event.record(self.stream)
+        return event
 
 
 def empty(

@@ -106,7 +106,7 @@ class Delayed(Offload):
             else:
                 self.down.copy(self._grads[flat], flat.mean)
         # and for what the last `flush` sent: the thread may overwrite it
-        self.down.event().wait("cpu")
+        self.down.event().synchronize()
 
     # continued: delayed-flush
     def flush(self) -> list[Unit]:
@@ -118,11 +118,11 @@ class Delayed(Offload):
         # the computation, or a gather, may still read the old parameters
         self.up.follow()
         if self.plan.parameters.on == "cpu":
-            self.up.event().wait("cpu")
+            self.up.event().synchronize()
         for flat in (flat for unit in units for flat in unit.trainable):
             self.up.copy(flat.shard, flat.staged_shard)
             del flat.staged_shard
-        self.up.event().wait("device")
+        self.up.event().wait()
         return units
 
     def refresh(self, flat: Flat, precision: Precision) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,8 +18,7 @@ from ..memory.labels import aligned
 from ..memory.plan import Plan
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision, Storage
-from .bus import CopyEvent, CopyStream, DoubleBuffer
-from .bus import placeholder
+from .bus import CopyStream, DoubleBuffer, placeholder
 
 # %% auto #0
 __all__ = ['Offload']
@@ -50,7 +49,7 @@ class Offload(Storage):
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
         # (shard, copy of its mean gradient, source, event of the copy)
-        self._arriving: list[tuple[Tensor, Tensor, object, CopyEvent]] = []
+        self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -77,16 +76,15 @@ class Offload(Storage):
 
     @contextmanager
     def on_copy_stream(self) -> Iterator[Callable[[], None]]:
-        stream = self.up.stream
-        if stream is None or self.plan.parameters.on == "device":
+        if self.plan.parameters.on == "device":
             yield lambda: None
             return
         # an updated shard may still be on its way to the host
         self.up.follow(self._outward)
-        events: list[CopyEvent] = []
-        with torch.cuda.stream(stream):
-            yield lambda: events[0].wait("device")
-        events.append(self.up.event())
+        arrived = self.up.torch.Event()
+        with self.up.torch.stream(self.up.stream):
+            yield arrived.wait
+        arrived.record(self.up.stream)
 
     # continued: host-accumulate
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
@@ -103,7 +101,7 @@ class Offload(Storage):
         self._landing.turn()
         copied = self._landing.take(mean)
         # a stream reads it later, and its buffer is freed when we return
-        kept = None if self.down.stream is None else mean.clone()
+        kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)
         self._arriving.append((shard, copied, kept, self.down.event()))
@@ -114,7 +112,7 @@ class Offload(Storage):
 
     def _add_oldest(self) -> None:
         shard, copied, _, event = self._arriving.pop(0)
-        event.wait("cpu")
+        event.synchronize()
         shard.add_(copied)
 
     # continued: host-update
@@ -134,16 +132,16 @@ class Offload(Storage):
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(later) for later in units[i + 1 : i + 2]]
-            staged.pop(0).wait(self.at)
+            staged.pop(0)()
             labels.mark("update", unit.name)
             self.step(unit.trainable, optimizer, precision)
             self._unstage(unit)
             yield [unit]
-        self._outward.event().wait("device")
+        self._outward.event().wait()
 
     # continued: host-stage
-    def _stage(self, unit: Unit) -> CopyEvent:
-        """Launch the copies of what the unit's update needs."""
+    def _stage(self, unit: Unit) -> Callable[[], None]:
+        """Launch copies of what the update needs; returns their wait."""
         labels.mark("in", unit.name)
         self._staging.turn()
         # the unit that had this block must have been copied out of it
@@ -159,7 +157,8 @@ class Offload(Storage):
             if self.moves_gradients:
                 flat.staged_grad = self._staging.take(flat.mean)
                 self._inward.copy(flat.staged_grad, flat.mean)
-        return self._inward.event()
+        copied = self._inward.event()
+        return copied.synchronize if self.at == "cpu" else copied.wait
 
     def _unstage(self, unit: Unit) -> None:
         """Launch copies of the updated shards to where they are stored."""
@@ -173,7 +172,7 @@ class Offload(Storage):
             del flat.staged_shard
         if self.at == "cpu":
             # the publication reads the shards
-            self._outward.event().wait("device")
+            self._outward.event().wait()
 
     # continued: host-read-write
     def refresh(self, flat: Flat, precision: Precision) -> None:
@@ -186,7 +185,7 @@ class Offload(Storage):
         self, shard: Tensor, a: int = 0, b: int | None = None
     ) -> Tensor:
         for stream in (self.down, self.up):
-            stream.event().wait("cpu")  # the host reads what they copy
+            stream.event().synchronize()  # the host reads what they copy
         return super().read_shard(self._stored.get(shard, shard), a, b)
 
     def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,9 +32,9 @@ VECTOR = 64
 class NVMe(Offload):
     """Keeps on disk what the plan places on "nvme", the rest as `Offload`.
 
-    A placeholder stands for each tensor on disk. Host memory holds
-    `buffer_count` staging buffers, each with room for all that the update of
-    `buffer_size` elements needs, so it does not grow with the model
+    A placeholder stands for each tensor on disk. The host makes every update, slice by
+    slice. Its memory holds `buffer_count` staging buffers, each with room for all that
+    the update of `buffer_size` elements needs, so it does not grow with the model
     (Rajbhandari et al. 2021, sec. 5.2.2, 6.3).
 
     `folder`: of the swap file (default: the environment's MINIZERO_NVME, or
@@ -62,6 +63,7 @@ class NVMe(Offload):
                 f"buffer_size must be a multiple of {VECTOR} elements, not "
                 f"{buffer_size!r}"
             )
+        self.at = "cpu"
         self.buffer_size = buffer_size
         self.buffers = StagingBuffers(buffer_count)
         chosen = folder or os.environ.get("MINIZERO_NVME") or tempfile.gettempdir()
@@ -143,15 +145,8 @@ class NVMe(Offload):
         swapped = self.swapped(shard)
         if swapped is None:
             return super().write_shard(shard, values, a)
-        with self.guard():
-            for record, start, low, high in self._records(swapped, a, a + len(values)):
-                buffer = self.buffers.take()
-                elements = swapped.elements(record, buffer)
-                if high - low < len(elements):
-                    swapped.read(record, buffer).wait()
-                elements[low - start : high - start] = values[low - a : high - a]
-                self.buffers.give(buffer, [swapped.write(record, buffer)])
-            self.buffers.drain()
+        for part, at in self._records(swapped, a, a + len(values), write=True):
+            part.copy_(values[at])
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
         swapped = self.swapped(shard)
@@ -159,24 +154,28 @@ class NVMe(Offload):
             return super().read_shard(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
         out = host_empty((b - a,), swapped.dtype, "buffers", passing=True)
-        with self.guard():
-            for record, start, low, high in self._records(swapped, a, b):
-                buffer = self.buffers.take()
-                swapped.read(record, buffer).wait()
-                elements = swapped.elements(record, buffer)
-                out[low - a : high - a] = elements[low - start : high - start]
-                self.buffers.give(buffer)
+        for part, at in self._records(swapped, a, b):
+            out[at] = part
         return out
 
     def _records(
-        self, swapped: SwappedTensor, a: int, b: int
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Records that hold some of elements a to b: number, start, first, last."""
-        self._cancel_reads()
-        self.buffers.reserve(swapped.record_bytes)
-        for record in range(a // swapped.step, -(-b // swapped.step)):
-            start, stop = swapped.range(record)
-            yield record, start, max(a, start), min(b, stop)
+        self, swapped: SwappedTensor, a: int, b: int, write: bool = False
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Elements a to b, record by record: in a buffer, and their place from a on."""
+        with self.guard():
+            self._cancel_reads()
+            self.buffers.reserve(swapped.record_bytes)
+            for record in range(a // swapped.step, -(-b // swapped.step)):
+                start, stop = swapped.range(record)
+                low, high = max(a, start), min(b, stop)
+                buffer = self.buffers.take()
+                if not write or high - low < stop - start:
+                    swapped.read(record, buffer).synchronize()
+                elements = swapped.elements(record, buffer)
+                yield elements[low - start : high - start], slice(low - a, high - a)
+                uses = [swapped.write(record, buffer)] if write else []
+                self.buffers.give(buffer, uses)
+            self.buffers.drain()
 
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         """Read the shard, and launch reads of the shards that are needed next."""
@@ -189,7 +188,7 @@ class NVMe(Offload):
             for record in range(swapped.records):
                 self._read_ahead(swapped, record)
                 buffer, reading = self._ahead.pop((swapped, record))
-                reading.wait()
+                reading.synchronize()
                 a, b = swapped.range(record)
                 self.up.copy(into[a:b], swapped.elements(record, buffer))
                 self.buffers.give(buffer, [self.up.event()])
@@ -215,7 +214,7 @@ class NVMe(Offload):
     def _cancel_reads(self) -> None:
         """Give the buffers of reads back that are not needed."""
         for buffer, reading in self._ahead.values():
-            reading.wait()
+            reading.synchronize()
             self.buffers.give(buffer)
         self._ahead.clear()
 
@@ -228,6 +227,7 @@ class NVMe(Offload):
             todo = list(self._slices(units, optimizer))
             rooms = (sum(t.room for t in part.tensors) for part in todo)
             self.buffers.reserve(max(rooms, default=0))
+            last = {part.unit: part for part in todo}
             # one buffer is for what is being written
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, part in enumerate(todo):
@@ -238,12 +238,9 @@ class NVMe(Offload):
                 state = optimizer.state[part.flat.master]
                 part.show(state)
                 self.step([part.flat], optimizer, precision)
-                stand_in = placeholder(self._stored[part.flat.master], self.at)
                 labels.mark("update", part.unit.name)
-                part.launch_writes(state, stand_in)
-                self.buffers.give(part.buffer, part.writes)
-                is_last = todo[i + 1 :] == [] or todo[i + 1].unit is not part.unit
-                if is_last and self.plan.parameters.on != "nvme":
+                self.buffers.give(part.buffer, part.launch_writes(state))
+                if part is last[part.unit] and self.plan.parameters.on != "nvme":
                     yield [part.unit]
             self.buffers.drain()
             if self.plan.parameters.on == "nvme":
@@ -262,18 +259,22 @@ class NVMe(Offload):
                 for key, dtype in state_layout(optimizer, group, master).items():
                     like = torch.empty(master.shape, dtype=dtype, device="meta")
                     states[key] = self._allocate(like, "optimizer")
-            stored = self._stored[master]
-            for a in range(0, master.numel(), self.buffer_size):
-                ends = a, min(a + self.buffer_size, master.numel())
-                values = copy = StagedTensor(self, "parameters", flat.shard, *ends)
-                if stored is not flat.shard:  # a copy, which is rounded into them
-                    values.read = False
-                    copy = StagedTensor(self, "optimizer", stored, *ends)
+            end, has_copy = master.numel(), self._stored[master] is not flat.shard
+            for a in range(0, end, self.buffer_size):
+                part = partial(self._part, a, min(a + self.buffer_size, end))
                 assert flat.mean is not None
-                grad = StagedTensor(self, "gradients", flat.mean, *ends)
-                grad.written = False
-                parts = {}
-                for key, tensor in states.items():
-                    parts[key] = StagedTensor(self, "optimizer", tensor, *ends)
-                    parts[key].read = not fresh
-                yield Slice(unit, flat, values, grad, copy, parts, others, fresh)
+                # a master copy is rounded into them
+                values = part("parameters", flat.shard, read=not has_copy)
+                grad = part("gradients", flat.mean, written=False)
+                copy = part("optimizer", self._stored[master]) if has_copy else values
+                moments = {
+                    k: part("optimizer", t, read=not fresh) for k, t in states.items()
+                }
+                yield Slice(unit, flat, values, grad, copy, moments, others, fresh)
+
+    def _part(
+        self, a: int, b: int, category: str, tensor: Tensor, **how: bool
+    ) -> StagedTensor:
+        """Elements a to b of a tensor, wherever the plan places its category."""
+        on = getattr(self.plan, category).on
+        return StagedTensor(tensor, on, self.swapped(tensor), a, b, **how)

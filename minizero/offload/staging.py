@@ -13,17 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..memory import labels
 from ..memory.labels import aligned
-from ..ranks import device
 from ..zero.flat import Flat, Unit
-from .bus import CopyEvent
-from .swap_file import ALIGN, Transfer, aligned_buffer
-
-Use = Transfer | CopyEvent
+from .swap_file import ALIGN, SwappedTensor
+from .swap_file import Transfer, aligned_buffer
 
 # %% auto #0
-__all__ = ['Use', 'StagingBuffers', 'StagedTensor', 'Slice']
+__all__ = ['StagingBuffers', 'StagedTensor', 'Slice']
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -39,8 +35,9 @@ class StagingBuffers:
             )
         self.count, self.size = count, 0
         self.free: list[Tensor] = []
-        # buffers that were given back, and what still uses them
-        self._busy: deque[tuple[Tensor, Sequence[Use]]] = deque()
+        # buffers that were given back, and what still uses them: transfers
+        # of the disk, and events of a copy stream
+        self._busy: deque[tuple[Tensor, Sequence[Any]]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +60,7 @@ class StagingBuffers:
             self._wait_oldest()
         return self.free.pop()
 
-    def give(self, buffer: Tensor, uses: Sequence[Use] = ()) -> None:
+    def give(self, buffer: Tensor, uses: Sequence[Any] = ()) -> None:
         """Give a buffer back; it is free when these uses of it are over."""
         if uses:
             self._busy.append((buffer, uses))
@@ -72,7 +69,7 @@ class StagingBuffers:
 
     def reclaim(self) -> None:
         """Free the oldest buffers whose uses are over, without waiting."""
-        while self._busy and all(use.is_over() for use in self._busy[0][1]):
+        while self._busy and all(use.query() for use in self._busy[0][1]):
             self._wait_oldest()
 
     def drain(self) -> None:
@@ -83,36 +80,33 @@ class StagingBuffers:
     def _wait_oldest(self) -> None:
         buffer, uses = self._busy.popleft()
         for use in uses:
-            use.wait()
+            use.synchronize()
         self.free.append(buffer)
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
 class StagedTensor:
-    """Elements a to b of a tensor of some category, while they are updated.
+    """Elements a to b of a tensor, while the host updates them.
 
-    `here`: a copy of them where the optimizer works; or they themselves, if
-    they are stored there. `read`, `written`: whether the update needs their
-    old values, and changes them. `swapped`: where they are if they are on
-    disk; a and b are then the borders of a record. `room`: bytes that they
-    need of a staging buffer. `storage`: an `NVMe`.
+    `staged`: the elements, in host memory: they themselves, if `on` is
+    "cpu", else a copy in a staging buffer, of which it takes `room` bytes.
+    `swapped`: the tensor's place on disk, or None; a and b are then the
+    borders of a record. `read`, `written`: whether the update needs the old
+    values, and changes them.
     """
 
     def __init__(
-        self, storage: Any, category: str, tensor: Tensor, a: int, b: int
+        self, tensor: Tensor, on: str, swapped: SwappedTensor | None,
+        a: int, b: int, read: bool = True, written: bool = True,
     ) -> None:
-        on, at = getattr(storage.plan, category).on, storage.at
-        self.tensor, self.a, self.b = tensor, a, b
-        self.swapped = storage.swapped(tensor)
+        self.tensor, self.swapped, self.a, self.b = tensor, swapped, a, b
+        self.read, self.written = read, written
         self.reading: Transfer | None = None
-        self.read = self.written = True
-        self.goes_up = at == "device" and on != at
-        self.room = 0
-        if on == "nvme" or (at == "cpu" and on != at):
-            self.room = aligned((b - a) * tensor.itemsize, ALIGN)
+        nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
+        self.room = 0 if on == "cpu" else nbytes
 
     # continued: staging-staged-moves
     def launch_read(self, section: Tensor) -> None:
-        """Launch what brings the elements to `room` bytes of a buffer."""
+        """Launch what brings the elements to this section of a buffer."""
         self.section = section
         self.staged = stored = self.tensor[self.a : self.b]
         if self.room:
@@ -123,22 +117,10 @@ class StagedTensor:
         elif self.room and self.read:
             self.staged.copy_(stored)
 
-    def arrive(self) -> None:
-        """Wait until the elements are `here`."""
-        if self.reading is not None:
-            self.reading.wait()
-        self.here = self.staged
-        if self.goes_up:
-            copied = self.staged.to(device(), copy=True)
-            self.here = labels.label(copied, "buffers", on="device")
-
     def launch_write(self) -> Transfer | None:
         """Send the elements back; the transfer, if it is one to the disk."""
-        here, self.here = self.here, self.staged
         if not self.written:
             return None
-        if here is not self.staged:
-            self.staged.copy_(here)
         if self.swapped is not None:
             record = self.a // self.swapped.step
             return self.swapped.write(record, self.section)
@@ -182,22 +164,24 @@ class Slice:
     def show(self, state: dict[str, Any]) -> None:
         """Wait for the reads; let the optimizer have this slice only."""
         for tensor in self.tensors:
-            tensor.arrive()
-        self.flat.master.data = self.master.here
-        self.flat.staged_grad = self.grad.here
-        self.flat.staged_shard = self.values.here
+            if tensor.reading is not None:
+                tensor.reading.synchronize()
+        self.placeholder = self.flat.master.data
+        self.flat.master.data = self.master.staged
+        self.flat.staged_grad = self.grad.staged
+        self.flat.staged_shard = self.values.staged
         state.clear()
         state.update(copy.deepcopy(self.others))
         if not self.fresh:
-            state.update({key: s.here for key, s in self.states.items()})
+            state.update({key: s.staged for key, s in self.states.items()})
 
-    def launch_writes(self, state: dict[str, Any], stand_in: Tensor) -> None:
+    def launch_writes(self, state: dict[str, Any]) -> list[Transfer]:
         """Launch all writes; the optimizer is left with placeholders."""
-        for key, staged in self.states.items():
-            if state[key].data_ptr() != staged.here.data_ptr():
-                staged.here.copy_(state[key])
-            state[key] = staged.tensor
-        self.flat.master.data = stand_in
+        for key, part in self.states.items():
+            if state[key].data_ptr() != part.staged.data_ptr():
+                part.staged.copy_(state[key])
+            state[key] = part.tensor
+        self.flat.master.data = self.placeholder
         del self.flat.staged_shard
         launched = [tensor.launch_write() for tensor in self.tensors]
-        self.writes = [write for write in launched if write]
+        return [write for write in launched if write]

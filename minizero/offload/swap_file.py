@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,26 +51,22 @@ def aligned_buffer(nbytes: int) -> Tensor:
 
 
 class Transfer:
-    """A read or a write under way; its buffer is in use until `wait` returns.
+    """A read or a write under way; its buffer is in use until `synchronize` returns.
 
     `started`, `finished`: seconds of `time.perf_counter`; `finished` waits.
     """
 
-    def __init__(
-        self, path: Path, started: float, requests: list[Future[float]]
-    ) -> None:
-        self.started, self._path, self._requests = started, path, requests
+    def __init__(self, started: float, requests: list[Future[float]]) -> None:
+        self.started, self._requests = started, requests
 
-    def wait(self) -> None:
-        """Block until all requests are done; raises DiskFault."""
-        for error in [request.exception() for request in self._requests]:
-            if isinstance(error, OSError):
-                raise explained(self._path, error) from error
-            if error is not None:
-                raise error
+    def synchronize(self) -> None:
+        """Wait until all requests are done; raises DiskFault."""
+        wait(self._requests)
+        for request in self._requests:
+            request.result()
 
-    def is_over(self) -> bool:
-        """Whether `wait` would not block."""
+    def query(self) -> bool:
+        """Whether `synchronize` would not wait."""
         return all(request.done() for request in self._requests)
 
     @property
@@ -119,10 +115,7 @@ class SwapFile:
         """The offset of `nbytes` new bytes; raises DiskFault now if the disk is full."""
         at, self.size = self.size, self.size + nbytes
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, at, nbytes)
-            else:
-                os.ftruncate(self.fd, self.size)
+            os.posix_fallocate(self.fd, at, nbytes)
         except OSError as error:
             raise explained(self.path, error) from error
         return at
@@ -151,13 +144,16 @@ class SwapFile:
             )
             for a in range(0, data.nbytes, self.block_size)
         ]
-        return Transfer(self.path, started, requests)
+        return Transfer(started, requests)
 
     def _request(self, call: Callable[..., int], block: Tensor, at: int) -> float:
         """Read or write a block, in a thread; when that was done."""
         left = view(block)
         while left:
-            count = call(self.fd, [left], at)
+            try:
+                count = call(self.fd, [left], at)
+            except OSError as error:
+                raise explained(self.path, error) from error
             if count == 0:
                 raise DiskFault(
                     f"{self.path}: the file ends at byte {at:,}, and {len(left):,} "

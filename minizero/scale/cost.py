@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from ..memory.plan import PRECISIONS, Plan, estimate
-from .machines import STREAM, Machine
+from ..activations import MODES
+from ..memory.plan import PRECISIONS, Plan, check, estimate
 from ..zero.parallelize import check_groups
-from .shapes import Shape, check_choices, check_counts
+from .machines import STREAM, Machine
+from .shapes import Shape, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
-RECOMPUTED = ("none", "selective", "full")
-"""What backward computes again: nothing; norms and activation functions; all."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,8 @@ class Job:
 
     def __post_init__(self) -> None:
         check_counts(gpus=self.gpus, sequence=self.sequence)
-        check_choices(
-            precision=(self.precision, ITEMSIZES),
-            reduce=(self.reduce or self.precision, ITEMSIZES),
-        )
+        check("precision", self.precision, ITEMSIZES)
+        check("reduce", self.reduce or self.precision, ITEMSIZES)
         if self.sequences < 1 or self.sequences % self.gpus:
             near = (max(self.each, 0) + 1) * self.gpus
             raise ValueError(
@@ -70,6 +66,10 @@ class Job:
         """A rank's share of the host's memory."""
         return (1 - self.machine.reserved) * self.machine.host / self.per_node
 
+    def allows(self, how: Candidate) -> bool:
+        """Whether it may round what it sends."""
+        return self.quantize or not how.weight_bits
+
     @property
     def reduced(self) -> int:
         """Bytes of an element of a gradient as it is reduced."""
@@ -80,7 +80,8 @@ class Job:
 class Candidate:
     """One way to train: a stage, its options, and how a batch is divided.
 
-    checkpointing: one of `RECOMPUTED`. accumulation: micro-batches of a step.
+    checkpointing: what backward computes again, as `activations.Recompute` has it.
+    accumulation: micro-batches of a step.
     group: ranks that share a copy of all that is sharded (MiCS); secondary: of the
     parameters alone (hpZ). weight_bits, gradient_bits: in which these are sent (qwZ,
     qgZ).
@@ -99,7 +100,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         check_counts(micro_batch=self.micro_batch, accumulation=self.accumulation)
-        check_choices(checkpointing=(self.checkpointing, RECOMPUTED))
+        check("checkpointing", self.checkpointing, MODES)
         if self.secondary and (self.group or self.stage < 3):
             raise ValueError(
                 "secondary keeps copies of parameters that are sharded over all ranks: "
@@ -140,7 +141,7 @@ class Candidate:
         ))  # fmt: skip
 
     @property
-    def how(self) -> str:
+    def batching(self) -> str:
         """Checkpointing and micro-batches, in words."""
         kept = self.checkpointing.replace("none", "no")
         return (
@@ -148,10 +149,9 @@ class Candidate:
         )
 
     def __str__(self) -> str:
-        return f"{self.kind}; {self.how}"
+        return f"{self.kind}; {self.batching}"
 
 
-@dataclass(frozen=True)
 class Costs:
     """Seconds that a GPU computes for `tokens` tokens of a job, and bytes that it saves.
 
@@ -159,20 +159,9 @@ class Costs:
     three matrices at the memory's rate, because a small one cannot hide them.
     """
 
-    job: Job
-    tokens: int
-
-    @cached_property
-    def shape(self) -> Shape:
-        return self.job.shape
-
-    @cached_property
-    def machine(self) -> Machine:
-        return self.job.machine
-
-    @cached_property
-    def itemsize(self) -> int:
-        return ITEMSIZES[self.job.precision]
+    def __init__(self, job: Job, tokens: int) -> None:
+        self.job, self.shape, self.machine = job, job.shape, job.machine
+        self.tokens, self.itemsize = tokens, ITEMSIZES[job.precision]
 
     def memory(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes."""
@@ -286,8 +275,8 @@ class Memory:
     """Bytes of one rank at the peak of each category; `host` and `disk` off the device.
 
     parameters: the shard, and what is unsharded at once: the root and two blocks.
-    gradients: the shard, and one unit's before and while it is reduced. The categories peak at
-    different moments, so their sum is a bound on the peak of all.
+    gradients: the shard, and one unit's before and while it is reduced. The categories
+    peak at different moments, so their sum is a bound on the peak of all.
     """
 
     parameters: float
@@ -302,10 +291,15 @@ class Memory:
         """On the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
+    def fits(self, job: Job) -> bool:
+        """On the device, and with all ranks of a node in the host."""
+        return self.total <= job.room and self.host <= job.host
+
     @classmethod
-    def of(cls, costs: Costs, how: Candidate) -> Memory:
+    def of(cls, job: Job, how: Candidate) -> Memory:
         """What a rank needs, before fragmentation and what CUDA takes."""
-        job, shape, plan = costs.job, costs.shape, how.plan
+        shape, plan = job.shape, how.plan
+        costs = Costs(job, how.micro_batch * job.sequence)
         kind = "bf16" if job.precision == "fp8" else job.precision
         state = estimate(shape.parameters, job.gpus, plan, kind)
         parameter, gradient, _ = PRECISIONS[kind]

@@ -30,13 +30,13 @@ from .. import comm
 from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
+from ..memory.plan import check
 from ..memory.tracker import Tracker
 from ..offload import delayed, nvme
 from ..offload.swap_file import Transfer
 from .shapes import Shape
 
 aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default
 
 
 class Values(TorchDispatchMode):
@@ -58,13 +58,6 @@ class Values(TorchDispatchMode):
 class FakeTracker(Tracker):
     """A tracker of storages without memory."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is DEVICE:  # asked for twice an operation: the short way
-            return args[0].device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
         if storage.device.type == "meta":  # a real tensor is not part of the run
             super().see(storage, category)
@@ -81,17 +74,15 @@ class FakeTracker(Tracker):
 class NoFile:
     """In place of a swap file: reads and writes are over at once, and move nothing."""
 
-    direct = True
-
-    def __init__(self, path: Path, *limits: int) -> None:
-        self.path, self.size = path, 0
+    def __init__(self, folder: Path, *limits: int) -> None:
+        self.size = 0
 
     def allocate(self, nbytes: int) -> int:
         self.size += nbytes
         return self.size - nbytes
 
     def read(self, offset: int, buffer: Tensor) -> Transfer:
-        return Transfer(self.path, time.perf_counter(), [])
+        return Transfer(time.perf_counter(), [])
 
     write = read
 
@@ -224,8 +215,7 @@ def dryrun(
 
     RuntimeError in a process that is a rank already; ValueError for another device.
     """
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device must be cuda or cpu, not {device!r}")
+    check("device", device, ("cuda", "cpu"))
     with rehearsal(world_size, rank, device) as mode:
         with FakeTracker() as making:
             engine, *_ = initialize(model=build_model(), config=config)
@@ -278,7 +268,7 @@ class Block(nn.Module):
         heads = batch, sequence, -1, hidden // shape.heads
         q, k, v = (part.view(heads).transpose(1, 2) for part in split)
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=shape.groups < shape.heads
+            q, k, v, is_causal=True, enable_gqa=shape.key_heads < shape.heads
         )
         x = x + self.out(y.transpose(1, 2).reshape(batch, sequence, hidden))
         y = self.up(self.norm2(x))

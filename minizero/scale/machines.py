@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..memory.plan import check
+
 ATTAINED = 0.4
 """The share of peak arithmetic that large runs sustain: 38 to 43 % of an H100's
 (Grattafiori et al. 2024, table 4)."""
@@ -166,9 +168,7 @@ MACHINES = {
 
 def find(machine: str) -> Machine:
     """The machine of that name; ValueError with the names there are."""
-    if machine not in MACHINES:
-        names = ", ".join(MACHINES)
-        raise ValueError(f"machine must be one of {names}, not {machine!r}")
+    check("machine", machine, MACHINES)
     return MACHINES[machine]
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 from typing import Any
 
+from ..activations import MODES
 from ..memory.labels import amount
-from .cost import Candidate, Costs, Job, Memory
+from ..memory.plan import PRECISIONS, check
+from .cost import Candidate, Job, Memory
 from .machines import MACHINES
 from .predict import Prediction, predict
-from .shapes import check_choices
 
 LARGEST = 256
 """Most sequences of a micro-batch."""
@@ -35,7 +35,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
         places += [{"stage": stage, "group": node} for stage in (1, 2, 3)]
         places += [copy, copy | {"weight_bits": 8, "gradient_bits": 4}]
     for place in places:
-        for how in ("none", "selective", "full"):
+        for how in MODES:
             for size in range(1, min(job.each, LARGEST) + 1):
                 if job.each % size == 0:
                     yield Candidate(
@@ -44,52 +44,9 @@ def candidates(job: Job) -> Iterator[Candidate]:
                     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """A candidate for a job: what it needs, and what is predicted of it."""
-
-    job: Job
-    candidate: Candidate
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Bytes of a rank."""
-        costs = Costs(self.job, self.candidate.micro_batch * self.job.sequence)
-        return Memory.of(costs, self.candidate)
-
-    @property
-    def allowed(self) -> bool:
-        """Whether it may be chosen."""
-        return self.job.quantize or not self.candidate.weight_bits
-
-    @property
-    def fits(self) -> bool:
-        """On the device, and with all ranks of a node in the host."""
-        memory, job = self.memory, self.job
-        return memory.total <= job.room and memory.host <= job.host
-
-    @cached_property
-    def prediction(self) -> Prediction:
-        """A step of this job in this way."""
-        return predict(self.job, self.candidate)
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step_seconds
-
-    def simplicity(self) -> tuple[int, int, float]:
-        """Options, stage and seconds: the least is chosen among equals."""
-        return self.candidate.extras, self.candidate.stage, self.seconds
-
-    def fit(self) -> str:
-        """Whether it fits, in words."""
-        job, memory = self.job, self.memory
-        if self.fits:
-            return f"{amount(memory.total)} of {amount(job.room)}"
-        if memory.total > job.room:
-            return f"needs {amount(memory.total)} of {amount(job.room)}"
-        return f"needs {amount(memory.host)} of {amount(job.host)} on the host"
+def simplicity(plan: Prediction) -> tuple[int, int, float]:
+    """Options, stage and seconds: the least is chosen among equals."""
+    return plan.candidate.extras, plan.candidate.stage, plan.step_seconds
 
 
 @dataclass(frozen=True)
@@ -98,12 +55,21 @@ class Choice:
     smallest of those that do not fit."""
 
     job: Job
-    best: Result
-    others: list[Result]
+    best: Prediction
+    others: list[Prediction]
 
-    def loses(self, other: Result) -> float:
+    def loses(self, other: Prediction) -> float:
         """The share of its time that another plan takes longer."""
-        return other.seconds / self.best.seconds - 1
+        return other.step_seconds / self.best.step_seconds - 1
+
+
+def best_of(job: Job, kind: list[Candidate]) -> Prediction:
+    """The fastest of these candidates that fits; the smallest, if none does."""
+    sizes = {candidate: Memory.of(job, candidate) for candidate in kind}
+    fitting = [candidate for candidate in kind if sizes[candidate].fits(job)]
+    if not fitting:
+        return predict(job, min(kind, key=lambda c: sizes[c].total))
+    return min((predict(job, c) for c in fitting), key=lambda p: p.step_seconds)
 
 
 def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
@@ -115,20 +81,16 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
 
     among: the candidates (default: all). ValueError if none fits.
     """
-    check_choices(precision=(job.precision, ("bf16", "fp16", "fp32")))
-    kinds: dict[str, list[Result]] = {}
+    check("precision", job.precision, PRECISIONS)
+    kinds: dict[str, list[Candidate]] = {}
     for candidate in among or candidates(job):
-        kinds.setdefault(candidate.kind, []).append(Result(job, candidate))
-    found = [
-        min((r for r in kind if r.fits), key=lambda r: r.seconds, default=None)
-        or min(kind, key=lambda r: r.memory.total)
-        for kind in kinds.values()
-    ]
-    found.sort(key=lambda r: r.seconds if r.fits else inf)
-    allowed = [r for r in found if r.allowed]
+        kinds.setdefault(candidate.kind, []).append(candidate)
+    found = [best_of(job, kind) for kind in kinds.values()]
+    found.sort(key=lambda p: p.step_seconds if p.fits else inf)
+    allowed = [p for p in found if job.allows(p.candidate)]
     if not allowed[0].fits:
-        least = min(allowed, key=lambda r: max(
-            r.memory.total / job.room, r.memory.host / job.host
+        least = min(allowed, key=lambda p: max(
+            p.memory.total / job.room, p.memory.host / job.host
         ))  # fmt: skip
         raise ValueError(
             f"nothing fits {job.gpus} GPUs with room for {amount(job.room)} each: "
@@ -136,10 +98,10 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
             f"{amount(least.memory.host)} of {amount(job.host)} of the host; use more "
             "GPUs, or a shorter sequence"
         )
-    near = (1 + SAME) * allowed[0].seconds
-    equals = (r for r in allowed if r.fits and r.seconds <= near)
-    best = min(equals, key=Result.simplicity)
-    return Choice(job, best, [r for r in found if r is not best])
+    near = (1 + SAME) * allowed[0].step_seconds
+    equals = (p for p in allowed if p.fits and p.step_seconds <= near)
+    best = min(equals, key=simplicity)
+    return Choice(job, best, [p for p in found if p is not best])
 
 
 def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
@@ -194,20 +156,27 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
 
 def _reason(choice: Choice) -> str:
     """Which half of the rule this is: the lowest stage, or one that is faster."""
-    fitting = [r for r in (choice.best, *choice.others) if r.fits and r.allowed]
-    lowest = min(fitting, key=Result.simplicity)
-    fastest = min(fitting, key=lambda r: r.seconds)
+    every = choice.best, *choice.others
+    fitting = [p for p in every if p.fits and choice.job.allows(p.candidate)]
+    lowest = min(fitting, key=simplicity)
     if lowest is choice.best:
         return f"the lowest stage that fits: no plan is faster by more than {SAME:.0%}"
-    late = lowest.seconds / fastest.seconds - 1
+    late = lowest.step_seconds / min(p.step_seconds for p in fitting) - 1
     return f"{lowest.candidate.kind} fits too, {late:.1%} slower than the fastest plan"
+
+
+def _bytes(plan: Prediction) -> str:
+    """What a plan needs of the memory that decides whether it fits."""
+    job, memory = plan.job, plan.memory
+    if memory.total <= job.room and not plan.fits:
+        return f"needs {amount(memory.host)} of {amount(job.host)} on the host"
+    return "needs " * (not plan.fits) + f"{amount(memory.total)} of {amount(job.room)}"
 
 
 def describe(choice: Choice) -> str:
     """The plan, the reason why it was chosen, and what the others would cost."""
     job, best = choice.job, choice.best
-    p, memory = best.prediction, best.memory
-    count = job.shape.parameters
+    count, how = job.shape.parameters, best.candidate.checkpointing
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     parts = ("parameters", "gradients", "optimizer", "activations", "host")
     lines = [
@@ -215,22 +184,23 @@ def describe(choice: Choice) -> str:
         f"{job.sequences} sequences of {job.sequence} tokens a step: "
         f"{job.sequences * job.sequence:,}",
         f"plan: {best.candidate}",
-        f"  {p.step_seconds:.3g} s a step, {p.tokens_per_second_per_gpu:,.0f} tokens/s a "
-        f"GPU, MFU {p.mfu:.1%}, {p.exposed_seconds / p.step_seconds:.1%} of it waiting",
-        f"  {best.fit()}: "
-        + ", ".join(f"{name} {amount(getattr(memory, name))}" for name in parts),
+        f"  {best.step_seconds:.3g} s a step, {best.tokens_per_second_per_gpu:,.0f} "
+        f"tokens/s a GPU, MFU {best.mfu:.1%}, "
+        f"{best.exposed_seconds / best.step_seconds:.1%} of it waiting",
+        f"  {_bytes(best)}: "
+        + ", ".join(f"{name} {amount(getattr(best.memory, name))}" for name in parts),
         f"  {_reason(choice)}",
     ]
-    if (how := best.candidate.checkpointing) != "none":
+    if how != "none":
         lines.append(f'  in the model: recompute_units(model, "{how}")')
     lines.append("the other kinds of plan:")
     for other in choice.others:
-        what = other.fit()
+        what = _bytes(other)
         if other.fits:
             loses = choice.loses(other)
             what = f"{abs(loses):.1%} {'slower' if loses >= 0 else 'faster'}"
-            what += f" ({other.candidate.how})"
+            what += f" ({other.candidate.batching})"
         lines.append(f"  {other.candidate.kind}: {what}")
-        if other.fits and not other.allowed:
+        if other.fits and not job.allows(other.candidate):
             lines.append("    (it rounds what is sent, so losses change: --quantize)")
     return "\n".join(lines)

@@ -99,7 +99,7 @@ def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
 # %% ../../notebooks/16_scale.ipynb #predict-prediction
 @dataclass(frozen=True)
 class Prediction:
-    """One step of training, predicted; all of one rank.
+    """One step of a job, trained in one way, predicted; all of one rank.
 
     `exposed_seconds`: spent in waits for collectives. `mfu`: the share of
     peak of the model's own operations: 6 a parameter and token, and those of
@@ -107,12 +107,19 @@ class Prediction:
     and the update.
     """
 
+    job: Job
+    candidate: Candidate
     step_seconds: float
     tokens_per_second_per_gpu: float
     exposed_seconds: float
     mfu: float
     memory: Memory
     timeline: Timeline = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """On the device, and with all ranks of a node in the host."""
+        return self.memory.fits(self.job)
 
 # %% ../../notebooks/16_scale.ipynb #predict-predict
 def predict(job: Job, how: Candidate) -> Prediction:
@@ -133,5 +140,5 @@ def predict(job: Job, how: Candidate) -> Prediction:
     rate = how.accumulation * costs.tokens / seconds
     scores = 12 * shape.layers * shape.hidden * job.sequence
     mfu = rate * (6 * shape.parameters + scores) / job.machine.peak
-    memory = Memory.of(costs, how)
-    return Prediction(seconds, rate, waits, mfu, memory, last)
+    memory = Memory.of(job, how)
+    return Prediction(job, how, seconds, rate, waits, mfu, memory, last)

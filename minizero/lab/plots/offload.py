@@ -101,7 +101,7 @@ def throughput(
     rates = []
     for transfer in (swap.write, swap.write, swap.read):
         start = time.perf_counter()
-        transfer(at, buffer).wait()
+        transfer(at, buffer).synchronize()
         rates.append(nbytes / (time.perf_counter() - start))
     swap.close()
     return rates[1], rates[2]  # the first write found its blocks empty
