@@ -414,7 +414,7 @@ class Net:
         for flat in () if self.plan.parameters.sharded else self.flats:
             if flat.writes() != flat.known_writes:
                 flat.fill()  # maybe from other memory, after `p.data = values`
-        if not self._checksums().equal(self._sums):
+        if len(self._sums) and not self._checksums().equal(self._sums):
             self.refresh()
 
     def note_writes(self) -> None:
