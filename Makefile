@@ -56,7 +56,7 @@ train: $(READY)
 bench: $(VENV)/peers
 	@$(BIN)/python tests/bench $(ARGS)
 
-gpu: $(VENV)/peers
+gpu: $(READY)
 	@$(BIN)/python tests/bench gpu $(ARGS)
 
 parity: $(VENV)/peers

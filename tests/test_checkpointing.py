@@ -98,7 +98,7 @@ def test_arguments_wait_in_host_memory() -> None:
     assert moved == 0 and left < whole / 3
     checkpointing.configure(checkpoint_in_cpu=True)
     less, moved = kept(checkpointing.checkpoint)
-    assert moved == 2 * (h + mask)
+    assert moved == 2 * h + mask
     assert left - less == 2 * h + mask
 
 

@@ -111,8 +111,10 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                     net.optimizer.take(flat)
         for module in net.model.modules():
             for buffer in module.buffers(recurse=False):
-                buffer.data = buffer.data.to(device()).contiguous()
-                comm.broadcast(buffer, group=net.group)
+                buffer.data = values = buffer.data.to(device())
+                if not values.is_contiguous():  # products round by the layout: keep it
+                    values = values.new_empty(0).set_(values.untyped_storage())
+                comm.broadcast(values, group=net.group)
                 labels.label(buffer, "buffers")
                 net.precision.attach_buffer(buffer, module)
     return units
