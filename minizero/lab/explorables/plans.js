@@ -61,7 +61,7 @@ function differs(rows, i, narrow) {
   if (!i) return narrow ? "stores everything" : "every GPU stores and updates everything";
   const less = rows[i - 1][2] - rows[i][2];
   const times = rows[i][5] / rows[i - 1][5];
-  const sends = times < 1.001 ? "as much" : `${short(times)} times that`;
+  const sends = times < 1.001 ? "the same" : `${short(times)} times that`;
   return `${amount(less)} less: ${CUT[i]}${i > 1 ? "" : " state"} sharded`
     + (narrow ? "" : `; sends ${sends}`);
 }
