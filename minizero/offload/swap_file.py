@@ -115,7 +115,10 @@ class SwapFile:
         """The offset of `nbytes` new bytes; raises DiskFault now if the disk is full."""
         at, self.size = self.size, self.size + nbytes
         try:
-            os.posix_fallocate(self.fd, at, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, at, nbytes)
+            else:  # macOS: there a full disk is found by a write
+                os.ftruncate(self.fd, self.size)
         except OSError as error:
             raise explained(self.path, error) from error
         return at
