@@ -414,11 +414,11 @@ def test_a_prediction_returns_where_its_answer_is(browser: Any, show: Show) -> N
     find(root, "input").send_keys("8\n")
     there = "#here h2 + [data-mark]"
     said = "You predicted 8 MB. You are a factor of 2 too low. The answer: 16 MB."
-    assert find(browser, there).text == said
+    until(browser, lambda: find(browser, there).text == said)
     browser.refresh()
-    assert find(browser, there).text == said
+    until(browser, lambda: find(browser, there).text == said)
     find(find(browser, FRAME).shadow_root, ".tools button").click()
-    assert not find(browser, there).is_displayed()
+    until(browser, lambda: not find(browser, there).is_displayed())
 
 
 def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:
