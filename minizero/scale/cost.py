@@ -262,9 +262,9 @@ class Costs:
         )
         decoded = (size + gathers) * bool(how.weight_bits)
         cast = (size + reduced) * (size != reduced)
-        handled = (2 * size + cast + 2 * reduced) * (self.job.gpus > 1)
-        handled += 2 * (reduced + reduces) * bool(how.gradient_bits)
-        return gathers, reduces, self.memory(decoded), self.memory(handled)
+        copied = (2 * size + cast + 2 * reduced) * (self.job.gpus > 1)
+        coded = 2 * (reduced + reduces) * bool(how.gradient_bits)
+        return gathers, reduces, self.memory(decoded), self.memory(copied + coded)
 
     def update(self, plan: Plan) -> float:
         """Seconds an element for Adam and its copies, of which the slowest counts.
