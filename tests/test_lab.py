@@ -205,7 +205,7 @@ def test_timeline_hatches_the_wait() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.timeline([[], []])
     row = [call("all_gather", t, t, t + 2.5) for t in range(4)]
-    drawn = [b for b in plots.timeline({7: row}).axes[0].patches if not b.get_hatch()]
+    drawn = [b for b in plots.timeline([row]).axes[0].patches if not b.get_hatch()]
     for a, b in itertools.combinations(drawn, 2):
         apart = (
             a.get_x() + a.get_width() <= b.get_x()
