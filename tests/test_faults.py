@@ -374,6 +374,7 @@ PROGRAM = """
     """
 
 
+@pytest.mark.thorough
 def test_a_program_is_interrupted_and_killed():
     """Its ranks end too, and delete what it had made; what it has forked lives on.
 
