@@ -209,8 +209,6 @@ HOSTILE = {
 }
 TOLD = {"replaces what measures it": "replaces", "fills files without a name": "MB"}
 LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
-
-
 FEW = ("hangs", "forks", "fills memory", "reads the reference")
 
 

@@ -244,8 +244,6 @@ OPTIMIZERS = {
     "nadam": partial(torch.optim.NAdam, lr=1e-2),
     "adadelta": torch.optim.Adadelta,
 }
-
-
 FEW = ("sgd", "for-loop adam")
 
 
