@@ -27,9 +27,9 @@ LINES = {
     "activations": (570, 550),
     "offload": (1_120, 1_150),
     "checkpoint": (1_030, 1_050),
-    "config": (675, 690),
-    "engine": (1_390, 1_450),
-    "deepspeed": (490, 600),
+    "config": (672, 690),
+    "engine": (1_346, 1_450),
+    "deepspeed": (488, 600),
     "hf kernels": (934, 950),
     "scale": (1_440, 1_450),
 }

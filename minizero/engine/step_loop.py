@@ -28,11 +28,8 @@ class StepLoop:
     """
 
     def __init__(
-        self,
-        config: Config,
-        net: DataParallel,
-        optimizer: EngineOptimizer | None,
-        scheduler: Any,
+        self, config: Config, net: DataParallel,
+        optimizer: EngineOptimizer | None, scheduler: Any,
     ) -> None:
         self.config, self.net = config, net
         self.optimizer, self.lr_scheduler = optimizer, scheduler
@@ -46,6 +43,12 @@ class StepLoop:
         if self._boundary is not None:
             return self._boundary
         return self._position + 1 >= self.config.gradient_accumulation_steps
+
+    def set_gradient_accumulation_boundary(
+        self, is_boundary: bool | None
+    ) -> None:
+        """Say before a backward whether it ends a step; None counts again."""
+        self._boundary = is_boundary
 
     # continued: loop-backward
     def backward(
