@@ -28,7 +28,7 @@ LINES = {
     "offload": (1_120, 1_150),
     "checkpoint": (1_030, 1_050),
     "config": (672, 690),
-    "engine": (1_346, 1_450),
+    "engine": (1_342, 1_450),
     "deepspeed": (488, 600),
     "hf kernels": (934, 950),
     "scale": (1_440, 1_450),

@@ -148,6 +148,10 @@ class Engine(StepLoop, nn.Module):
         """
         return self.net.no_sync()
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say before each backward whether a step ends with it; None counts again."""
+        self._boundary = is_boundary
+
     # ---- what a script asks for
 
     @property

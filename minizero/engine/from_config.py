@@ -69,10 +69,8 @@ def storage(config: Config) -> Storage | None:
 
 # %% ../../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    units: Policy | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    config: Config, units: Policy | None = None,
 ) -> DataParallel:
     """The model in the plan of a config; frozen without an optimizer."""
     if optimizer is None:

@@ -35,7 +35,7 @@ class StepLoop:
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._position = 0  # complete micro-batches of this step
-        self._boundary: bool | None = None  # what the script has set
+        self._boundary: bool | None = None  # if the script has set one
         self._applied = False  # whether the last `step` has updated
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -43,12 +43,6 @@ class StepLoop:
         if self._boundary is not None:
             return self._boundary
         return self._position + 1 >= self.config.gradient_accumulation_steps
-
-    def set_gradient_accumulation_boundary(
-        self, is_boundary: bool | None
-    ) -> None:
-        """Say before a backward whether it ends a step; None counts again."""
-        self._boundary = is_boundary
 
     # continued: loop-backward
     def backward(
