@@ -102,9 +102,9 @@ class Prediction:
     """One step of a job, trained in one way, predicted; all of one rank.
 
     `exposed_seconds`: spent in waits for collectives. `mfu`: the share of
-    peak of the model's own operations: 6 a parameter and token, and those of
-    the scores, without what is recomputed. `timeline`: the last micro-batch
-    and the update.
+    peak of the model's own operations: 6 per parameter and token, and those
+    of the scores, without what is recomputed. `timeline`: the last
+    micro-batch and the update.
     """
 
     job: Job
