@@ -31,7 +31,7 @@ LINES = {
     "engine": (1_390, 1_450),
     "deepspeed": (490, 600),
     "hf kernels": (934, 950),
-    "scale": (1_450, 1_450),
+    "scale": (1_449, 1_450),
 }
 """Most lines of each folder, docstrings and blanks included, and the aim."""
 CORE, CORE_FILES = (13_825, 13_500), (90, 110)
