@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from minizero import comm
-from minizero.ranks import Pool, RankError, launch, pool, rank
+from minizero.ranks import Pool, RankError, launch, pool, rank, report
 from minizero.ranks.reports import ALONE, DIFFERENT, Post, Report, verdict
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as in a notebook
@@ -206,6 +206,20 @@ def test_ranks_that_are_quicker_than_their_parent(monkeypatch):
         monkeypatch.setattr(Connection, "send_bytes", slow)
         with pytest.raises(RankError, match=re.escape(DIFFERENT)):
             pool.run(lambda: comm.broadcast(torch.ones(8)) if rank() else meet())
+
+
+def is_last():
+    """Rank 1 returns at once from a call in which rank 0 still waits."""
+    report("waits", *(call := (1, "a call", 7, (0, 1))))
+    if rank() == 0:
+        time.sleep(2)
+    else:
+        report("done", *call)
+    return rank()
+
+
+def test_a_rank_has_made_what_it_returned_from():
+    assert launch(is_last, 2) == [0, 1]
 
 
 # What reports prove, and what they do not.

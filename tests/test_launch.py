@@ -348,6 +348,22 @@ def test_torchrun(tmp_path):
 
 
 @pytest.mark.thorough
+def test_torchrun_starts_ranks_again(tmp_path):
+    """A quick rank does not read the address of a dead one."""
+    dies = """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank() == 1:
+        os._exit(3)
+    dist.barrier()
+    os.write(1, b"again\\n")
+    """
+    options = ["--master-addr=127.0.0.1", "--master-port=29508", "--max-restarts=1"]
+    torchrun = [*TORCHRUN[:3], *options, "--nproc-per-node=2"]
+    done = run_script(tmp_path, PROGRAM + dies, *torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("again") == 2
+
+
+@pytest.mark.thorough
 def test_two_nodes(network, tmp_path):
     """By the command that works everywhere, in namespaces with a wire between them."""
     script = tmp_path / "script.py"

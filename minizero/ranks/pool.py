@@ -68,7 +68,7 @@ def _starting() -> Iterator[None]:
 
 
 class Child:
-    """A rank seen from its parent: its process, what it has printed, posted, replied."""
+    """A rank seen from its parent: its process, what it has printed and sent."""
 
     def __init__(self, rank: int, folder: str, environment: dict[str, str]) -> None:
         self.rank, self.text, self._rest = rank, "", b""

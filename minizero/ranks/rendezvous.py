@@ -114,8 +114,8 @@ def join(backend: str, timeout: timedelta) -> None:
     if "WORLD_SIZE" not in own:
         store = HashStore()  # alone
     elif "TORCHELASTIC_RESTART_COUNT" in own and own["LOCAL_WORLD_SIZE"] == ranks:
-        # torchrun keeps its store when it starts ranks again, with the addresses of dead
-        # ones (PyTorch's issue 135712); nodes may have counted different restarts
+        # torchrun keeps its store when it starts ranks again, and in it the addresses
+        # of dead ones (PyTorch's issue 135712); nodes may count restarts differently
         host, port = own["MASTER_ADDR"], int(own["MASTER_PORT"])
         kept = TCPStore(host, port, is_master=False, timeout=timeout)
         store = PrefixStore(own["TORCHELASTIC_RESTART_COUNT"], kept)

@@ -1,7 +1,7 @@
 """Reports of what each rank of a pool is doing, and what they prove if it is stuck.
 
-Each rank sends its last reports to the pool's parent, which compares them. Under torchrun
-nobody reads them: there the backend's timeout ends ranks that are stuck.
+Each rank sends its last reports to the pool's parent, which compares them. Under
+torchrun nobody reads them: there the backend's timeout ends ranks that are stuck.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Report(NamedTuple):
 
 
 class Post(NamedTuple):
-    """What a rank has done in this task, and the line that it is at, if it stays there."""
+    """What a rank has done in this task, and its line, if it has been there a while."""
 
     reports: Sequence[Report] = ()  # from old to new
     line: str = ""
