@@ -1,19 +1,14 @@
 """The machines that the book counts with, and the one formula that it counts by.
 
-Their numbers are those of `minizero.scale.machines`: the vendors' peaks. A run reaches
-less: `ATTAINED` says how much of the arithmetic.
+Their numbers are those of `minizero.scale.machines`: the vendors' peaks, and what a run
+attains of the arithmetic.
 """
 
 from __future__ import annotations
 
 from minizero.lab.plots.charts import peer_table
 from minizero.lab.plots.style import short
-from minizero.scale.machines import A100 as A100
-from minizero.scale.machines import ATTAINED as ATTAINED
-from minizero.scale.machines import H100 as H100
-from minizero.scale.machines import V100 as V100
-from minizero.scale.machines import WORKSTATION as WORKSTATION
-from minizero.scale.machines import Machine as Node
+from minizero.scale.machines import A100, H100, V100, WORKSTATION, Machine
 
 NODES = (H100, A100, V100, WORKSTATION)
 
@@ -68,17 +63,14 @@ def intensity(
     recomputation and twice backward are 8 operations a token and parameter.
     """
     tokens = sequence * micro_batch
-    known = {
+    return {
         # read for forward, recomputation and backward, written as gradients
         "parameters": 8 * tokens / (2 * 4),
         # 16 bytes read and 16 written in a step
         "optimizer": 8 * tokens / (16 * 2),
         # 2 bytes written and read, against 8 x 12 h^2 a token and block
         "activations": 24.0 * hidden * interval,
-    }
-    if what not in known:
-        raise ValueError(f"what must be one of {', '.join(known)}, not {what!r}")
-    return known[what]
+    }[what]
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
@@ -107,22 +99,17 @@ ROWS = {
 """By what the table shows: its unit, and the number in it."""
 
 
-class Table:
-    """A column for each node, a row for each quantity; in Markdown."""
+class Table(str):
+    """A table in Markdown, which a notebook draws."""
 
-    def __init__(self, *nodes: Node) -> None:
-        self.head = ["", *(n.name for n in nodes), ""]
-        self.rows = [
-            [name, *(short(float(f"{value(n):.4g}")) for n in nodes), unit]
-            for name, (unit, value) in ROWS.items()
-        ]
-
-    def __repr__(self) -> str:
-        return peer_table(self.head, self.rows)
-
-    _repr_markdown_ = __repr__
+    __repr__ = _repr_markdown_ = str.__str__
 
 
-def table(*nodes: Node) -> Table:
-    """The table of these nodes; of all of them by default."""
-    return Table(*(nodes or NODES))
+def table(*nodes: Machine) -> Table:
+    """A column for each of these nodes (default: all), a row for each quantity."""
+    nodes = nodes or NODES
+    rows = [
+        [name, *(short(float(f"{value(n):.4g}")) for n in nodes), unit]
+        for name, (unit, value) in ROWS.items()
+    ]
+    return Table(peer_table(["", *(n.name for n in nodes), ""], rows))

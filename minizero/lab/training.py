@@ -71,11 +71,7 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        return Plan.stage(self.stage, *self.places)
-
-    @property
-    def places(self) -> tuple[str | None, str | None]:
-        return self.offload_optimizer, self.offload_param
+        return Plan.stage(self.stage, self.offload_optimizer, self.offload_param)
 
     @property
     def checkpoints(self) -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 from ..activations import MODES
 from ..memory.labels import amount
 from ..memory.plan import PRECISIONS, check
-from .cost import Candidate, Job, Memory
+from .cost import Candidate, Costs, Job, Memory
 from .machines import MACHINES
-from .predict import Prediction, predict
+from .predict import Prediction, layers_of, predict
 
 LARGEST = 256
 """Most sequences of a micro-batch."""
@@ -64,12 +64,25 @@ class Choice:
 
 
 def best_of(job: Job, kind: list[Candidate]) -> Prediction:
-    """The fastest of these candidates that fits; the smallest, if none does."""
+    """The fastest of these candidates that fits; the smallest, if none does.
+
+    What computes for longer than the fastest step so far is not predicted.
+    """
+
+    def computing(how: Candidate) -> float:
+        units = layers_of(Costs(job, how.micro_batch * job.sequence), how, 0.0)
+        return how.accumulation * sum(unit.forward + unit.backward for unit in units)
+
     sizes = {candidate: Memory.of(job, candidate) for candidate in kind}
     fitting = [candidate for candidate in kind if sizes[candidate].fits(job)]
     if not fitting:
         return predict(job, min(kind, key=lambda c: sizes[c].total))
-    return min((predict(job, c) for c in fitting), key=lambda p: p.step_seconds)
+    fitting.sort(key=computing)
+    best = predict(job, fitting[0])
+    for other in fitting[1:]:
+        if computing(other) < best.step_seconds:
+            best = min(best, predict(job, other), key=lambda p: p.step_seconds)
+    return best
 
 
 def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:

@@ -7,8 +7,8 @@ from typing import Any
 import traitlets
 
 from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
-from minizero.lab.hardware import H100
 from minizero.lab.plots.style import LINES
+from minizero.scale.machines import H100
 
 
 class Exchanges(Explorable):
