@@ -11,7 +11,7 @@ class EightSeconds(Exercise):
     book = {"params": 1e9, "state": 12, "speed": 3e9, "ranks": 8}
     starter = """
 def seconds(params: float, state: int, speed: float, ranks: int) -> float:
-    # Of an update with `state` bytes a parameter, on ranks that have a disk each, of
+    # Of an update with `state` bytes per parameter, on ranks that have a disk each, of
     # `speed` bytes/s each way, one direction at a time.
     return 0.0
 """

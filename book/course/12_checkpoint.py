@@ -425,7 +425,7 @@ def levels(params, speed, copy, between, both):
             "16 bytes",
             "12 * params",
             "16 * params",
-            "You saved gradients and rounded parameters too: 12 bytes a parameter are"
+            "You saved gradients and rounded parameters too: 12 bytes per parameter are"
             " enough.",
         ),
     )

@@ -18,12 +18,12 @@ def break_even(
 ) -> float:
     """Tokens from which computing takes at least as long as moving: it can hide it.
 
-    On T tokens a rank computes for operations * T / flops seconds a parameter, and
-    moves `moved` bytes a parameter in moved / bandwidth seconds; T is between two
+    On T tokens a rank computes for operations * T / flops seconds per parameter, and
+    moves `moved` bytes per parameter in moved / bandwidth seconds; T is between two
     such movements, so of a micro-batch or of a step. The parameters cancel. Without
     overlap a share 1 / (1 + T / break_even) of the time is spent waiting.
 
-    operations: FLOP a parameter and token: 6 for forward and backward, 8 with the
+    operations: FLOP per parameter and token: 6 for forward and backward, 8 with the
         forward recomputed, 2 and 4 for one of the two.
     moved: see `sent` for collectives.
 
@@ -38,7 +38,7 @@ def break_even(
 
 
 def sent(times: float, ranks: int, itemsize: int = 2) -> float:
-    """Bytes a parameter that a rank sends in `times` gathers or scatters of all.
+    """Bytes per parameter that a rank sends in `times` gathers or scatters of all.
 
     times: 2 a step for data parallelism, ZeRO-1 and ZeRO-2, 3 for ZeRO-3; with k
         micro-batches k + 1 for ZeRO-2 and 3 k for ZeRO-3.
@@ -60,7 +60,7 @@ def intensity(
     "activations" (checkpoints, one every `interval` blocks of size
     `hidden`). With 16-bit parameters and gradients, fp32 optimizer states
     and full recomputation (Rajbhandari et al. 2021, sec. 4.1): forward,
-    recomputation and twice backward are 8 operations a token and parameter.
+    recomputation and twice backward are 8 operations per token and parameter.
     """
     tokens = sequence * micro_batch
     return {

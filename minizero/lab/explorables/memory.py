@@ -76,7 +76,7 @@ def plans() -> dict[str, dict[str, Any]]:
 
 
 def costs() -> dict[str, dict[str, float]]:
-    """Bytes a parameter of each category, by "precision/optimizer".
+    """Bytes per parameter of each category, by "precision/optimizer".
 
     They are what `estimate` says of one parameter on one rank.
     """
