@@ -21,7 +21,7 @@ PACKAGE = ROOT / "minizero"
 LINES = {
     "zero": (2_200, 2_200),
     "memory precision": (1_150, 1_150),
-    "ranks": (945, 750),
+    "ranks": (750, 750),
     "comm": (1_031, 950),
     "overlap": (650, 650),
     "activations": (570, 550),
