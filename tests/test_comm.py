@@ -13,7 +13,7 @@ from nasty import on_each_rank, on_two_ranks
 from torch import Tensor
 
 from minizero import comm
-from minizero.comm import transport
+from minizero.comm import algorithms, transport
 from minizero.ranks import Pool, rank, world_size
 
 RANKS = (1, 2, 3)
@@ -44,7 +44,7 @@ def collectives(algorithm: str, dtype: torch.dtype) -> None:
         padded[:n] = total
         t, row = parts[me].clone(), torch.full((size,), 9).to(dtype)
         full = torch.zeros(n, dtype=dtype)
-        pieces = patch.object(transport, "CACHED", 4)
+        pieces = patch.object(algorithms, "CACHED", 4)
         with comm.algorithm(algorithm), pieces:
             comm.all_reduce(t, **how).wait()
             comm.reduce_scatter(row, parts[me], **how).wait()

@@ -13,7 +13,7 @@ from minizero.precision.float8 import (
     E4M3,
     E5M2,
     product,
-    quantise,
+    quantize,
     use_float8,
 )
 from minizero.ranks import Pool, rank
@@ -22,12 +22,12 @@ CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(E4M3, 3), (E5M2, 2)])
-def test_quantise(dtype: torch.dtype, digits: int) -> None:
+def test_quantize(dtype: torch.dtype, digits: int) -> None:
     """The largest number is exact; what is not tiny is off by half a step at most."""
     torch.manual_seed(0)
     for size in (1e-30, 1.0, 1e30):
         x = torch.randn(1000) * size
-        values, scale = quantise(x, dtype)
+        values, scale = quantize(x, dtype)
         back = values.float() * scale
         largest = x.abs().argmax()
         assert values.dtype == dtype and scale.dtype == torch.float32
@@ -40,7 +40,7 @@ def test_quantise(dtype: torch.dtype, digits: int) -> None:
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
 def test_product_is_torchs(left: torch.dtype, out: torch.dtype) -> None:
     torch.manual_seed(0)
-    a, b = quantise(torch.randn(48, 64), left), quantise(torch.randn(32, 64), E4M3)
+    a, b = quantize(torch.randn(48, 64), left), quantize(torch.randn(32, 64), E4M3)
     expected = torch._scaled_mm(
         a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=out
     )

@@ -142,27 +142,6 @@ def store(out: Tensor, row: Tensor) -> None:
         out[row.numel() :].zero_()
 
 
-CACHED = 1 << 17  # elements
-
-
-def store_by_pieces(
-    out: Tensor, parts: Sequence[Tensor], add: Callable[..., Tensor]
-) -> None:
-    """Write what `add(parts, out=out)` gives.
-
-    On a CPU it is done by pieces that stay in its cache: sums of several rows, and of
-    16-bit rows in fp32, would go through memory several times.
-    """
-    n = parts[0].numel()
-    width = CACHED if out.device.type == "cpu" else max(n, 1)
-    for start in range(0, n, width):
-        piece = out[start : min(start + width, n)]
-        rows = [part[start : start + width] for part in parts]
-        store(piece, add(rows, out=piece))
-    if n < out.numel():
-        out[n:].zero_()
-
-
 @cache
 def _backends(config: str) -> dict[str, str]:
     """The backend of each type of device, as in "cpu:gloo,cuda:nccl"."""

@@ -44,18 +44,14 @@ class Placement:
                 f"state on {self.on!r} must be sharded, or every rank would "
                 "write a copy; choose a stage that shards it"
             )
-        if self.group is not None and not (self.sharded and self.group >= 2):
-            raise ValueError(
-                f"group={self.group!r} is the number of ranks, 2 or more, "
-                "that share one copy of sharded state"
-            )
 
+    # continued: plan-ranks
     def ranks(self, world_size: int) -> int:
         """How many ranks share one copy, in equal parts."""
         if not self.sharded:
             return 1
-        group = self.group or world_size
-        if world_size % group:
+        group = world_size if self.group is None else self.group
+        if group < 1 or world_size % group:
             raise ValueError(
                 f"{world_size} ranks cannot form groups of {group}; choose a "
                 "group that divides the number of ranks"
@@ -98,7 +94,7 @@ class Plan:
 
         def placed(first: int, on: str | None) -> Placement:
             sharded = stage >= first
-            among = group if sharded or stage == 0 else None
+            among = group if sharded else None
             return Placement(sharded, on or "device", among)
 
         off = offload_optimizer not in (None, "device") and stage >= 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """8-bit values and one fp32 scale, such that x is about values * scale.
 
     The scale puts the largest magnitude of `x` at the format's largest.
@@ -29,7 +29,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def product(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """a @ b, [m, n], of quantised a, [m, k], and b, [k, n].
+    """a @ b, [m, n], of quantized a, [m, k], and b, [k, n].
 
     Summed in fp32 and rounded to `dtype` once. Where the hardware has no
     8-bit product the same 8-bit values are multiplied in fp32.
@@ -50,7 +50,7 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, w8 = quantise(x, E4M3), quantise(weight, E4M3)
+        x8, w8 = quantize(x, E4M3), quantize(weight, E4M3)
         # the input in 8 bit; the weight is no copy, and is rounded again
         ctx.save_for_backward(*x8, weight)
         return product(x8, (w8[0].t(), w8[1]), x.dtype)
@@ -58,8 +58,8 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, x_scale, weight = ctx.saved_tensors
-        g, g_scale = quantise(grad, E5M2)
-        to_x = product((g, g_scale), quantise(weight, E4M3), grad.dtype)
+        g, g_scale = quantize(grad, E5M2)
+        to_x = product((g, g_scale), quantize(weight, E4M3), grad.dtype)
         to_weight = product((g.t(), g_scale), (x, x_scale), weight.dtype)
         return to_x, to_weight
 
