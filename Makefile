@@ -38,7 +38,7 @@ book: $(READY)
 
 # Several test files at a time, each whole on one worker: many tests wait for ranks.
 test: $(READY)
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope $(ARGS)
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-all: ARGS += --all
 test-all: test

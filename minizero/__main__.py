@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", help="folder for files (default: /tmp)")
     add("--overlap", action="store_true", help="communicate while computing")
     add("--checkpointing", default="none", help="of blocks: none, selective or full")
-    add("--data", help="a file or folder (default: Python's source)")
+    add("--data", help="a file, or a folder of Python (default: its library)")
     add("--seed", type=int, default=0)
     add("--out", default="runs/train", help="folder for the results")
     add("--save-every", type=int, help="steps between checkpoints")

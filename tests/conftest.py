@@ -118,7 +118,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what is marked `thorough`, unless asked for everything."""
+    """Notebooks first; without what is `thorough`, unless asked for everything.
+
+    A notebook takes a minute and cannot be divided, so none may begin last.
+    """
+    items.sort(key=lambda item: item.path.suffix != ".ipynb")
     if config.getoption("--all"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]

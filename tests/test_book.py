@@ -17,7 +17,7 @@ import yaml
 from bs4 import BeautifulSoup, Tag
 from conftest import LOCAL, ROOT, requests
 
-from minizero.lab.explorables.timeline import steps
+from minizero.lab.explorables.timeline import all_steps
 
 pytestmark = pytest.mark.thorough
 
@@ -188,7 +188,7 @@ def test_lines_of_the_timeline_have_a_place(
     book: Path, soup: Callable[[Path], BeautifulSoup]
 ) -> None:
     """Where the figure sends a reader who wants to see the code."""
-    sources = steps()["tables"]["sources"]
+    sources = all_steps()["tables"]["sources"]
     assert len(sources) > 10
     for path, name, line in sources:
         page = soup(book / f"source/{path}.html")

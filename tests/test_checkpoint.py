@@ -69,24 +69,28 @@ def names(folder: Path) -> list[str]:
 
 def complete(folder: Path, *tags: str, ranks: int = 1) -> bool:
     """Whether a folder has these checkpoints, `latest`, and nothing else."""
-    files = [f"rank-{r:04d}-of-{ranks:04d}.safetensors" for r in range(ranks)]
+    files = [f"rank-{r:04d}-of-{ranks:04d}-*.safetensors" for r in range(ranks)]
     expected = [f"{tag}/{name}" for tag in tags for name in ("index.json", *files)]
     folders = {p.name for p in folder.iterdir() if p.is_dir()}
-    return names(folder) == sorted(["latest", *expected]) and folders == {*tags}
+    found = [re.sub(r"-\w{8}(?=\.)", "-*", name) for name in names(folder)]
+    return sorted(found) == sorted(["latest", *expected]) and folders == {*tags}
 
 
 def test_only_what_saves_have_left_is_swept(tmp_path: Path) -> None:
     net = net_of()
     save(net, tmp_path, "a")
-    ours = ["a.tmp-0123abcd/index.json", "a.old-0123abcd/rank", "latest.tmp-0123abcd"]
-    theirs = ["a/notes.txt", "b/index.json", "notes.tmp"]
+    file = "rank-0001-of-0002-0123abcd.safetensors"
+    ours = [f"a/{file}", f"killed/{file}", "a/index.json.tmp", "latest.tmp"]
+    theirs = ["a/notes.txt", "b/index.json", f"b/{file}", "notes.tmp", "c/weights"]
     for name in ours + theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    save(net, tmp_path, "d")
-    assert not {*ours} & {*names(tmp_path)} and {*theirs} <= {*names(tmp_path)}
-    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert folders == {"a", "b", "d"}
+    kept = {*names(tmp_path)} - {*ours}
+    for tag in ("d", "d"):  # over a checkpoint of the same tag, too
+        save(net, tmp_path, tag)
+        mine = {name for name in names(tmp_path) if not name.startswith("d/")}
+        assert mine == kept and len([*tmp_path.glob("d/*")]) == 2
+    assert not (tmp_path / "killed").exists()
 
 
 # Which one is found, and which are kept
@@ -135,7 +139,7 @@ def test_which_is_found_and_which_are_kept(tmp_path: Path) -> None:
         ("a/b", {}, "the tag 'a/b' cannot name a folder"),
         ("latest", {}, "the tag 'latest' cannot"),
         ("a\rb", {}, "the tag 'a.*b' cannot"),
-        ("a.tmp-0123abcd", {}, "the tag 'a.tmp-0123abcd' cannot"),
+        ("latest.tmp", {}, "the tag 'latest.tmp' cannot"),
         ("a", {"f": [print]}, "extra holds a print"),
         ("a", {"net": nn.Linear(1, 1)}, r"extra holds a torch.nn.*state_dict\(\)"),
         ("a", {"loss": numpy.float64(1)}, r"extra holds a numpy.*item\(\)"),
@@ -420,7 +424,7 @@ def failing(folder: Path, how: str) -> list[str]:
 def test_a_full_disk_of_one_rank(two: Pool, tmp_path: Path, how: str) -> None:
     first, other = two.run(failing, tmp_path, how)
     assert first == other and first[1:] == ["good", "next"]
-    assert re.search(r"bad\.tmp-\w{8}/rank-0001.*: No space left", first[0])
+    assert re.search(r"bad/rank-0001-.*: No space left", first[0])
     assert complete(tmp_path, "good", "next", ranks=2)
 
 

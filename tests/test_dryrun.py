@@ -123,7 +123,7 @@ def measured(runs: Runs) -> list[tuple[Any, ...]]:
     ("runs", "ranks"),
     [
         pytest.param(TWO, 2, marks=THOROUGH),  # chapter 16 does it with three plans
-        (FOUR, 4),
+        pytest.param(FOUR, 4, marks=THOROUGH),
     ],
     ids=["2 ranks", "4 ranks"],
 )

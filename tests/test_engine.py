@@ -114,7 +114,7 @@ def test_a_scheduler_that_needs_a_loss() -> None:
 
 def test_what_the_engine_and_its_optimizer_refuse() -> None:
     engine = small(2)
-    optimizer, ones = engine.optimizer, torch.ones(2, requires_grad=True)
+    optimizer = engine.optimizer
     assert optimizer is not None and optimizer.loss_scale == 1.0
     assert engine.to(engine.device) is engine.float() is engine
     for use, sentence in (
@@ -123,9 +123,6 @@ def test_what_the_engine_and_its_optimizer_refuse() -> None:
         (lambda: optimizer.step(lambda: 0.0), "no closure: call engine"),
         (lambda: setattr(optimizer, "loss_scale", 2.0), "exists with fp16 only"),
         (optimizer.optimizer.step, "engine.step"),
-        (lambda: engine.backward(1.0), "not 1.0"),
-        (lambda: engine.backward(ones), r"not \(2,\)"),
-        (lambda: engine.backward(ones.sum().detach()), "requires no gradient"),
         (engine.half, "before minizero.initialize"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=sentence):
@@ -252,9 +249,7 @@ def test_loaded_weights_outlive_an_update(stage: int) -> None:
     engine = start(stage, fp16=half, gradient_clipping=0.0)
     torch.manual_seed(5)
     new = Nasty().half().state_dict()
-    if stage == 1:
-        engine.module.load_state_dict(new)
-    else:
+    with minizero.zero.GatheredParameters(engine.module.parameters(), 0):
         engine.load_state_dict({f"module.{k}": v for k, v in new.items()})
     for group in engine.optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
@@ -289,7 +284,6 @@ def test_getters() -> None:
         "zero_optimization_partition_gradients": True,
         "zero_gather_16bit_weights_on_model_save": False,
         "get_mom": [(0.9, 0.999), (0.9, 0.999)],
-        "get_data_parallel_rank": 0,
     }.items():
         assert getattr(engine, name)() == value, name
     assert engine.blocks is engine.module.blocks  # what only the model has

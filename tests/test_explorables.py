@@ -166,16 +166,6 @@ def test_memory_explorer_gives_the_7b_example() -> None:
     assert hosts == [0, 84 / 8, (84 + 14) / 8, 112 / 8]
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_memory_explorer_gives_the_config_of_a_plan(stage: int) -> None:
-    """Which is read, and whose plan takes what the bars say."""
-    offload = {"offload_optimizer": True, "offload_param": True}
-    for how in ({}, offload, {"precision": "fp32", "optimizer": "momentum"}):
-        widget = explorer(stage=stage, micro_batch=4, **how)
-        config = ConfigExplorer(widget.config())
-        assert config.breakdown() == widget.breakdown()
-
-
 def test_python_sees_the_controls() -> None:
     widget, seen = explorer(), []
     widget.observe(lambda change: seen.append(change.new), "world_size")

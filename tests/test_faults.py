@@ -157,8 +157,9 @@ def marked(mark):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_becomes_one_error(fault, tmp_path, capfd):
+def test_a_fault_becomes_one_error(fault, tmp_path, capfd, monkeypatch):
     culprit, patterns = FAULTS[fault]
+    monkeypatch.setattr(pool, "LEAVE", 1000)  # the cause comes, however late
     with pytest.raises(RankError) as caught:
         if fault is not hangs:  # it must not wait for the timeout
             launch(fault, 2, tmp_path, timeout=1000)
@@ -374,6 +375,7 @@ PROGRAM = """
     """
 
 
+@pytest.mark.thorough
 def test_a_program_is_interrupted_and_killed():
     """Its ranks end too, and delete what it had made; what it has forked lives on.
 

@@ -87,20 +87,6 @@ def test_any_world_size_sees_the_same_global_batch(
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-@pytest.mark.parametrize(
-    ("batch", "world_size", "message"),
-    [
-        (3, 4, r"^The batch has 3 sequences for 4 ranks; .*\.$"),
-        (6, 4, r"^A batch of 6 .* not divide over 4 ranks; make it 4 or 8\.$"),
-    ],
-)
-def test_uneven_batch_is_refused(
-    stdlib: Corpus, batch: int, world_size: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        stdlib.batch(0, 0, world_size, batch, 8)
-
-
 # --- The palette and the figures ---
 
 
@@ -205,7 +191,7 @@ def test_timeline_hatches_the_wait() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.timeline([[], []])
     row = [call("all_gather", t, t, t + 2.5) for t in range(4)]
-    drawn = [b for b in plots.timeline({7: row}).axes[0].patches if not b.get_hatch()]
+    drawn = [b for b in plots.timeline([row]).axes[0].patches if not b.get_hatch()]
     for a, b in itertools.combinations(drawn, 2):
         apart = (
             a.get_x() + a.get_width() <= b.get_x()

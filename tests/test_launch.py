@@ -327,6 +327,7 @@ PROGRAM = """
     """
 
 
+@pytest.mark.thorough  # the README's commands start ranks from scripts too
 def test_a_script_needs_no_guard_and_may_be_alone(tmp_path):
     """It may also leave a pool open."""
     alone = """

@@ -65,7 +65,7 @@ def test_table_1_of_the_zero_paper(
     assert printed in (exact, truncated) or f"{ours + 1e-9:.{digits}f}" == printed
 
 
-# the 7B example on 8 GPUs: 2 + 2 + 12 bytes a parameter, shards of 1/8
+# the 7B example on 8 GPUs: 2 + 2 + 12 bytes per parameter, shards of 1/8
 
 
 def test_offload_moves_bytes_and_keeps_their_sum() -> None:

@@ -10,6 +10,7 @@ import ast
 import filecmp
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ MOST_ENTRIES = 18
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+@cache
 def read(path: Path) -> list[nbformat.NotebookNode]:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

@@ -205,11 +205,10 @@ def test_a_fault_is_named_and_nothing_half_done_is_used(
 def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, options, kind, text in (
-        (tmp_path, {"buffer_count": 0}, ValueError, "must be at least 1, not 0"),
         (tmp_path, {"buffer_size": 100}, ValueError, "a multiple of 64 elements"),
         (tmp_path, {"block_size": 1000}, ValueError, "of 4096 bytes, not 1000"),
-        (Path("/proc"), {}, DiskFault, "/proc.*cannot be written to .*choose another"),
-        (tmp_path / "file", {}, DiskFault, "file.*cannot be written to"),
+        (Path("/proc"), {}, DiskFault, "/proc: .*; choose another folder"),
+        (tmp_path / "file", {}, DiskFault, "file: File exists"),
     ):
         with pytest.raises(kind, match=text):
             NVMe(ALL, folder, **options)

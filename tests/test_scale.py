@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minizero.scale import MACHINES, MODELS, Candidate, Job, Prediction, predict
-from minizero.scale.predict import adam_seconds
+from minizero.scale.cost import adam_seconds
 from minizero.scale.published import rows
 from minizero.scale.shapes import find
 

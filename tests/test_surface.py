@@ -41,7 +41,7 @@ NAMES = {
 
 
 ENGINE = """
-    backward bfloat16_enabled data_parallel_group destroy
+    backward bfloat16_enabled destroy
     empty_partition_cache eval forward fp16_enabled get_batch_info
     get_global_grad_norm get_lr get_mom gradient_accumulation_steps gradient_clipping
     is_compiled is_gradient_accumulation_boundary load_checkpoint

@@ -15,7 +15,7 @@ from selenium.webdriver.support.select import Select
 from minizero.lab.explorables.base import module
 from minizero.lab.explorables.packing import Pack
 from minizero.lab.explorables.steps import TICK, Setting, line, settings, simulated
-from minizero.lab.explorables.timeline import Timeline, steps
+from minizero.lab.explorables.timeline import Timeline, all_steps
 from minizero.lab.plots.style import short
 from minizero.memory.plan import PRECISIONS, estimate
 from minizero.memory.trace import Change, Moment, Slice, Trace
@@ -191,7 +191,7 @@ def found(told: dict[str, Any]) -> dict[str, Any]:
 def test_every_step_arrives_in_the_page(browser: Any, show: Show) -> None:
     keys = {at.key: at for at in settings()}
     script = f"(key) => ({TOLD})(unpack(steps.tables, steps.traces[key]))"
-    source = f"{SOURCE}\nconst steps = {json.dumps(steps())};"
+    source = f"{SOURCE}\nconst steps = {json.dumps(all_steps())};"
     told = in_page(browser, show, source, script, *keys)
     for one, at in zip(told, keys.values(), strict=True):
         assert found(one) == wanted(simulated(at), TICK)

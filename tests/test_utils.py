@@ -313,11 +313,6 @@ def test_what_is_refused() -> None:
     p = model.norm.weight
     with pytest.raises(ValueError, match=r"has shape \(3,\), and \(12,\) is needed"):
         safe_set_full_fp32_param(p, torch.zeros(3))
-    with (
-        zero.GatheredParameters([p]),
-        pytest.raises(RuntimeError, match="'norm.weight' is gathered: write to it"),
-    ):
-        safe_set_full_fp32_param(p, torch.zeros(12))
     gone = Case(at(0)).build().model
     gc.collect()
     with pytest.raises(ValueError, match="belongs to no model"):

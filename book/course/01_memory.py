@@ -11,7 +11,7 @@ class CheaperOptimizer(Exercise):
     book = {"params": 13e9, "ranks": 8, "capacity": 40}
     starter = """
 def momentum(params: float, ranks: int, capacity: float) -> tuple[float, float, bool]:
-    # Bytes a parameter without ZeRO; GB (10^9 bytes) a GPU under ZeRO-2; whether it
+    # Bytes per parameter without ZeRO; GB (10^9 bytes) a GPU under ZeRO-2; whether it
     # fits.
     return 0.0, 0.0, False
 """
@@ -70,7 +70,7 @@ from minizero import Tracker
 
 
 def rise(net: nn.Module, tokens: Tensor, **options: bool) -> float:
-    # Bytes a parameter by which AdamW(**options) rises above its start in its
+    # Bytes per parameter by which AdamW(**options) rises above its start in its
     # second step.
     return -1.0
 """
@@ -109,7 +109,7 @@ def rise(net, tokens, **options):
             "range(2)",
             "range(1)",
             "You measured the first step, which also makes the optimizer's state: 8 "
-            "bytes a parameter that stay.",
+            "bytes per parameter that stay.",
         ),
         Wrong(
             "whole step",

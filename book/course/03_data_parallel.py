@@ -45,7 +45,7 @@ def count(params, ranks):
             "parameters and gradients",
             "16 * params",
             "8 * params",
-            "You left out AdamW's two moments, 8 bytes a parameter.",
+            "You left out AdamW's two moments, 8 bytes per parameter.",
         ),
     )
 

@@ -295,8 +295,8 @@ class GatherIn8Bit(Exercise):
     book = {"ranks": 8}
     starter = """
 def sent(ranks: int) -> tuple[float, float]:
-    # Bytes a parameter that a rank sends in a step of ZeRO-3: all in bf16; with gathers
-    # in e4m3 and reduce-scatters in bf16.
+    # Bytes per parameter that a rank sends in a step of ZeRO-3: all in bf16; with
+    # gathers in e4m3 and reduce-scatters in bf16.
     return 0.0, 0.0
 """
     public = """

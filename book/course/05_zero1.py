@@ -46,7 +46,7 @@ def shrinks(ranks):
             "Adam",
             "4 + 4)",
             "4 + 8)",
-            "You counted Adam's two moments: momentum is one number a parameter.",
+            "You counted Adam's two moments: momentum is one number per parameter.",
         ),
     )
 

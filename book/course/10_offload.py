@@ -21,7 +21,7 @@ def kept(params: float, ranks: int) -> list[float]:
     return [0.0, 0.0, 0.0, 0.0]
 """
     public = """
-assert sum(kept(1e9, 1)) == 32  # 16 bytes a parameter, wherever they are
+assert sum(kept(1e9, 1)) == 32  # 16 bytes per parameter, wherever they are
 """
     reference = """
 def kept(params, ranks):
@@ -248,7 +248,7 @@ def node(params, gpus, memory, flops):
             "fp32 alone",
             "28 + 12",
             "28",
-            "Adam in fp32 moves 28 bytes a parameter; 16-bit gradients and parameters"
+            "Adam in fp32 moves 28 bytes per parameter; 16-bit gradients and parameters"
             " have to be read, widened and written too.",
         ),
         Wrong(
@@ -261,7 +261,7 @@ def node(params, gpus, memory, flops):
             "no recomputation",
             "(8 * memory)",
             "(6 * memory)",
-            "You counted 6 operations a token and parameter; recomputation makes it 8.",
+            "You counted 6 operations per token and parameter; recomputation adds 2.",
         ),
     )
     explain = "Why this plan: what would not fit, and what would move more."

@@ -11,7 +11,7 @@ class EightSeconds(Exercise):
     book = {"params": 1e9, "state": 12, "speed": 3e9, "ranks": 8}
     starter = """
 def seconds(params: float, state: int, speed: float, ranks: int) -> float:
-    # Of an update with `state` bytes a parameter, on ranks that have a disk each, of
+    # Of an update with `state` bytes per parameter, on ranks that have a disk each, of
     # `speed` bytes/s each way, one direction at a time.
     return 0.0
 """
@@ -139,6 +139,124 @@ def check_buffers(buffers):
             return buffers
 
         return kills(0, answer, make, mutant)
+
+
+class Pipelined(Exercise):
+    label = "ex-nvme-5"
+    answer = "pipelined"
+    points = 8
+    starter = """
+def pipelined(slices: int, count: int, read, update, write) -> None:
+    # Updates slices 0, 1, ... by `update(i, b)`, each in a buffer 0 <= b < count, with
+    # count >= 2. `read(i, b)` launches the read of slice i into buffer b, `write(i, b)`
+    # its write; both return a transfer, whose `synchronize()` waits for it. The next
+    # slice is read and the last one is written during an update.
+    for i in range(slices):
+        read(i, 0).synchronize()
+        update(i, 0)
+        write(i, 0)
+"""
+    public = """
+class Done:
+    def synchronize(self):
+        pass
+
+
+updated = []
+pipelined(
+    3, 2, lambda i, b: Done(), lambda i, b: updated.append(i), lambda i, b: Done()
+)
+assert updated == [0, 1, 2]
+"""
+    reference = """
+def pipelined(slices, count, read, update, write):
+    reads, writes = {0: read(0, 0)}, {}
+    for i in range(slices):
+        b, following = i % count, (i + 1) % count
+        if i + 1 < slices:
+            if following in writes:
+                writes.pop(following).synchronize()
+            reads[i + 1] = read(i + 1, following)
+        reads.pop(i).synchronize()
+        update(i, b)
+        writes[b] = write(i, b)
+    for last in writes.values():
+        last.synchronize()
+"""
+    wrong = (
+        Wrong(
+            "nothing ahead",
+            "        reads.pop(i).synchronize()\n",
+            "        for each in reads.values():\n            each.synchronize()\n",
+            "You wait for the read of the next slice before the update of this one:"
+            " they do not overlap.",
+        ),
+        Wrong(
+            "waits for each write",
+            "        writes[b] = write(i, b)\n",
+            "        write(i, b).synchronize()\n",
+            "You wait for each write at once: it does not overlap with the next"
+            " update.",
+        ),
+        Wrong(
+            "buffer in use",
+            "                writes.pop(following).synchronize()\n",
+            "                writes.pop(following)\n",
+            "You read into a buffer whose write is still under way: the file gets the"
+            " next slice in its place.",
+        ),
+        Wrong(
+            "end not waited for",
+            "    for last in writes.values():\n        last.synchronize()\n",
+            "",
+            "You return while the last slices are still being written: nobody waits for"
+            " them.",
+        ),
+    )
+
+    def draw(self, rng):
+        counts = rng.sample([2, 3, 4, 5], 3)
+        return [{"slices": rng.randint(7, 12), "count": n} for n in sorted(counts)]
+
+    @staticmethod
+    def run(answer, slices, count):
+        disk, memory = list(range(slices)), [None] * count
+        launched = {}  # transfers under way, by kind and slice: the buffer
+        clean, ahead, behind = [], [], []
+
+        class Transfer:
+            """It takes place when it is waited for, as on the slowest disk."""
+
+            def __init__(self, kind, i, b):
+                self.key, self.b = (kind, i), b
+                clean.append(b not in launched.values() and 0 <= b < count)
+                launched[self.key] = b
+
+            def synchronize(self):
+                if launched.pop(self.key, None) is None:
+                    return
+                kind, i = self.key
+                if kind == "read":
+                    memory[self.b] = disk[i]
+                else:
+                    disk[i] = memory[self.b]
+
+        def update(i, b):
+            clean.append(b not in launched.values() and memory[b] == i)
+            ahead.append(("read", i + 1) in launched or i + 1 == slices)
+            behind.append(("write", i - 1) in launched or i == 0 or count == 2)
+            memory[b] = i + slices
+
+        answer(
+            slices, count, lambda i, b: Transfer("read", i, b), update,
+            lambda i, b: Transfer("write", i, b),
+        )  # fmt: skip
+        return {
+            "written": disk == [i + slices for i in range(slices)],
+            "no buffer is used twice at a time": all(clean),
+            "the next is read during an update": all(ahead),
+            "the last is written during an update": all(behind),
+        }
 
 
 class TokensForADisk(Exercise):

@@ -144,39 +144,39 @@ class PointerFirst(Exercise):
 def lost(changes: list[str]) -> int:
     # A save makes these changes in this order. A kill may come before each of them, and
     # after the last: after how many of these kills is there no checkpoint for `load()`?
-    # "replace latest" lets `latest` name the new folder, "rename folder" gives it its
-    # name; there is an older checkpoint.
+    # "replace latest" lets `latest` name the new folder, "replace index" puts the index
+    # of the new checkpoint there; there is an older checkpoint.
     return -1
 """
     public = """
-assert lost(["mkdir", "rename folder", "replace latest"]) == 0
+assert lost(["mkdir", "replace index", "replace latest"]) == 0
 """
     reference = """
 def lost(changes):
-    pointed, named = map(changes.index, ("replace latest", "rename folder"))
-    return max(0, named - pointed)
+    pointed, decided = map(changes.index, ("replace latest", "replace index"))
+    return max(0, decided - pointed)
 """
     wrong = (
         Wrong(
-            "after the rename",
-            "named - pointed",
-            "len(changes) - pointed if named > pointed else 0",
-            "You counted the kills after the rename too: then what `latest` names is"
-            " there.",
+            "after the index",
+            "decided - pointed",
+            "len(changes) - pointed if decided > pointed else 0",
+            "You counted the kills after the index is there: then what `latest` names"
+            " loads.",
         ),
         Wrong(
             "from the first change",
-            "named - pointed",
-            "named + 1 if named > pointed else 0",
+            "decided - pointed",
+            "decided + 1 if decided > pointed else 0",
             "You counted the kills before `latest` was replaced: it still names the"
             " older checkpoint.",
         ),
         Wrong(
             "either order",
-            "max(0, named - pointed)",
-            "abs(named - pointed)",
-            "You count a save that renames first: between the two, `latest` names the"
-            " older checkpoint.",
+            "max(0, decided - pointed)",
+            "abs(decided - pointed)",
+            "You count a save that writes the index first: between the two, `latest`"
+            " names the older checkpoint.",
         ),
     )
 
@@ -189,10 +189,11 @@ def lost(changes):
     @staticmethod
     def run(answer, before, files, pointer_first):
         put = ["open", "write", "fsync", "replace", "open", "fsync"]
+        decide = [name.replace("replace", "replace index") for name in put]
         point = [name.replace("replace", "replace latest") for name in put]
         changes = ["mkdir"] * before + point * bool(pointer_first)
-        changes += put * (files + 1) + ["rename folder"]
-        return answer(changes + (["open", "fsync", *point] * (not pointer_first)))
+        changes += put * files + decide + point * (not pointer_first)
+        return answer(changes)
 
 
 class KeepTheLastTwo(Exercise):
@@ -206,8 +207,9 @@ import os
 
 def keeping_save(folder, tag: str, keep: int, rank: int, small_save) -> None:
     # `small_save(folder, tag)` saves. After that only the newest `keep` checkpoints may
-    # stay, each a folder beside `latest`, with the number of its save in its index:
-    # `json.loads((path / "index.json").read_bytes())["number"]`. All ranks call this.
+    # stay, and no files of others. Each is a folder beside `latest`, with the number of
+    # its save in its index: `json.loads((path / "index.json").read_bytes())["number"]`.
+    # What has no index is no checkpoint. All ranks call this.
     small_save(folder, tag)
 """
     public = """
@@ -221,55 +223,48 @@ assert saved == ["a"]
 """
     reference = """
 import json
-import os
 
 
-def number(path):
-    return json.loads((path / "index.json").read_bytes())["number"]
+def number(index):
+    return json.loads(index.read_bytes())["number"]
 
 
 def keeping_save(folder, tag, keep, rank, small_save):
     small_save(folder, tag)
     if rank != 0:
         return
-    found = [p.parent for p in folder.glob("*/index.json")]
-    found = sorted((p for p in found if p.suffix != ".tmp"), key=number)
-    for path in found[:-keep]:
-        gone = path.with_name(f"{path.name}.tmp")
-        os.rename(path, gone)  # no checkpoint from here on
-        for file in sorted(gone.iterdir()):
+    for index in sorted(folder.glob("*/index.json"), key=number)[:-keep]:
+        index.unlink()  # no checkpoint from here on
+        for file in index.parent.iterdir():
             file.unlink()
-        gone.rmdir()
+        index.parent.rmdir()
 """
     wrong = (
         Wrong(
-            "no rename",
-            "        os.rename(path, gone)  # no checkpoint from here on\n",
-            "        gone = path\n",
-            "You delete the files of a folder one by one under its name: a kill leaves"
-            " half a checkpoint that looks like a whole one.",
+            "index last",
+            "        index.unlink()  # no checkpoint from here on\n",
+            "",
+            "You do not delete the index before the other files: a kill between them"
+            " leaves an index whose files have gone.",
         ),
         Wrong(
             "before the pointer",
             "",
             """
 import json
-import os
 
 
-def number(path):
-    return json.loads((path / "index.json").read_bytes())["number"]
+def number(index):
+    return json.loads(index.read_bytes())["number"]
 
 
 def keeping_save(folder, tag, keep, rank, small_save):
-    found = [p.parent for p in folder.glob("*/index.json")]
-    found = sorted((p for p in found if p.suffix != ".tmp"), key=number)
-    for path in found[: len(found) + 1 - keep] if rank == 0 else ():
-        gone = path.with_name(f"{path.name}.tmp")
-        os.rename(path, gone)
-        for file in sorted(gone.iterdir()):
+    indexes = sorted(folder.glob("*/index.json"), key=number)
+    for index in indexes[: len(indexes) + 1 - keep] if rank == 0 else ():
+        index.unlink()
+        for file in index.parent.iterdir():
             file.unlink()
-        gone.rmdir()
+        index.parent.rmdir()
     small_save(folder, tag)
 """,
             "You delete before the new checkpoint is there: a kill between the two"
@@ -278,7 +273,7 @@ def keeping_save(folder, tag, keep, rank, small_save):
         Wrong(
             "by name",
             "key=number",
-            "key=lambda p: p.name",
+            "key=lambda p: p.parent.name",
             "You take the last names for the newest checkpoints: step-10 comes before"
             " step-9.",
         ),
@@ -301,13 +296,19 @@ def keeping_save(folder, tag, keep, rank, small_save):
         class Killed(BaseException):
             pass
 
+        class Entries(list):
+            __enter__ = list.copy
+
+            def __exit__(self, *error):
+                pass
+
         def save(folder, tag):
-            written = folder / f"{tag}.tmp"
-            written.mkdir()
+            path = folder / tag
+            path.mkdir()
             index = {"number": int(tag.removeprefix("step-"))}
-            for name, text in (("rank-0", tag), ("index.json", json.dumps(index))):
-                (written / name).write_text(text)
-            os.rename(written, folder / tag)
+            (path / "rank-0").write_text(tag)
+            (path / "index.tmp").write_text(json.dumps(index))
+            os.replace(path / "index.tmp", path / "index.json")
             (folder / "latest.tmp").write_text(tag)
             os.replace(folder / "latest.tmp", folder / "latest")
 
@@ -318,10 +319,18 @@ def keeping_save(folder, tag, keep, rank, small_save):
             return folder
 
         def checkpoints(folder):
-            return [p for p in folder.iterdir() if p.is_dir() and p.suffix != ".tmp"]
+            return [p for p in folder.iterdir() if (p / "index.json").exists()]
 
         def is_whole(path):
             return all((path / name).exists() for name in ("rank-0", "index.json"))
+
+        def index_last(listed):
+            """In this order on every file system: `rmtree` would be right on some."""
+
+            def listing(*args):
+                return Entries(sorted(listed(*args), key=os.fspath, reverse=True))
+
+            return listing
 
         tag, killed, seen = f"step-{first + saves}", True, []
         while killed:
@@ -339,6 +348,9 @@ def keeping_save(folder, tag, keep, rank, small_save):
                 for name in ("replace", "rename", "unlink", "rmdir", "mkdir"):
                     change = counted(getattr(os, name))
                     stack.enter_context(mock.patch.object(os, name, change))
+                for name in ("listdir", "scandir"):
+                    listing = index_last(getattr(os, name))
+                    stack.enter_context(mock.patch.object(os, name, listing))
                 try:
                     answer(folder, tag, keep, 0, save)
                     killed = False
@@ -353,7 +365,7 @@ def keeping_save(folder, tag, keep, rank, small_save):
             "load() finds one after each kill": all(loads for loads, _, _ in seen),
             "as many as are kept, after each kill": min(n for _, n, _ in seen) >= keep,
             "half a checkpoint after some kill": not all(whole for *_, whole in seen),
-            "kept at the end": sorted(path.name for path in found),
+            "kept at the end": sorted({p.parent.name for p in folder.glob("*/*")}),
             "deleted by another rank": saves - len(checkpoints(other)),
         }
 
@@ -413,7 +425,7 @@ def levels(params, speed, copy, between, both):
             "16 bytes",
             "12 * params",
             "16 * params",
-            "You saved gradients and rounded parameters too: 12 bytes a parameter are"
+            "You saved gradients and rounded parameters too: 12 bytes per parameter are"
             " enough.",
         ),
     )

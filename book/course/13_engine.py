@@ -60,59 +60,72 @@ def accumulation(batch, micro, ranks):
         return cases
 
 
-class Megabytes(Exercise):
+class Kilobytes(Exercise):
     label = "ex-engine-2"
-    answer = "calls"
+    answer = "sent"
     points = 6
+    book = {
+        "units": [8_768, 12_704, 12_704], "threshold": 10_000, "micro_batches": 4,
+        "ranks": 4,
+    }  # fmt: skip
     starter = """
-def calls(shards: list[int], ranks: int, bucket: int) -> int:
-    # Reduce-scatters of one backward at stage 2 with `reduce_bucket_size`: bucket. A
-    # rank's shards of the flat buffers have so many elements.
+def sent(units: list[int], threshold: int, micro_batches: int, ranks: int) -> int:
+    # Elements that a rank sends in one step at stage 3. The units have so many
+    # elements, each a multiple of the ranks; the config's
+    # `stage3_param_persistence_threshold` is `threshold`.
     return 0
 """
     public = """
-assert calls([10, 7], 1, 10**9) == 2  # a call for each flat buffer
+assert sent([8], 0, 1, 2) == 12  # two gathers and a reduction, of half a unit each
 """
     reference = """
-def calls(shards, ranks, bucket):
-    piece = max(1, bucket // ranks)
-    return sum(-(-n // piece) for n in shards)
+def sent(units, threshold, micro_batches, ranks):
+    total = 0
+    for n in units:
+        times = 3 * micro_batches if n >= threshold else micro_batches + 1
+        total += times * n
+    return total * (ranks - 1) // ranks
 """
     wrong = (
         Wrong(
-            "of each shard",
-            "bucket // ranks",
-            "bucket",
-            "You took the bucket of each shard: it counts elements over all ranks.",
-        ),
-        Wrong(
-            "buffers merged",
-            "sum(-(-n // piece) for n in shards)",
-            "-(-sum(shards) // piece)",
-            "You filled buckets across flat buffers: a piece ends with its buffer.",
-        ),
-        Wrong(
             "bytes",
-            "bucket // ranks",
-            "bucket // 4 // ranks",
-            "You read the size as bytes: DeepSpeed's key counts elements.",
+            "n >= threshold",
+            "4 * n >= threshold",
+            "You compared bytes with the threshold: the key counts elements.",
         ),
         Wrong(
-            "no element",
-            "max(1, bucket // ranks)",
-            "bucket // ranks",
-            "A bucket smaller than the number of ranks still takes an element of each.",
+            "all sharded",
+            "3 * micro_batches if n >= threshold else micro_batches + 1",
+            "3 * micro_batches",
+            "You left the threshold out: units with fewer elements stay unsharded.",
+        ),
+        Wrong(
+            "reduced once",
+            "else micro_batches + 1",
+            "else 2",
+            "You reduced a small unit's gradients once in a step: at stage 3 gradients"
+            " are sharded, so each micro-batch reduces.",
+        ),
+        Wrong(
+            "all of it",
+            "total * (ranks - 1) // ranks",
+            "total",
+            "You sent the rank's own part, too: it sends (N - 1)/N of a unit.",
         ),
     )
-    explain = "What a bucket of 25 MB is in elements, and how many calls it makes."
+    explain = "Why no unit was sharded, and what the key must be in fp32 and in bf16."
 
     def draw(self, rng):
-        n = rng.choice([3, 4, 6])
-        shards = [rng.randint(50, 300) for _ in range(rng.randint(3, 6))]
-        return [
-            {"shards": shards, "ranks": n, "bucket": bucket}
-            for bucket in (n * rng.randint(8, 30) + 1, n - 1)
-        ]
+        def case():
+            n = rng.choice([2, 4, 8])
+            threshold = n * rng.randint(200, 900)
+            units = [n * rng.randint(30, 1500) for _ in range(rng.randint(3, 6))]
+            return {
+                "units": [*units, threshold], "threshold": threshold,
+                "micro_batches": rng.randint(2, 9), "ranks": n,
+            }  # fmt: skip
+
+        return self.telling(case, 2)
 
 
 class RunsAhead(Exercise):

@@ -15,7 +15,7 @@ class Floors(Exercise):
     book = {"moments": 2, "itemsize": 2, "small": 2}
     starter = """
 def floors(moments: int, itemsize: int, small: int) -> tuple[int, int]:
-    # Bytes a parameter that the update of an optimizer with so many moments must
+    # Bytes per parameter that the update of an optimizer with so many moments must
     # move: if every tensor has `itemsize` bytes an element; and if moments and master
     # weights are fp32, while the gradient that it reads, and a parameter that it also
     # writes, have `small` bytes.
@@ -240,7 +240,7 @@ def rounded(p_at, half_at, n, BLOCK: tl.constexpr):
         with Traffic() as counted:
             answer(p, g, m, v, half, 0.01)
         return {
-            "bytes a parameter": counted.moved / elements,
+            "bytes per parameter": counted.moved / elements,
             "launches": counted.launches.total(),
             "copies by torch": counted.launches["copy_"],
             "parameter and moments": digest([p, m, v]),

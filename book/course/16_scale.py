@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from minizero.lab.course import Exercise, Wrong
-from minizero.scale import MODELS, Candidate, Job, predict
+from minizero.scale import MODELS, Candidate, Job, Memory
 from minizero.scale.machines import MACHINES
 from minizero.scale.published import rows
 
@@ -226,7 +226,7 @@ def left_out(job):
             for gpus in range(2, 65):
                 for sequence in (1024, 2048, 3072, 4096):
                     job = on_h100s(model, gpus, sequence)
-                    used = predict(job, Candidate(3, "full")).memory.total
+                    used = Memory.of(job, Candidate(3, "full")).total
                     most = next((m for m in rooms if used < m * job.machine.memory), 0)
                     if most:
                         case = {"model": model, "gpus": gpus, "sequence": sequence}

@@ -33,7 +33,7 @@ from minizero.scale import Candidate, Job, predict
 def smallest(job: Job) -> tuple[Candidate, float]:
     # The way to train this job that needs least of a device, with all rows of a rank
     # in one micro-batch; and the bytes that you predict, to 10 %.
-    return Candidate(0, micro_batch=job.each), 0.0
+    return Candidate(0, micro_batch=job.sequences_per_gpu), 0.0
 """
     public = """
 from minizero.lab.models.gpt import GPTConfig
@@ -50,7 +50,7 @@ from minizero.scale import Candidate, predict
 
 def smallest(job):
     how = Candidate(
-        3, "full", job.each, offload_optimizer="cpu", offload_param="cpu"
+        3, "full", job.sequences_per_gpu, offload_optimizer="cpu", offload_param="cpu"
     )
     return how, predict(job, how).memory.total
 """
@@ -77,8 +77,9 @@ def smallest(job):
         ),
         Wrong(
             "stage 2",
-            '3, "full", job.each, offload_optimizer="cpu", offload_param="cpu"',
-            '2, "full", job.each, offload_optimizer="cpu"',
+            '3, "full", job.sequences_per_gpu, offload_optimizer="cpu", '
+            'offload_param="cpu"',
+            '2, "full", job.sequences_per_gpu, offload_optimizer="cpu"',
             "Under stage 2 a device holds all parameters at all times.",
         ),
     )

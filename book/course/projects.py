@@ -150,7 +150,7 @@ from minizero.scale import Candidate, Job
 
 def way(job: Job) -> Candidate:
     # The way to train this job.
-    return Candidate(0, micro_batch=job.each)
+    return Candidate(0, micro_batch=job.sequences_per_gpu)
 """
     public = """
 from minizero.lab.models.gpt import GPTConfig
@@ -176,7 +176,7 @@ from minizero.scale import Candidate
 
 
 def way(job):
-    return Candidate(0, "full", 1, job.each)
+    return Candidate(0, "full", 1, job.sequences_per_gpu)
 """,
             "It does not fit: count the bytes of each category first.",
         ),
@@ -188,7 +188,7 @@ from minizero.scale import Candidate
 
 
 def way(job):
-    return Candidate(3, "full", 1, job.each, "cpu", "cpu")
+    return Candidate(3, "full", 1, job.sequences_per_gpu, "cpu", "cpu")
 """,
             "It fits, and is slower than it need be: you moved or computed again what "
             "would have fitted.",
@@ -225,7 +225,7 @@ def way(job):
         toy = replace(TOY, memory=room * count_parameters(gpt))
         job = Job(shape_of(gpt), toy, ranks, count, SEQUENCE, "fp32")
         how, best = answer(job), choose(job)
-        plain = Candidate(0, micro_batch=job.each)
+        plain = Candidate(0, micro_batch=job.sequences_per_gpu)
         runs = [
             launch(
                 trained, ranks, gpt, ds_config(job, each), each.checkpointing, count, 3,
@@ -236,7 +236,7 @@ def way(job):
         losses = [run["losses"] for run in runs]
         fastest = min(r.step_seconds for r in [best.best, *best.others] if r.fits)
         return {
-            "all rows": how.micro_batch * how.accumulation == job.each,
+            "all rows": how.micro_batch * how.accumulation == job.sequences_per_gpu,
             "fits": runs[0]["peak"] <= toy.memory,
             "losses as under plan 0": all(
                 abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)

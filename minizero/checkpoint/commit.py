@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,18 +16,16 @@ from ..comm import agreeing
 from ..ranks import rank, world_size
 from .files import CheckpointError, LazyTensor
 from .files import write_file, write_tensors
-from .layout import ASIDE, INDEX, LATEST, Index
+from .layout import INDEX, LATEST, Index
 from .layout import checkpoints, latest_tag
 
+# what `save` calls its files: those of ranks, and an index on its way
+OURS = re.compile(r"rank-\d+-of-\d+.*\.safetensors|index\.json\.tmp")
+
 # %% auto #0
-__all__ = ['aside', 'sync_folder', 'replace_file', 'prepare', 'commit', 'sweep', 'save_together']
+__all__ = ['OURS', 'sync_folder', 'replace_file', 'prepare', 'commit', 'sweep', 'save_together']
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-write
-def aside(path: Path, kind: str) -> Path:
-    """Another name for a folder or file, which no save had before."""
-    return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
-
-
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
@@ -39,82 +37,74 @@ def sync_folder(folder: Path) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file in one step: a reader finds the old or the new one."""
-    temporary = aside(path, "tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     write_file(temporary, [data])
     os.replace(temporary, path)
     sync_folder(path.parent)
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-prepare
-def prepare(folder: Path, tag: str) -> tuple[Path, Path, int]:
-    """Make a folder to write in: the checkpoint's path, it, a number."""
-    bad = Path(tag).name != tag or tag in ("", "..", LATEST)
-    bad |= tag.strip() != tag or not tag.isprintable()
-    if bad or ASIDE.fullmatch(tag):
+def prepare(folder: Path, tag: str) -> tuple[Path, str]:
+    """Make a folder for a checkpoint; its path, and a mark for its files."""
+    bad = Path(tag).name != tag or tag in ("", "..", LATEST, f"{LATEST}.tmp")
+    if bad or tag.strip() != tag or not tag.isprintable():
         raise CheckpointError(
             f"the tag {tag!r} cannot name a folder beside `latest`; take "
             "one such as 'step-100', without slashes"
         )
     sweep(folder)
-    written = aside(folder / tag, "tmp")
-    written.mkdir(parents=True)
-    numbers = [index.number for _, index in checkpoints(folder)]
-    return folder / tag, written, max(numbers, default=0) + 1
+    (folder / tag).mkdir(parents=True, exist_ok=True)
+    return folder / tag, secrets.token_hex(4)
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-commit
 def commit(
-    written: Path, path: Path, index: Index, keep: int | None, latest: bool
+    path: Path, index: Index, keep: int | None, latest: bool
 ) -> None:
     """Turn a folder with the files of all ranks into a checkpoint.
 
-    One rename decides. A checkpoint that has the name already makes room
-    first. Then `latest` is replaced. Old checkpoints go last: all but
-    `keep`, what `latest` names, and what was given another name.
+    Replacing the index decides. Then `latest` is replaced. Old checkpoints go
+    last: all but `keep`, what `latest` names, and what was given another
+    name.
     """
-    replace_file(written / INDEX, index.dumps())
-    if (path / INDEX).exists():
-        os.rename(path, aside(path, "old"))
-    os.rename(written, path)
-    sync_folder(path.parent)
+    folder = path.parent
+    numbers = [old.number for _, old in checkpoints(folder)]
+    index.number = max(numbers, default=0) + 1
+    sync_folder(path)  # the names of the files
+    sync_folder(folder)  # and of their folder
+    replace_file(path / INDEX, index.dumps())
     if latest:
-        replace_file(path.parent / LATEST, f"{path.name}\n".encode())
-    own = [t for t, index in checkpoints(path.parent) if t == index.tag]
+        replace_file(folder / LATEST, f"{path.name}\n".encode())
+    own = [tag for tag, saved in checkpoints(folder) if tag == saved.tag]
     for tag in own[:-keep] if keep else ():
-        if tag != latest_tag(path.parent):
-            old = path.parent / tag
-            os.rename(old, aside(old, "tmp"))
-    sweep(path.parent)
+        if tag != latest_tag(folder):
+            (folder / tag / INDEX).unlink()
+    sweep(folder)
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed saves have left, and what `commit` has renamed.
-
-    What made room for a checkpoint that has not come is renamed back.
-    """
-    for path in sorted(folder.glob("*")):
-        found = ASIDE.fullmatch(path.name)
-        old = found and found["kind"] == "old"
-        if found and old and not (folder / found["tag"]).exists():
-            os.rename(path, folder / found["tag"])
-        elif found and path.is_dir():
-            shutil.rmtree(path)
-        elif found:
-            path.unlink()
+    """Delete files of saves that no index lists, and folders left empty."""
+    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
+    indexes = dict(checkpoints(folder))
+    for path in [path for path in folder.glob("*") if path.is_dir()]:
+        index = indexes.get(path.name)
+        if index is None and (path / INDEX).exists():
+            continue  # a damaged index may list any of the files
+        listed = {name for name, *_ in index.files} if index else set()
+        for file in sorted(path.glob("*")):
+            if OURS.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+        if not any(path.iterdir()):
+            path.rmdir()
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-together
 def save_together(
-    written: Path, path: Path, index: Index,
+    path: Path, mark: str, index: Index,
     tensors: Sequence[LazyTensor], keep: int | None, latest: bool,
 ) -> None:
     """Write this rank's file, then commit; every rank calls it."""
-    name = f"rank-{rank():04d}-of-{world_size():04d}.safetensors"
+    name = f"rank-{rank():04d}-of-{world_size():04d}-{mark}.safetensors"
     with agreeing(CheckpointError):  # prepare
-        facts = write_tensors(written / name, tensors)
-    mine = [flat.savers[0] for flat in index.flats]
-    every = comm.gather_objects(((name, *facts), mine))
-    files, shards = zip(*every, strict=True)
-    index.files = list(files)
-    for flat, *written_by in zip(index.flats, *shards, strict=True):
-        flat.savers = [written_by.index(i) for i in range(world_size())]
+        facts = write_tensors(path / name, tensors)
+    index.files = comm.gather_objects((name, *facts))
     with agreeing(CheckpointError):  # decide, point
         if rank() == 0:
-            commit(written, path, index, keep, latest)
+            commit(path, index, keep, latest)

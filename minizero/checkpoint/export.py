@@ -21,7 +21,7 @@ from .load import SavedRun
 
 def open_run(folder: Folder, tag: str | None = None) -> SavedRun:
     """A checkpoint whose files have all been verified."""
-    _, name, raw = find(Path(folder), tag)
+    name, raw = find(Path(folder), tag)
     run = SavedRun(Path(folder, name), raw)
     run.verify()
     return run
@@ -40,10 +40,11 @@ def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
         for slot in flat.slots
         for name in slot.names
     ]
-    for key in run.file(0).keys():
-        name = key.removeprefix("buffers/")
-        if name != key:
-            found.append(LazyTensor.of(name, run.file(0).get_tensor(key)))
+    file = run.file(0)
+    buffers = [key for key in file.keys() if key.startswith("buffers/")]
+    found += [
+        LazyTensor.of(key[len("buffers/") :], file.get_tensor(key)) for key in buffers
+    ]
     return [lazy.to(dtype) for lazy in found]
 
 
@@ -96,7 +97,7 @@ def export(
     for i, part in enumerate(parts, 1):
         number = f"-{i:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
         name = f"model{number}.safetensors"
-        write_tensors(where / name, part, {"format": "pt"})
+        write_tensors(where / name, part)
         weight_map |= {tensor.name: name for tensor in part}
     if len(parts) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in tensors)}

@@ -48,7 +48,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class LazyTensor:
     """A tensor to be written that need not be in memory.
 
-    read(a, b): elements a to b, [b - a], in host memory. The tensor's begin at `start`.
+    read(a, b): elements a to b of a buffer, [b - a], in host memory. The tensor is the
+        part of this buffer that begins at element `start`.
     """
 
     name: str
@@ -109,15 +110,13 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, in
     return length, checksum
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str] | None = None
-) -> tuple[int, int]:
+def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[int, int]:
     """Write a new safetensors file, chunk by chunk; returns its length and its crc32.
 
     The safetensors library would need all tensors in memory; these may be on a disk.
     """
     tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # keeps all aligned
-    header: dict[str, Any] = {"__metadata__": metadata or {}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes

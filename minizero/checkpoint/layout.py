@@ -1,13 +1,11 @@
 """What a folder of checkpoints holds: which one is meant, and where its elements are.
 
-For a tag `t` the folder may have
-    t               a checkpoint;
-    t.tmp-0123abcd  one that is being written or deleted, which never counts;
-    t.old-0123abcd  one that made room for another of its name, and counts while there
-                    is no `t`.
+Each tag has a folder in it, with a file of each rank and an index that lists them. A
+save writes the index last: a folder without one is no checkpoint, and a file that no
+index lists is left from a save that was killed.
 
 Every rank saves one shard of each flat buffer. A run that loads may cut its buffers
-otherwise: `pieces` and `places` find its elements in the files.
+otherwise: `pieces` finds its elements in the files.
 """
 
 from __future__ import annotations
@@ -15,18 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..zero import Flat
 from .files import CheckpointError
 
 INDEX, LATEST = "index.json", "latest"
 Folder = str | os.PathLike[str]
-ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 
 
 @dataclass
@@ -97,21 +92,10 @@ def _sealed(text: bytes) -> bytes:
     return b'{"version": 3, "crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
 
 
-def indexes(folder: Path) -> dict[str, Path]:
-    """The tags in a folder, and the path of each one's index."""
-    tags: dict[str, Path] = {}
-    for path in sorted(folder.glob(f"*/{INDEX}")):
-        found = ASIDE.fullmatch(path.parent.name)
-        if found is None:
-            tags[path.parent.name] = path
-        elif found["kind"] == "old":
-            tags.setdefault(found["tag"], path)
-    return tags
-
-
 def exists(folder: Folder) -> bool:
     """Whether there is a checkpoint to go on from, be it a damaged one."""
-    return (Path(folder) / LATEST).exists() or bool(indexes(Path(folder)))
+    latest = Path(folder, LATEST)
+    return latest.exists() or any(latest.parent.glob(f"*/{INDEX}"))
 
 
 def latest_tag(folder: Path) -> str | None:
@@ -123,19 +107,19 @@ def latest_tag(folder: Path) -> str | None:
 def checkpoints(folder: Path) -> list[tuple[str, Index]]:
     """The tags and indexes of the complete checkpoints, oldest first."""
     complete = []
-    for tag, path in indexes(folder).items():
+    for path in sorted(folder.glob(f"*/{INDEX}")):
         with contextlib.suppress(OSError, CheckpointError):
-            complete.append((tag, Index.loads(path.read_bytes(), path)))
+            complete.append((path.parent.name, Index.loads(path.read_bytes(), path)))
     return sorted(complete, key=lambda pair: pair[1].number)
 
 
-def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
-    """Which checkpoint is meant: its tag, its folder's name, its index file.
+def find(folder: Path, tag: str | None = None) -> tuple[str, bytes]:
+    """Which checkpoint is meant: its tag, and what its index file holds.
 
     Without a tag: the one that `latest` names or, where there is no such file, the
     newest that is complete. Raises CheckpointError.
     """
-    paths, tags = indexes(folder), [tag for tag, _ in checkpoints(folder)]
+    tags = [complete for complete, _ in checkpoints(folder)]
     where = folder
     if tag is None and (tag := latest_tag(folder)) is not None:
         where = folder / LATEST
@@ -145,11 +129,11 @@ def find(folder: Path, tag: str | None = None) -> tuple[str, str, bytes]:
             "zero_to_fp32.py in it, and load the weights into the model"
         )
     tag = tags[-1] if tag is None and tags else tag
-    if tag not in paths:
+    if tag is None or not (folder / tag / INDEX).exists():
         what = repr(tag) if tag is not None else "in this folder"
         have = f"; complete are {', '.join(map(repr, tags))}" if tags else ""
         raise CheckpointError(f"{where}: there is no checkpoint {what}{have}")
-    return tag, paths[tag].parent.name, paths[tag].read_bytes()
+    return tag, (folder / tag / INDEX).read_bytes()
 
 
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -162,22 +146,3 @@ def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
         last = min(size, first + b - a)
         yield shard, first, last
         a += last - first
-
-
-Place = tuple[SavedFlat, SavedSlot]
-
-
-def places(
-    flat: Flat, low: int, high: int, found: dict[str, Place]
-) -> Iterator[tuple[SavedFlat, int, int, int]]:
-    """Where elements `low` to `high` of a flat buffer were saved.
-
-    found: the place of each parameter, by its slot's name. For each parameter in the
-    range: its saved buffer, its first element there, and the elements a to b of the
-    range that it fills.
-    """
-    for slot in flat.slots:
-        a, b = max(low, slot.offset), min(high, slot.offset + slot.numel)
-        if a < b and slot.name in found:
-            saved, there = found[slot.name]
-            yield saved, there.offset + a - slot.offset, a - low, b - low

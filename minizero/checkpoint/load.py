@@ -17,8 +17,10 @@ from ..memory.labels import label_states
 from ..ranks import rank, world_size
 from ..zero import DataParallel, Flat
 from .files import CheckpointError, LazyTensor, measure, unpack
-from .layout import INDEX, Folder, Index, Place, SavedFlat, find, pieces, places
+from .layout import INDEX, Folder, Index, SavedFlat, SavedSlot, find, pieces
 from .save import FROZEN, facts_of, finish, names_of, set_random_states
+
+Place = tuple[SavedFlat, SavedSlot]
 
 
 @dataclass
@@ -60,9 +62,9 @@ def load(
         net.synchronize()
         with agreeing(CheckpointError):
             mine = find(Path(folder), tag) if rank() == 0 else None
-        tag, name, raw = comm.gather_objects(mine)[0]
+        tag, raw = comm.gather_objects(mine)[0]
         with agreeing(CheckpointError):
-            run = SavedRun(Path(folder, name), raw)
+            run = SavedRun(Path(folder, tag), raw)
             run.verify(rank(), world_size())
         with agreeing(CheckpointError):
             found = match(net, run.index, strict, optimizer)
@@ -168,12 +170,20 @@ def fill(
     """Read this rank's part of the parameters, and of the optimizer's states."""
 
     def read(flat: Flat, what: str, start: int, *tensors: Tensor) -> None:
-        """The elements of a buffer from `start` on, in the dtype of each tensor."""
+        """Fill tensors, each in its dtype, with saved elements of `flat`.
+
+        Their first is element `start` of the flat buffer.
+        """
         end = start + tensors[0].numel()
-        for saved, first, a, b in places(flat, start, end, found):
+        for slot in flat.slots:
+            a, b = max(start, slot.offset), min(end, slot.offset + slot.numel)
+            if a >= b or slot.name not in found:
+                continue
+            saved, there = found[slot.name]
+            first = there.offset + a - slot.offset
             for chunk in run.lazy(what, saved, what, first, [b - a]).chunks():
                 for tensor in tensors:
-                    net.storage.write_shard(tensor, chunk.to(tensor.dtype), a)
+                    net.storage.write_shard(tensor, chunk.to(tensor.dtype), a - start)
                 a += len(chunk)
 
     scalars = run.values("scalars")
@@ -182,10 +192,8 @@ def fill(
             stored = getattr(flat, "stored", flat.full)
             start = rank() % (flat.padded // stored.numel()) * stored.numel()
             read(flat, "parameters", start, stored)
-        elif flat.master is flat.shard:
-            read(flat, "parameters", flat.start, flat.shard)
-        else:
-            read(flat, "parameters", flat.start, flat.master, flat.shard)
+        else:  # the shard, and its master copy if it has one
+            read(flat, "parameters", flat.start, *{flat.master, flat.shard})
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
         if saved and flat.trainable and optimizer:
             # numbers such as Adam's step are copied: several flats may have been one

@@ -57,7 +57,8 @@ def save(
 
     Each rank writes its shards of the parameters (in fp32, if the precision has fp32
     masters) and of the optimizer's states, and its random states. Nothing is gathered.
-    A folder belongs to one job, which deletes what looks like a killed save's files.
+    A folder belongs to one job, which deletes what looks like a killed save's files, and
+    folders in it that are empty.
 
     extra: what else a resumed run needs, such as a scheduler's state; rank 0's is kept.
         `files.pack` says what it may hold.
@@ -80,25 +81,31 @@ def save(
                     "gradients of a step that is not complete are not saved; save after "
                     "step(), or drop the gradients by zero_grad()"
                 )
-            index, tensors = describe(net, tag, extra or {})
-            on_disk = "nvme" in (net.plan.parameters.on, net.plan.optimizer.on)
-            if background and not on_disk:
+            index, shards, tensors = describe(net, tag, extra or {})
+            background &= "nvme" not in (net.plan.parameters.on, net.plan.optimizer.on)
+            if background:
                 tensors = [LazyTensor.of(t.name, t.tensor()) for t in tensors]
         with agreeing(CheckpointError):
             mine = prepare(Path(folder), tag) if rank() == 0 else None
-        # of rank 0 on all ranks: a tag may hold the time
-        path, written, index.number = comm.gather_objects(mine)[0]
-        write = partial(save_together, written, path, index, tensors, keep, latest)
-        if background and not on_disk:
+        every = comm.gather_objects((mine, shards))
+        for flat, *by_rank in zip(index.flats, *(s for _, s in every), strict=True):
+            flat.savers = [by_rank.index(shard) for shard in range(world_size())]
+        # rank 0's folder on all ranks: a tag may hold the time
+        path, mark = every[0][0]
+        write = partial(save_together, path, mark, index, tensors, keep, latest)
+        if background:
             _under_way = _writer.submit(write)
         else:
             write()
 
 
-def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyTensor]]:
-    """The index, without its files; and what this rank is to write."""
+def describe(
+    net: DataParallel, tag: str, extra: Any
+) -> tuple[Index, list[int], list[LazyTensor]]:
+    """The index, without files and savers; the number of the shard of each flat buffer
+    that this rank is to write; and what its file is to hold."""
     names, scalars = names_of(net.model), dict[str, dict[str, Any]]()
-    flats, tensors = [], []
+    flats, shards, tensors = [], [], []
     for number, flat in enumerate(net.flats):
         key = f"flat-{number}"
         stored = {"parameters": flat.master}
@@ -109,18 +116,19 @@ def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyT
             else:
                 scalars[key][state] = value
         size = flat.padded // world_size()
-        ranks = flat.padded // flat.master.numel()
-        # ranks that store the same elements each write another part of them
-        start = rank() // ranks * size
+        # so many parts does the buffer have, and so many ranks store each of them:
+        # each of these writes a shard of its part
+        parts = flat.padded // flat.master.numel()
+        start = rank() // parts * size
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
             tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
-        mine = (flat.start + start) // size  # `save_together` adds the others'
+        shards.append((flat.start + start) // size)
         slots = [
             SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]
         dtypes = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
-        flats.append(SavedFlat(key, size, [mine], dtypes, slots))
+        flats.append(SavedFlat(key, size, [], dtypes, slots))
     state = net.module_state()
     buffers = {name: b for name, b in state.items() if isinstance(b, Tensor)}
     modules = {name: value for name, value in state.items() if name not in buffers}
@@ -134,7 +142,7 @@ def describe(net: DataParallel, tag: str, extra: Any) -> tuple[Index, list[LazyT
         values |= {"extra": extra, "scalars": scalars, "precision": precision}
     tensors += [LazyTensor.of(f"buffers/{name}", b) for name, b in buffers.items()]
     tensors += [LazyTensor.of(f"values/{k}", pack(v, k)) for k, v in values.items()]
-    return Index(tag, facts_of(net), flats), tensors
+    return Index(tag, facts_of(net), flats), shards, tensors
 
 
 def facts_of(net: DataParallel) -> dict[str, str]:

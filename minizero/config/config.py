@@ -14,7 +14,8 @@ from . import schema
 from .schema import Count, Dtype, Section
 
 ZERO, HPZ, MICS = "zero_optimization", "zero_hpz_partition_size", "mics_shard_size"
-Often = Annotated[int, BeforeValidator(lambda n: 0 if n == math.inf else n)]
+# accelerate writes Infinity for "never"
+Interval = Annotated[int, BeforeValidator(lambda n: 0 if n == math.inf else n)]
 
 
 class Dtypes(NamedTuple):
@@ -27,6 +28,8 @@ class Dtypes(NamedTuple):
 
 class Config(Section):
     """A complete config, with the keys, defaults and units of DeepSpeed 0.19."""
+
+    # `read` completes these three
 
     train_batch_size: Count = Field(None)  # type: ignore[assignment]
     train_micro_batch_size_per_gpu: Count = Field(None)  # type: ignore[assignment]
@@ -41,7 +44,7 @@ class Config(Section):
     zero_optimization: schema.ZeroOptimization = schema.ZeroOptimization()
     aio: schema.Aio = schema.Aio()
     activation_checkpointing: schema.Recompute = schema.Recompute()
-    steps_per_print: Often = Field(0, ge=0)
+    steps_per_print: Interval = Field(0, ge=0)
     dataloader_drop_last: bool = False
 
     world_size: int = 1  # the number of ranks it was completed for
@@ -56,7 +59,7 @@ class Config(Section):
 
     @property
     def groups(self) -> tuple[int | None, int | None]:
-        """Ranks that share one copy of everything sharded, or of parameters alone."""
+        """Ranks in each MiCS group, and in each hpZ group; None: there are no groups."""
         zero = self.zero_optimization
         mics = zero.mics_shard_size if zero.stage else -1
         hpz = zero.zero_hpz_partition_size if zero.stage == 3 else 1
@@ -119,8 +122,8 @@ class Config(Section):
                 f"{ZERO} has two nvme_path, {paths[0]} and {paths[1]}, but all files "
                 "are in one folder; give both the same"
             )
-        late, files = states.delayed_update, "nvme" in self.places
-        if late and (states.device != "cpu" or files):
+        delayed, on_disk = states.delayed_update, "nvme" in self.places
+        if delayed and (states.device != "cpu" or on_disk):
             yield (
                 f"{ZERO}.offload_optimizer.delayed_update = true, but only what is in "
                 'host memory is updated late; give "device": "cpu" and no "nvme"'
@@ -133,7 +136,7 @@ class Config(Section):
                     f"{ZERO}.{name} = {size}, but {self.world_size} ranks cannot shard "
                     f"in groups of {size}; use a number above 1 that divides them"
                 )
-            if size and (late or files):
+            if size and (delayed or on_disk):
                 yield f"{ZERO}.{name}: groups take no nvme and no delayed_update"
         if self.groups[1] and self.places[1] != "none":
             yield f"{ZERO}.{HPZ} takes no offload_param; use {MICS}, or leave it out"

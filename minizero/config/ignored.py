@@ -98,9 +98,9 @@ REFUSED: Rows = [
 
 
 IGNORED = {
-    f"{section}.{key}".lstrip("."): (reason, silent, rows is REFUSED)
+    f"{section}.{key}".lstrip("."): (reason, default, rows is REFUSED)
     for rows in (NO_EFFECT, REFUSED)
     for reason, section, keys in rows
-    for key, silent in keys.items()
+    for key, default in keys.items()
 }
 """By dotted name: the reason, the value accepted in silence, whether it is refused."""

@@ -43,8 +43,6 @@ def read(
     integration, the value of each key that is "auto", by its dotted name. Raises
     ConfigError, with a sentence for each problem.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, not {world_size!r}")
     given, file = load(source)
     problems: list[str] = []
     warnings: list[str] = []
@@ -56,6 +54,7 @@ def read(
         three = (getattr(config, name) for name in SIZES)
         update = dict(zip(SIZES, batch_sizes(world_size, *three), strict=True))
     except ValidationError as error:
+        # a default that needs a key with an error is no error of its own
         found = [each for each in error.errors() if "default_" not in each["type"]]
         problems += map(_sentence, found)
     except ValueError as error:
@@ -73,13 +72,13 @@ def _accepted(
     problems: list[str],
     warnings: list[str],
 ) -> dict[str, Any]:
-    """The keys of a section that the schema has, with "auto" filled in, without null.
+    """A section's keys that are in the schema, with "auto" filled in, without null.
 
-    Each other key adds a sentence to `problems` or `warnings`.
+    `path`: the section's dotted name and a dot. Each other key adds a sentence to
+    `problems` or `warnings`.
     """
     known: dict[str, Any] = {}
     for key, value in given.items():
-        key = _shown(key, str)
         where = f"{path}{key}"
         if isinstance(value, str) and value == "auto":
             value = auto.get(where)
@@ -91,12 +90,12 @@ def _accepted(
         if value is None:
             continue
         if where in IGNORED:
-            reason, silent, refused = IGNORED[where]
+            reason, default, refused = IGNORED[where]
             is_section = isinstance(value, Mapping)
             said = where if is_section else f"{where} = {_shown(value)}"
             disabled = is_section and (not value or value.get("enabled") is False)
-            if silent is ANY or value == silent or disabled:
-                continue
+            if default is ANY or value == default or disabled:
+                continue  # it asks for nothing
             if refused:
                 problems.append(f"minizero does not support {said}: {reason}")
             else:
@@ -107,7 +106,7 @@ def _accepted(
                 value = _accepted(value, f"{where}.", auto, problems, warnings)
             known[key] = value
         else:
-            sentence, meant = _unknown_key(path[:-1], key)
+            sentence, meant = _unknown_key(path[:-1], str(key))
             # a key at the top that resembles no other may be the script's own
             (problems if path or meant else warnings).append(sentence)
     return known
@@ -139,7 +138,7 @@ def _sentence(error: Any) -> str:
         return f"{where} is missing; give it a value"
     must = error["msg"].removeprefix("Input should be ").replace("'", '"')
     hint = ""
-    if kind in ("model_type", "dict_type"):
+    if kind in ("model_type", "dict_type"):  # where a section belongs
         must = "an object in braces"
         switch = {bool: "enabled", str: "device" if "." in where else "type"}
         if name := switch.get(type(value)):
@@ -194,10 +193,10 @@ def _unused(zero: ZeroOptimization) -> Iterator[str]:
                 yield f"{where} has no effect at stage {zero.stage}: {why}"
 
 
-def _shown(value: Any, text: Callable[[Any], str] = json.dumps) -> str:
-    """A value as JSON writes it, if it is short."""
+def _shown(value: Any) -> str:
+    """A value as JSON writes it, cut to 60 characters."""
     try:
-        written = text(value)
+        written = json.dumps(value)
     except (TypeError, ValueError):
         written = repr(value)
     return written if len(written) <= 60 else f"{written[:57]}..."
@@ -209,7 +208,7 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         return source, ""
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"a config is a dict, a path or JSON text, not {source!r}")
-    text, name = os.fspath(source).removeprefix("\ufeff"), ""
+    text, name = os.fspath(source), ""
     try:
         if text.lstrip()[:1] not in ("{", "[", ""):
             name = text
@@ -220,7 +219,7 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         names = [path.name for path in folder.glob("*.json")]
         meant = _suggestion(Path(name).name, names) or f"the folder is {folder}"
         raise ConfigError(f"there is no config file {name}; {meant}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the config is not JSON: {error}", name) from None
     if not isinstance(found, dict):
         raise ConfigError(f"a config is an object in braces, not {_shown(found)}", name)

@@ -72,6 +72,7 @@ NAMES = {
 
 def _install() -> None:
     """Put a module for each of DeepSpeed's into `sys.modules`."""
+    # each path and its parents: "ops.adam" has "ops"
     every = {".".join(path.split(".")[: i + 1]) for path in NAMES for i in range(4)}
     for path in sorted(every - {""}):  # a parent before its parts
         module = ModuleType(f"{__name__}.{path}", f"DeepSpeed's `deepspeed.{path}`.")

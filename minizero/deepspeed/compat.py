@@ -47,7 +47,7 @@ def Init(
     chosen = config_dict_or_path if config is None else config
     made = zero.Init(chosen, enabled=enabled)
     if module is not None and made.enabled:
-        made._added(module, "", module)
+        made._added(module, "", module)  # as if a module outside had just got it
         made._hold([])
     return made
 
@@ -66,16 +66,17 @@ def GatheredParameters(
 
 
 class ZeroParamStatus(Enum):
-    """Whether a sharded parameter, which has `ds_id` and `ds_status`, has its values."""
+    """A sharded parameter's `ds_status`: whether it is unsharded now."""
 
     AVAILABLE, NOT_AVAILABLE, INFLIGHT = range(1, 4)
 
 
 def _ds_status(p: Any) -> ZeroParamStatus:
-    there = p.sharded_in.is_unsharded  # AttributeError: it is not sharded
-    return ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
+    full = p.sharded_in.is_unsharded
+    return ZeroParamStatus.AVAILABLE if full else ZeroParamStatus.NOT_AVAILABLE
 
 
+# other parameters have no `sharded_in`, so `hasattr(p, "ds_id")` finds the sharded ones
 nn.Parameter.ds_status = property(_ds_status)  # type: ignore[attr-defined]
 nn.Parameter.ds_id = property(lambda p: id(p.sharded_in))  # type: ignore[attr-defined]
 
@@ -141,7 +142,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
 ) -> None:
-    """Write it to `output_dir`: as `pytorch_model.bin`, or as safetensors files."""
+    """Write a checkpoint's weights in fp32, as `pytorch_model.bin` or safetensors."""
     if safe_serialization:
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
         most = int(max_shard_size[:-2]) * units[max_shard_size[-2:].upper()]
@@ -155,7 +156,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Folder, tag: str | None = None
 ) -> nn.Module:
-    """Load it into a model that no engine has; the model is moved to the host."""
+    """Load a checkpoint's weights into a model without engine, on the host."""
     model.cpu().load_state_dict(consolidate(checkpoint_dir, tag), strict=False)
     return model
 
@@ -176,7 +177,7 @@ def configure(
 
 
 logger = logging.getLogger("minizero")
-if not logger.handlers:  # as DeepSpeed's, it prints by itself
+if not logger.handlers:  # it prints without being set up, as DeepSpeed's does
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.setLevel(logging.INFO)
     logger.propagate = False

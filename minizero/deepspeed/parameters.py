@@ -20,8 +20,8 @@ from ..zero import nets_of
 class View:
     """Reads and writes one parameter in the buffers that the ranks store.
 
-    This rank has it at elements a to b of its buffer. `start`: the first of these,
-    counted in the parameter.
+    `a`, `b`: this rank stores elements a to b of its buffer for it, none if a = b.
+    `start`: the place of the first one in the flattened parameter.
     """
 
     def __init__(self, p: nn.Parameter) -> None:
@@ -40,14 +40,18 @@ class View:
         self.start = self.a - first if self.b > self.a else 0
 
     def read(self, stored: Tensor) -> Tensor:
-        """What the ranks have stored, together, on the device, in fp32."""
+        """The whole parameter's values in a stored buffer, on the device, in fp32.
+
+        Each rank puts its elements into zeros, and the sum over ranks has them all.
+        """
         part = self.net.storage.read_shard(stored, self.a, self.b)
         part = part.to(self.flat.full.device, torch.float32, copy=True)
-        if self.flat.master.numel() == self.flat.padded:
+        if self.flat.master.numel() == self.flat.padded:  # this rank has all
             return part.view(self.slot.shape)
         values = part.new_zeros(self.slot.numel)
-        is_shared = self.flat.master.numel() < self.flat.size  # by all groups
-        if is_shared or self.net.grid.number == 0:  # not a copy
+        # where each group of ranks has a copy, only the first group's counts
+        is_copied = self.flat.master.numel() == self.flat.size
+        if not is_copied or self.net.grid.number == 0:
             values[self.start : self.start + part.numel()] = part
         with comm.phase("view", self.unit.name):
             comm.all_reduce(values, group=self.net.group)
@@ -104,18 +108,13 @@ def safe_get_full_fp32_param(p: nn.Parameter) -> Tensor | None:
 def safe_set_full_fp32_param(p: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to `value`, the same on every rank.
 
-    In DeepSpeed the next forward still uses the old parameter.
+    Inside `zero.GatheredParameters`, write to the parameter instead. (In DeepSpeed the
+    next forward still uses the old parameter.)
     """
     view = _trained(p)
-    net, flat = view.net, view.flat
-    if getattr(flat, "holders", 0):
-        raise RuntimeError(
-            f"parameter {view.slot.name!r} is gathered: write to it, or call this "
-            "after zero.GatheredParameters"
-        )
-    view.write(flat.master, value)
-    view.write(flat.shard, value)
-    net.shards_written(view.unit)
+    view.write(view.flat.master, value)
+    view.write(view.flat.shard, value)
+    view.net.shards_written(view.unit)
 
 
 def safe_get_full_optimizer_state(

@@ -22,7 +22,7 @@ class ShardSampler(DistributedSampler[Any]):
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, world_size(), rank())
-        self.whole = DistributedSampler[Any](data, 1, 0)  # the permutation
+        self.whole = DistributedSampler[Any](data, 1, 0)  # gives the permutation
         self.start = 0
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class ShardSampler(DistributedSampler[Any]):
         self.whole.epoch, self.whole.seed = self.epoch, self.seed
         order, total = [*self.whole], len(self) * self.num_replicas
         left = order[self.start :]
-        while len(left) < total:  # its start fills it up
+        while len(left) < total:  # samples of its start are repeated, as by torch
             left += order[: total - len(left)]
         return iter(left[self.rank : total : self.num_replicas])
 
@@ -61,11 +61,9 @@ class Loader(DataLoader[Any]):
                 f"{type(dataset).__name__}; for a stream, make a torch DataLoader of "
                 "this rank's samples yourself, and leave training_data out"
             )
-        if not len(dataset):
-            raise ValueError("the training data is empty")
         self.data_sampler = ShardSampler(dataset)
         self.seen: int | None = None
-        self._resumes = False  # whether a place has been loaded
+        self._has_moved = False  # `load_state_dict` was called: iterators begin again
         super().__init__(
             dataset,
             batch_size,
@@ -76,20 +74,20 @@ class Loader(DataLoader[Any]):
         )
         if not len(self):
             raise ValueError(
-                f"each rank has {len(self.data_sampler)} samples, fewer than a "
-                f"micro-batch of {batch_size}, and dataloader_drop_last drops them"
+                f"each rank has {len(self.data_sampler)} samples, too few for one "
+                f"micro-batch of {batch_size} with drop_last={drop_last}"
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
-        while True:  # again, if a place is loaded while this iterator is in use
+        while True:  # once, and again after a place was loaded in mid-epoch
             start, batches = sampler.start, super().__iter__()
-            self.generator, self._resumes = None, False
+            self.generator, self._has_moved = None, False
             for number, batch in enumerate(batches, 1):
                 sampler.start = 0  # the next iterator begins the epoch anew
                 self.seen = min(start + number * each, len(sampler.whole))
                 yield batch
-                if self._resumes:
+                if self._has_moved:
                     break
             else:
                 sampler.start, self.seen = 0, None
@@ -115,7 +113,7 @@ class Loader(DataLoader[Any]):
         self.data_sampler.seed = state["seed"]
         self.data_sampler.set_epoch(state["epoch"])
         self.seen = state["seen"]
-        self.data_sampler.start, self._resumes = self.seen or 0, True
-        # an iterator draws a seed; the run that is resumed has drawn its own from the
-        # global generator before the state of that was saved
+        self.data_sampler.start, self._has_moved = self.seen or 0, True
+        # A new iterator draws a seed. The saved run drew it from torch's generator before
+        # that generator's state was saved, so this one must not draw from it again.
         self.generator = torch.Generator() if self.seen is not None else None

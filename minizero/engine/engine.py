@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ from .. import checkpoint
 from ..comm import agreeing, gather_objects
 from ..config import MICRO, STEPS, TOTAL, Config
 from ..ranks import device, rank, world_size
-from ..zero import DataParallel, GatheredParameters
+from ..zero import DataParallel
 from .data import Loader
 from .optimizer import EngineOptimizer
 from .step_loop import StepLoop
@@ -29,7 +29,6 @@ from .step_loop import StepLoop
 _OPTIONS = {
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
-    "loss_scale": "fp16.loss_scale",
     "zero_optimization": "plan.optimizer.sharded",
     "zero_optimization_partition_gradients": "plan.gradients.sharded",
     "zero_optimization_partition_weights": "plan.parameters.sharded",
@@ -70,8 +69,6 @@ class Engine(StepLoop, nn.Module):
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
-        self.dp_world_size, self.get_data_parallel_rank = world_size(), rank
-        self.data_parallel_group = torch.distributed.group.WORLD
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
 
     def __getattr__(self, name: str) -> Any:
@@ -95,16 +92,6 @@ class Engine(StepLoop, nn.Module):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         self._check(trains=True)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(
-                "backward takes the loss, a tensor with one element, not "
-                f"{tuple(loss.shape) if isinstance(loss, Tensor) else loss!r}"
-            )
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss requires no gradient; compute it from the engine's output, "
-                "outside of torch.no_grad()"
-            )
         self._failed = True
         share = super().backward(loss, retain_graph, scale_wrt_gas)
         self._failed = False
@@ -355,18 +342,6 @@ class Engine(StepLoop, nn.Module):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(weights, path)
         return True
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Copy rank 0's weights, names with the prefix "module."; all ranks call it.
-
-        The whole model is gathered meanwhile; `load_checkpoint` needs less memory.
-        """
-        if assign:
-            raise ValueError("assign=True would take parameters out of flat buffers")
-        with GatheredParameters(self.module.parameters(), modifier_rank=0):
-            return super().load_state_dict(state_dict, strict)
 
     # ---- the module
 

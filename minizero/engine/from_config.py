@@ -24,10 +24,8 @@ def loss_scale(config: Config) -> LossScale | None:
     fp16 = config.fp16
     if fp16.enabled and not fp16.loss_scale:
         return DynamicLossScale(
-            fp16.initial_scale_power,
-            fp16.loss_scale_window,
-            fp16.hysteresis,
-            fp16.consecutive_hysteresis,
+            fp16.initial_scale_power, fp16.loss_scale_window,
+            fp16.hysteresis, fp16.consecutive_hysteresis,
             fp16.min_loss_scale,
         )
     if fp16.enabled:
@@ -71,10 +69,8 @@ def storage(config: Config) -> Storage | None:
 
 # %% ../../notebooks/13_engine.ipynb #wiring-wrap
 def wrap(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    units: Policy | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    config: Config, units: Policy | None = None,
 ) -> DataParallel:
     """The model in the plan of a config; frozen without an optimizer."""
     if optimizer is None:

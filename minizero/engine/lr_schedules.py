@@ -8,7 +8,6 @@ list with one for each group.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,8 @@ Rates = float | Sequence[float]
 class Schedule(LRScheduler):
     """Writes the rates of a step to the groups of an optimizer.
 
-    The rates of step -1 are written at once, for the first update. `own`: the groups'
-    own rates at the start. `last_batch_iteration`: the last step.
+    The rates of step -1 are written at once, for the first update. `own`: the rates that
+    the groups had before. `last_batch_iteration`: the last step.
     """
 
     optimizer: Optimizer
@@ -41,7 +40,7 @@ class Schedule(LRScheduler):
         raise NotImplementedError
 
     def for_group(self, group: int, value: Rates) -> float:
-        """What an option is for a group."""
+        """An option's value for a group."""
         groups = len(self.own)
         values = value if isinstance(value, Sequence) else [value] * groups
         if len(values) != groups:
@@ -49,7 +48,7 @@ class Schedule(LRScheduler):
         return float(values[group])
 
     def between(self, group: int, low: Rates, high: Rates, height: float) -> float:
-        """A group's value at a height, 0 to 1, between two."""
+        """A value between two options of a group: `low` at height 0, `high` at 1."""
         bottom, top = self.for_group(group, low), self.for_group(group, high)
         return bottom + (top - bottom) * height
 
@@ -150,7 +149,8 @@ class OneCycle(Schedule):
     After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number
     of intervals of `decay_step_size` steps since; a size of 0 is no decay.
     `cycle_momentum` moves Adam's first beta the other way, from `cycle_max_mom` down and
-    up again, then grows it by `decay_mom_rate`, and sets the second to 0.99.
+    up again, then grows it by `decay_mom_rate`, and sets the second to 0.99. A group
+    without betas has no use for it.
     """
 
     cycle_min_lr: Rates
@@ -164,15 +164,8 @@ class OneCycle(Schedule):
     cycle_max_mom: Rates = 0.9
     decay_mom_rate: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.cycle_momentum and "betas" not in self.optimizer.defaults:
-            self.cycle_momentum = False
-            why = f"{type(self.optimizer).__name__} has no betas"
-            warnings.warn(f"cycle_momentum has no effect: {why}", stacklevel=3)
-        super().__post_init__()
-
     def height(self, step: int) -> tuple[float, float]:
-        """How high a step is in the cycle, 0 to 1; intervals of decay since its end."""
+        """A step's height in the cycle, 0 to 1, and intervals of decay since its end."""
         up, down = self.cycle_first_step_size, self.cycle_second_step_size
         cycle = up + (up if down is None else down)
         if step >= cycle:
@@ -193,10 +186,10 @@ class OneCycle(Schedule):
         # before the first step the lowest beta; the cycle starts at the highest
         at = self.last_batch_iteration
         height, since = self.height(at) if at >= 0 else (1.0, 0.0)
-        groups = self.optimizer.param_groups if self.cycle_momentum else ()
-        for i, group in enumerate(groups):
-            beta = self.between(i, self.cycle_max_mom, self.cycle_min_mom, height)
-            group["betas"] = (beta * (1 + self.decay_mom_rate * since), 0.99)
+        for i, group in enumerate(self.optimizer.param_groups):
+            if self.cycle_momentum and "betas" in group:
+                beta = self.between(i, self.cycle_max_mom, self.cycle_min_mom, height)
+                group["betas"] = (beta * (1 + self.decay_mom_rate * since), 0.99)
 
 
 @dataclass(eq=False)

@@ -47,8 +47,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         scaler.scale = float(scale)
 
-    cur_scale = loss_scale  # DeepSpeed's other name
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and update; `engine.step` calls this, and counts."""
         if closure is not None:

@@ -26,9 +26,7 @@ Function = Callable[..., Any]
 
 @contextmanager
 def trace(
-    engine: Engine | DataParallel,
-    path: str | Path | None = None,
-    tracker: Tracker | None = None,
+    engine: Engine | DataParallel, path: str | Path | None = None
 ) -> Iterator[Recording]:
     """Record the steps inside the block: what a rank does, when, for which unit.
 
@@ -37,10 +35,10 @@ def trace(
 
     The book's timeline draws the first 50,000 events of a file: a few steps of a model
     with some dozens of units. On a GPU, times of computing and copying are those of
-    their launch. `tracker`: one that is running; else a new one counts live bytes.
+    their launch.
     """
     record = Recording(engine.net if isinstance(engine, Engine) else engine)
-    with record.recording(tracker):
+    with record.recording():
         yield record
     if path is not None:
         whole, *others = comm.gather_objects(record.trace.chrome())
@@ -66,22 +64,22 @@ class Recording:
         self._computed: list[Slice] = []  # forwards, backwards, updates; may overlap
         self._copies: list[Slice] = []
         self._files: list[tuple[Any, Slice]] = []  # a transfer has its own times
-        self._forward: list[float] = []  # when the forwards that run have begun
-        self._backward: tuple[float, str] | None = None  # the unit whose backward runs
+        self._forward: list[float] = []  # starts of the forwards under way
+        # of the backward under way: its start, and its unit
+        self._backward: tuple[float, str] | None = None
 
     @contextmanager
-    def recording(self, tracker: Tracker | None) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record what happens inside, and make the trace."""
         with ExitStack() as stack:
             calls = stack.enter_context(comm.ledger())
-            self._tracker = tracker or stack.enter_context(Tracker())
+            self._tracker = stack.enter_context(Tracker())
             self._tracker.mark("")
-            first = len(self._tracker.samples) - 1
             self._watch(stack)
             yield
             self._next_backward()
             stack.close()
-            self.trace = self._put_together(calls, first)
+            self.trace = self._put_together(calls)
 
     def _watch(self, stack: ExitStack) -> None:
         """Hook the units' modules, and wrap the methods that compute, copy and read."""
@@ -109,7 +107,7 @@ class Recording:
     def _slice(
         self, lane: str, begin: float, operation: str, unit: str = "", nbytes: int = 0
     ) -> Slice:
-        """What has begun then and ends now."""
+        """A slice from `begin` until now."""
         return Slice(rank(), lane, begin, time.perf_counter(), operation, unit, nbytes)
 
     def _end_forward(self, unit: str, module: Any, args: Any, out: Any) -> None:
@@ -127,6 +125,7 @@ class Recording:
         self._backward = (time.perf_counter(), unit) if unit else None
 
     def _timed(self, operation: str, function: Function, *args: Any, **kw: Any) -> Any:
+        """Time a call of the net's backward or step."""
         self._next_backward()
         begin = time.perf_counter()
         result = function(*args, **kw)
@@ -135,11 +134,12 @@ class Recording:
         return result
 
     def _last(self) -> tuple[str, str]:
-        """The event that was marked last, and its unit."""
+        """What the tracker marked last, and for which unit: a copy is part of it."""
         samples = reversed(self._tracker.samples)
         return next(((s.event, s.unit) for s in samples if s.unit), ("", ""))
 
     def _copied(self, other: str, copy: Function, out: Tensor, given: Tensor) -> None:
+        """Time a copy to or from the host; `other` names one outside of `in` and `out`."""
         begin = time.perf_counter()
         copy(out, given)
         event, unit = self._last()
@@ -148,14 +148,15 @@ class Recording:
         self._copies.append(made)
 
     def _filed(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
+        """Note a transfer of a file, which goes on and keeps its own times."""
         transfer, unit = function(at, data), self._last()[1]
         made = self._slice("to disk", 0.0, operation, unit, data.nbytes)
         self._files.append((transfer, made))
         return transfer
 
-    def _put_together(self, calls: comm.Ledger, first: int) -> Trace:
-        """The trace: samples from `first` on; a call without a wait ends now."""
-        now, samples = time.perf_counter(), self._tracker.samples[first:]
+    def _put_together(self, calls: comm.Ledger) -> Trace:
+        """The trace; a call that nothing has waited for ends now."""
+        now, samples = time.perf_counter(), self._tracker.samples
         groups = comm.Groups(self.net.plan.group or world_size())
         peers = {g.name: g.ranks for g in (groups.within, groups.across)}
         slices, computed = self._copies, self._computed

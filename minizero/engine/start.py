@@ -42,7 +42,7 @@ def initialize(
     config_params: Source | None = None,
     units: Policy | None = None,
 ) -> tuple[Engine, EngineOptimizer | None, Loader | None, Any]:
-    """An engine for `model`, its optimizer, its data loader, its scheduler.
+    """Returns an engine for `model`, its optimizer, its data loader, its scheduler.
 
     The arguments are DeepSpeed's, in its order, and `units`. What is neither given nor
     in the config is None. Without an optimizer the engine evaluates: parameters are
@@ -99,8 +99,9 @@ def initialize(
     if settings.scheduler is not None and (lr_scheduler is not None or made is None):
         why = "there is no optimizer" if made is None else "initialize got another"
         notes.append(f"the config's scheduler has no effect: {why}")
-    moved = getattr(scheduler, "optimizer", made)
-    if getattr(moved, "optimizer", moved) is not made:  # nor in a wrapper
+    target = getattr(scheduler, "optimizer", made)
+    target = getattr(target, "optimizer", target)  # of a wrapper, as accelerate's
+    if target is not made:
         notes.append("the lr_scheduler moves another optimizer, so the rate stays")
     if notes and rank() == 0:
         warnings.warn("\n".join(notes), stacklevel=2)

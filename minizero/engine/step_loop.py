@@ -28,17 +28,14 @@ class StepLoop:
     """
 
     def __init__(
-        self,
-        config: Config,
-        net: DataParallel,
-        optimizer: EngineOptimizer | None,
-        scheduler: Any,
+        self, config: Config, net: DataParallel,
+        optimizer: EngineOptimizer | None, scheduler: Any,
     ) -> None:
         self.config, self.net = config, net
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._position = 0  # complete micro-batches of this step
-        self._boundary: bool | None = None  # what the script has set
+        self._boundary: bool | None = None  # if the script has set one
         self._applied = False  # whether the last `step` has updated
 
     def is_gradient_accumulation_boundary(self) -> bool:

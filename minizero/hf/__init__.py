@@ -1,5 +1,5 @@
-"""Hugging Face's `Trainer` and `accelerate`'s loop, on the engine: read `config` ("auto"),
-`accelerator` (what replaces DDP), `trainer`.
+"""Hugging Face's `Trainer` and `accelerate`'s loop, on the engine: read `config` (fills in
+"auto"), `accelerator` (the engine in the place of DDP), `trainer`.
 """
 
 from .accelerator import Accelerator

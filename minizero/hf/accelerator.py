@@ -22,10 +22,10 @@ from ..ranks import device, init_distributed, world_size
 
 
 def plain_cpu() -> AbstractContextManager[Any]:
-    """Without a GPU, let `accelerate` use the CPU as this rank has it.
+    """The environment in which `accelerate` starts: this rank's threads and device.
 
-    It would call it "cpu:0", and `.to("cpu:0")` copies what is on "cpu"; and it would
-    choose another number of threads.
+    Else it would choose another number of threads, and name a CPU "cpu:0"; then
+    `.to("cpu:0")` copies every tensor that is on "cpu".
     """
     ours = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     if device().type == "cpu":
@@ -34,7 +34,7 @@ def plain_cpu() -> AbstractContextManager[Any]:
 
 
 class EngineStep(AcceleratedOptimizer):
-    """The optimizer that a loop holds: the prepared one's groups, the engine's step."""
+    """What `prepare` returns for an optimizer: its groups, and the engine's step."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -47,7 +47,7 @@ class EngineStep(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether gradients were not finite; a schedule then waits."""
+        """Whether the engine skipped its last update, since gradients overflowed."""
         return not self.engine.was_step_applied()
 
 
@@ -60,7 +60,7 @@ class Accelerator(accelerate.Accelerator):
 
     config: Any
     engine: Engine | None = None
-    _reduces = True
+    _reduces = True  # False inside `no_sync`
 
     def __init__(self, config: Source, **options: Any) -> None:
         if options.get("mixed_precision", "no") != "no":
@@ -90,9 +90,9 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*objects, device_placement=device_placement)
 
     def _start(self, model: nn.Module, optimizer: Any, objects: Any) -> None:
-        """Make the engine."""
-        makes = callable(self.config)
-        config = self.config(model) if makes else self._loop_config(objects)
+        """Make the engine of this model and optimizer, and compile it, if asked to."""
+        make = self.config
+        config = make(model) if callable(make) else self._loop_config(objects)
         self.engine = initialize(model=model, optimizer=optimizer, config=config)[0]
         plugin = self.state.dynamo_plugin
         if plugin.backend != DynamoBackend.NO:
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
             self.engine.compile(options.pop("backend"), options)
 
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-            """The model's own; a rank that stops early still joins the gathers."""
+            """The model's own; a rank whose texts are finished still joins gathers."""
             return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
 
         sharded = self.engine.net.plan.parameters.sharded and world_size() > 1
@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
             model.generate = MethodType(generate, model)  # type: ignore[assignment]
 
     def _loop_config(self, objects: tuple[Any, ...]) -> dict[str, Any]:
-        """The config of a hand-written loop, which counts and clips by itself."""
+        """The config of a hand-written loop, with the loop's sizes where it has none."""
         config = {k: v for k, v in load(self.config)[0].items() if v != "auto"}
         steps = self.gradient_accumulation_steps
         asked = config.setdefault("gradient_accumulation_steps", steps)
@@ -132,7 +132,7 @@ class Accelerator(accelerate.Accelerator):
         return self._engine()
 
     def prepare_optimizer(self, made: Any, *_: Any, **__: Any) -> EngineStep:
-        """What steps the engine."""
+        """The optimizer whose `step` is the engine's."""
         if not isinstance(made, EngineStep):
             made = EngineStep(self._engine())
         self._optimizers.append(made)

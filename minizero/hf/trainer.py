@@ -37,7 +37,7 @@ class ArgumentsMixin(AnyArguments):
     """
 
     zero: ZeroConfig
-    used_by_minizero = False
+    used_by_minizero = False  # set by `TrainerMixin`
 
     def __post_init__(self) -> None:
         # transformers would import a package of that name
@@ -59,7 +59,7 @@ class ArgumentsMixin(AnyArguments):
 
     @property
     def deepspeed_plugin(self) -> None:
-        """What every Trainer asks for: a plain one would not read the config."""
+        """Every Trainer reads this when it is made; a plain one is refused here."""
         if not self.used_by_minizero:
             raise TypeError(
                 "these TrainingArguments are minizero.hf's, and this Trainer is not: it "
@@ -75,7 +75,7 @@ class TrainerMixin(AnyTrainer):
     """What `minizero.hf` changes in a class of trainers, private methods too."""
 
     args: Any
-    _weights: Any = None
+    _weights: Any = None  # the gathered model, while `save_model` runs
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make transformers' accelerator one of ours."""
@@ -90,7 +90,7 @@ class TrainerMixin(AnyTrainer):
                 raise ValueError(f"{name} does not work with minizero; leave it out")
         self.args.used_by_minizero = True
         super().create_accelerator_and_postprocess()
-        # the arguments have done what its `__init__` does
+        # it is made already; what our `__init__` adds, the arguments have done
         self.accelerator.__class__ = Accelerator
         self.accelerator.config = self._config
 
@@ -125,7 +125,7 @@ class TrainerMixin(AnyTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on the parameters that training will continue with."""
+        """Make the engine if there is none yet: an evaluation before training."""
         if self.model_wrapped is self.model:
             self.create_optimizer()
             made = self.accelerator.prepare(self.model, self.optimizer)

@@ -1,11 +1,11 @@
 """Triton kernels that read and write memory once: Adam, norms, the loss over words.
 
-Read `triton_kernels`, `launching`, `adam`, `ops`, and `choose`, which finds the optimizer
-of a config. Triton is imported when a kernel is first launched.
+Read `triton_kernels`, `launching`, `adam`, `ops`, and `optimizers`, which finds the
+optimizer of a config. Triton is imported when a kernel is first launched.
 """
 
 from .adam import FusedAdam
-from .choose import muon_options, optimizer_call
+from .optimizers import muon_options, optimizer_call
 from .launching import launched, runs_on
 from .ops import cross_entropy, layer_norm, rms_norm
 

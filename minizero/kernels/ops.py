@@ -16,20 +16,20 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """LayerNorm over the last dimension (Ba et al. 2016); x: [..., width]."""
-    if _fits(x, weight, bias):
+    if _norm_runs(x, weight, bias):
         return Norm.apply(x, weight, bias, eps, True)
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm over the last dimension (Zhang and Sennrich 2019); x: [..., width]."""
-    if _fits(x, weight, None):
+    if _norm_runs(x, weight, None):
         return Norm.apply(x, weight, None, eps, False)
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels can do it; torch's functions refuse wrong shapes."""
+def _norm_runs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a norm's kernels can run; if shapes are wrong, torch's function raises."""
     shapes = {t.shape for t in (weight, bias) if t is not None}
     small = 0 < x.numel() and x.shape[-1] * x.itemsize <= MOST_BYTES
     return small and shapes == {x.shape[-1:]} and runs_on(x, weight, bias)

@@ -1,19 +1,14 @@
 """The machines that the book counts with, and the one formula that it counts by.
 
-Their numbers are those of `minizero.scale.machines`: the vendors' peaks. A run reaches
-less: `ATTAINED` says how much of the arithmetic.
+Their numbers are those of `minizero.scale.machines`: the vendors' peaks, and what a run
+attains of the arithmetic.
 """
 
 from __future__ import annotations
 
 from minizero.lab.plots.charts import peer_table
 from minizero.lab.plots.style import short
-from minizero.scale.machines import A100 as A100
-from minizero.scale.machines import ATTAINED as ATTAINED
-from minizero.scale.machines import H100 as H100
-from minizero.scale.machines import V100 as V100
-from minizero.scale.machines import WORKSTATION as WORKSTATION
-from minizero.scale.machines import Machine as Node
+from minizero.scale.machines import A100, H100, V100, WORKSTATION, Machine
 
 NODES = (H100, A100, V100, WORKSTATION)
 
@@ -23,12 +18,12 @@ def break_even(
 ) -> float:
     """Tokens from which computing takes at least as long as moving: it can hide it.
 
-    On T tokens a rank computes for operations * T / flops seconds a parameter, and
-    moves `moved` bytes a parameter in moved / bandwidth seconds; T is between two
+    On T tokens a rank computes for operations * T / flops seconds per parameter, and
+    moves `moved` bytes per parameter in moved / bandwidth seconds; T is between two
     such movements, so of a micro-batch or of a step. The parameters cancel. Without
     overlap a share 1 / (1 + T / break_even) of the time is spent waiting.
 
-    operations: FLOP a parameter and token: 6 for forward and backward, 8 with the
+    operations: FLOP per parameter and token: 6 for forward and backward, 8 with the
         forward recomputed, 2 and 4 for one of the two.
     moved: see `sent` for collectives.
 
@@ -43,7 +38,7 @@ def break_even(
 
 
 def sent(times: float, ranks: int, itemsize: int = 2) -> float:
-    """Bytes a parameter that a rank sends in `times` gathers or scatters of all.
+    """Bytes per parameter that a rank sends in `times` gathers or scatters of all.
 
     times: 2 a step for data parallelism, ZeRO-1 and ZeRO-2, 3 for ZeRO-3; with k
         micro-batches k + 1 for ZeRO-2 and 3 k for ZeRO-3.
@@ -65,20 +60,17 @@ def intensity(
     "activations" (checkpoints, one every `interval` blocks of size
     `hidden`). With 16-bit parameters and gradients, fp32 optimizer states
     and full recomputation (Rajbhandari et al. 2021, sec. 4.1): forward,
-    recomputation and twice backward are 8 operations a token and parameter.
+    recomputation and twice backward are 8 operations per token and parameter.
     """
     tokens = sequence * micro_batch
-    known = {
+    return {
         # read for forward, recomputation and backward, written as gradients
         "parameters": 8 * tokens / (2 * 4),
         # 16 bytes read and 16 written in a step
         "optimizer": 8 * tokens / (16 * 2),
         # 2 bytes written and read, against 8 x 12 h^2 a token and block
         "activations": 24.0 * hidden * interval,
-    }
-    if what not in known:
-        raise ValueError(f"what must be one of {', '.join(known)}, not {what!r}")
-    return known[what]
+    }[what]
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
@@ -107,22 +99,17 @@ ROWS = {
 """By what the table shows: its unit, and the number in it."""
 
 
-class Table:
-    """A column for each node, a row for each quantity; in Markdown."""
+class Table(str):
+    """A table in Markdown, which a notebook draws."""
 
-    def __init__(self, *nodes: Node) -> None:
-        self.head = ["", *(n.name for n in nodes), ""]
-        self.rows = [
-            [name, *(short(float(f"{value(n):.4g}")) for n in nodes), unit]
-            for name, (unit, value) in ROWS.items()
-        ]
-
-    def __repr__(self) -> str:
-        return peer_table(self.head, self.rows)
-
-    _repr_markdown_ = __repr__
+    __repr__ = _repr_markdown_ = str.__str__
 
 
-def table(*nodes: Node) -> Table:
-    """The table of these nodes; of all of them by default."""
-    return Table(*(nodes or NODES))
+def table(*nodes: Machine) -> Table:
+    """A column for each of these nodes (default: all), a row for each quantity."""
+    nodes = nodes or NODES
+    rows = [
+        [name, *(short(float(f"{value(n):.4g}")) for n in nodes), unit]
+        for name, (unit, value) in ROWS.items()
+    ]
+    return Table(peer_table(["", *(n.name for n in nodes), ""], rows))

@@ -24,7 +24,7 @@ __all__ = ["load_ipython_extension", "pull", "ranks"]
 
 _pool: Pool | None = None
 _cells = count(1)
-_size: int | None = None  # of the last pool, which may have ended
+_size: int | None = None  # of the pool, which may have ended
 
 
 def ranks(line: str, cell: str) -> None:
@@ -35,7 +35,6 @@ def ranks(line: str, cell: str) -> None:
         pool.timeout = timeout
         pool.run(execute, cell, f"<cell {next(_cells)}>")
     except (RankError, KeyboardInterrupt) as error:
-        _forget_if_ended()
         raise _brief(error) from None
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -92,12 +91,6 @@ def _live_pool(number: int | None) -> Pool:
         _pool.close()
     _pool, _size = Pool(wanted), wanted
     return _pool
-
-
-def _forget_if_ended() -> None:
-    global _pool
-    if _pool is not None and not _pool.alive:
-        _pool = None
 
 
 def _brief(error: BaseException) -> BaseException:

@@ -83,5 +83,5 @@ def planner_runs() -> Iterator[tuple[str, float, float]]:
         runs = {kept["a"]: kept["a_values"], kept["b"]: kept["b_values"]}
         for plan, seconds in runs.items():
             predicted = predict(job, plans[plan]).tokens_per_second_per_gpu
-            measured = job.each * job.sequence / median(seconds)
+            measured = job.sequences_per_gpu * job.sequence / median(seconds)
             yield f"{name}; {plan}", measured, predicted

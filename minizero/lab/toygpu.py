@@ -28,10 +28,6 @@ class ToyGPU(Tracker):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        if not capacity > 0:
-            raise ValueError(
-                f"The capacity is {capacity} bytes; a toy GPU needs 1 or more."
-            )
         super().__init__(model, optimizer)
         self.capacity = capacity
 

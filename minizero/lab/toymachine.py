@@ -24,8 +24,8 @@ from minizero.comm import Call, Work
 from minizero.lab.models.gpt import GPTConfig
 from minizero.offload import CopyStream, Offload
 from minizero.ranks import world_size
+from minizero.scale.cost import adam_seconds
 from minizero.scale.machines import BUS, NETWORK, Machine, bus
-from minizero.scale.predict import adam_seconds
 from minizero.scale.shapes import Shape
 from minizero.zero import Flat, Storage
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partialmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -75,8 +75,13 @@ class Traffic(TorchDispatchMode):
         if "triton" in sys.modules:
             from triton.runtime.interpreter import GridExecutor
 
-            run = partialmethod(_counted, GridExecutor.__call__, self)
-            self._patch = mock.patch.object(GridExecutor, "__call__", run)
+            run = GridExecutor.__call__
+
+            def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
+                with self._interpreted(executor.fn.__name__):
+                    run(executor, *args, **kwargs)
+
+            self._patch = mock.patch.object(GridExecutor, "__call__", counted)
             self._patch.start()
         super().__enter__()
         return self
@@ -86,8 +91,9 @@ class Traffic(TorchDispatchMode):
         if self._patch is not None:
             self._patch.stop()
 
-    def interpret(self, name: str, run: Callable[[], None]) -> None:
-        """Run a kernel in Triton's interpreter, and look at its loads and stores."""
+    @contextmanager
+    def _interpreted(self, name: str) -> Iterator[None]:
+        """Look at the loads and stores of a kernel that Triton interprets inside."""
         from triton.runtime.interpreter import interpreter_builder as builder
 
         load, store = builder.create_masked_load, builder.create_masked_store
@@ -112,20 +118,12 @@ class Traffic(TorchDispatchMode):
             mock.patch.object(builder, "create_masked_store", storing),
         ):
             try:
-                run()
+                yield
                 self.read += sum(_distinct(touched["load"]))
                 self.written += sum(_distinct(touched["store"]))
             finally:
                 self._interpreting = False
         self.launches[name] += 1
-
-
-def _counted(
-    executor: Any, original: Any, traffic: Traffic, *args: Any, **kwargs: Any
-) -> None:
-    """What a kernel's executor does while its traffic is counted."""
-    name = executor.fn.__name__
-    traffic.interpret(name, lambda: original(executor, *args, **kwargs))
 
 
 def _tensors(value: Any) -> list[Tensor]:

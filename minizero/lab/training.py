@@ -71,11 +71,7 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        return Plan.stage(self.stage, *self.places)
-
-    @property
-    def places(self) -> tuple[str | None, str | None]:
-        return self.offload_optimizer, self.offload_param
+        return Plan.stage(self.stage, self.offload_optimizer, self.offload_param)
 
     @property
     def checkpoints(self) -> Path:
@@ -178,7 +174,7 @@ def train(job: Job) -> dict[str, Any]:
         first, seconds = len(losses), []
         bar = tqdm(total=job.steps, initial=first, disable=rank() != 0, unit="step")
         # two updates show all there is; the later steps need not pay for the counting
-        with trace(engine, job.trace, tracker) if job.trace else nullcontext():
+        with trace(engine, job.trace) if job.trace else nullcontext():
             while len(losses) < job.steps and engine.global_steps < first + 2:
                 seconds.append(_step(engine, corpus, job, losses, bar))
         held = _bytes(engine, job, tracker)

@@ -148,9 +148,9 @@ def estimate(
 ) -> Breakdown:
     """Bytes of model state per rank, without activations and buffers.
 
-    Mixed-precision Adam uses 2 + 2 + 12 = 16 bytes a parameter; of a sharded
-    category a rank stores 1/N (Rajbhandari et al. 2020, sec. 3.1, 5), or
-    1/group.
+    Mixed-precision Adam uses 2 + 2 + 12 = 16 bytes per parameter; of a
+    sharded category a rank stores 1/N (Rajbhandari et al. 2020, sec. 3.1,
+    5), or 1/group.
     """
     check("precision", precision, PRECISIONS)
     check("optimizer", optimizer, OPTIMIZERS)

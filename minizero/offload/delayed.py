@@ -32,9 +32,9 @@ class Delayed(Offload):
     steps wait for their update; this object counts them (`steps`), so a run
     that is resumed after them passes 0.
 
-    Host memory holds a second set of gradients, and of parameters in the
-    optimizer's dtype (in mixed precision, of rounded shards). An error in
-    the thread is raised by the next `step`, `synchronize` or `state_dict`.
+    Host memory holds a second set of gradients, and of parameters (in mixed
+    precision, of the rounded ones). An error in the thread is raised by the
+    next `step`, `synchronize` or `state_dict`.
     """
 
     def __init__(self, plan: Plan, start: int = 0) -> None:
@@ -47,9 +47,8 @@ class Delayed(Offload):
         super().__init__(plan)
         self.start, self.steps = start, 0
         self._thread = ThreadPoolExecutor(1, "update")
-        # the update under way: its units and the thread's results
-        self._units: list[Unit] = []
-        self._results: list[Future[None]] = []
+        # the update under way: of each unit, the thread's result
+        self._under_way: dict[Unit, Future[None]] = {}
         # the second set: gradients, and rounded shards
         self._grads: dict[Flat, Tensor] = {}
         self._shards: dict[Flat, Tensor] = {}
@@ -68,10 +67,9 @@ class Delayed(Offload):
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
-        self._units = [unit for unit in units if unit.trainable]
         self._take_gradients([f for unit in units for f in unit.trainable])
-        # bring the gradients' factor to the host: the thread would wait for
-        # all that the device computes meanwhile
+        # fetch the factor that it multiplies gradients with: in the thread
+        # that would wait for all that the device computes meanwhile
         precision.cast_grad(torch.zeros((), device="cpu"))
         # learning rate schedulers look for this before they warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -80,14 +78,13 @@ class Delayed(Offload):
         optimizer, groups = copy.copy(optimizer), optimizer.param_groups
         optimizer.param_groups = [dict(group) for group in groups]
         precision = copy.copy(precision)
-        for unit in self._units:
+        for unit in [unit for unit in units if unit.trainable]:
             for flat in unit.trainable:
                 flat.staged_grad = self._grads[flat]
                 flat.staged_shard = self._shards[flat]
-            result = self._thread.submit(
+            self._under_way[unit] = self._thread.submit(
                 self.step, unit.trainable, optimizer, precision
             )
-            self._results.append(result)
         self.steps += 1
         if self.steps <= self.start:
             yield self.flush()
@@ -111,22 +108,21 @@ class Delayed(Offload):
     # continued: delayed-flush
     def flush(self) -> list[Unit]:
         """Wait for the thread; copy the updated parameters to their place."""
-        units, results = self._units, self._results
-        self._units, self._results = [], []
-        for result in results:
+        under_way, self._under_way = self._under_way, {}
+        for result in under_way.values():
             result.result()
         # the computation, or a gather, may still read the old parameters
         self.up.follow()
         if self.plan.parameters.on == "cpu":
             self.up.event().synchronize()
-        for flat in (flat for unit in units for flat in unit.trainable):
+        for flat in [f for unit in under_way for f in unit.trainable]:
             self.up.copy(flat.shard, flat.staged_shard)
             del flat.staged_shard
         self.up.event().wait()
-        return units
+        return [*under_way]
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._results:
+        if self._under_way:
             raise RuntimeError(
                 "parameters were written to while an update was under way, "
                 "which would undo that; call net.synchronize() first, or "

@@ -41,10 +41,9 @@ class Offload(Storage):
         self.moves_parameters = plan.parameters.on != self.at
         self.moves_gradients = plan.gradients.on != self.at
         self.down, self.up = CopyStream(), CopyStream()
-        # to where the optimizer works, and from there
-        streams = (self.down, self.up)
-        streams = streams if self.at == "cpu" else streams[::-1]
-        self._inward, self._outward = streams
+        self._inward, self._outward = self.down, self.up
+        if self.at == "device":
+            self._inward, self._outward = self.up, self.down
         # two blocks each: for the update, and for gradients that arrive
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
@@ -100,7 +99,7 @@ class Offload(Storage):
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        # a stream reads it later, and its buffer is freed when we return
+        # the copy comes later, and a device frees the mean when we return
         kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)

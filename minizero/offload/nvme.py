@@ -161,7 +161,7 @@ class NVMe(Offload):
     def _records(
         self, swapped: SwappedTensor, a: int, b: int, write: bool = False
     ) -> Iterator[tuple[Tensor, slice]]:
-        """Elements a to b, record by record: in a buffer, and their place from a on."""
+        """Of each record its elements in [a, b), in a buffer, and their slice of it."""
         with self.guard():
             self._cancel_reads()
             self.buffers.reserve(swapped.record_bytes)
@@ -228,7 +228,7 @@ class NVMe(Offload):
             rooms = (sum(t.room for t in part.tensors) for part in todo)
             self.buffers.reserve(max(rooms, default=0))
             last = {part.unit: part for part in todo}
-            # one buffer is for what is being written
+            # how many slices are read in advance; one buffer is left for a write
             launched, ahead = 0, max(1, self.buffers.count - 1)
             for i, part in enumerate(todo):
                 for later in todo[launched : i + ahead]:
@@ -244,7 +244,7 @@ class NVMe(Offload):
                     yield [part.unit]
             self.buffers.drain()
             if self.plan.parameters.on == "nvme":
-                # only now: who keeps units unsharded reads them again
+                # only now are buffers free to read the shards that are published
                 yield [unit for unit in units if unit.trainable]
 
     def _slices(self, units: list[Unit], optimizer: Optimizer) -> Iterator[Slice]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import tempfile
@@ -27,22 +26,15 @@ class DiskFault(RuntimeError):
     """A swap file that cannot be made, written or read; the message names its folder."""
 
 
-FULL = "the disk or its quota is full; free space, or choose a folder on another disk"
-LARGE = "the file may not grow so large; raise ulimit -f, or choose another file system"
-ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: LARGE}
-
-
 def explained(folder: Path, error: OSError) -> DiskFault:
     """The same error as a DiskFault, with what to do about it."""
-    advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return DiskFault(f"{folder}: {advice}")
+    return DiskFault(f"{folder}: {error.strerror}; choose another folder or free space")
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
     """Host memory in whole pages of `ALIGN` bytes that starts at a page, uint8.
 
-    It is cut from an allocation that is `ALIGN` bytes longer; page-locked where there
-    is a GPU.
+    It is page-locked where there is a GPU.
     """
     pages = aligned(nbytes, ALIGN)
     allocation = host_empty((pages + ALIGN,), torch.uint8, "buffers")
@@ -99,10 +91,7 @@ class SwapFile:
             # O_TMPFILE, or a name that is unlinked at once
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise DiskFault(
-                f"{folder}: cannot be written to ({error.strerror}); choose another "
-                "folder"
-            ) from error
+            raise explained(folder, error) from error
         self._close_file = weakref.finalize(self, file.close)
         self.fd = file.fileno()
         self.direct = False
@@ -170,8 +159,8 @@ class SwappedTensor:
     """The place of a tensor of [size] elements in a swap file.
 
     It is cut into records of `step` elements. Each record begins at a page, as direct
-    I/O demands, and can be read and written alone. `nbytes`: of all records, in whole
-    pages; `record_bytes`: of the longest one.
+    I/O demands, and can be read and written alone. `record_bytes`: of the longest one,
+    in whole pages.
     """
 
     def __init__(
@@ -180,10 +169,9 @@ class SwappedTensor:
         self.category, self.size, self.dtype, self.step = category, size, dtype, step
         self.record_bytes = aligned(min(size, step) * dtype.itemsize, ALIGN)
         self.records = -(-size // step)
-        last = size - (self.records - 1) * step
-        self.nbytes = (self.records - 1) * self.record_bytes
-        self.nbytes += aligned(last * dtype.itemsize, ALIGN)
-        self._swap, self._offset = swap, swap.allocate(self.nbytes)
+        full, rest = divmod(size, step)
+        nbytes = full * self.record_bytes + aligned(rest * dtype.itemsize, ALIGN)
+        self._swap, self._offset = swap, swap.allocate(nbytes)
 
     def range(self, record: int) -> tuple[int, int]:
         """The first element of a record, and the one after its last."""

@@ -1,13 +1,14 @@
-"""A job, the ways to train it, and what each costs: seconds of a block, bytes of a GPU."""
+"""A job, the ways to train it, and what each costs: seconds of a unit, bytes of a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from ..activations import MODES
+from ..comm.quantized import BLOCK
 from ..memory.plan import PRECISIONS, Plan, check, estimate
 from ..zero.parallelize import check_groups
-from .machines import STREAM, Machine
+from .machines import ADAM, BUS, STREAM, Machine
 from .shapes import Shape, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
@@ -40,34 +41,34 @@ class Job:
         check("precision", self.precision, ITEMSIZES)
         check("reduce", self.reduce or self.precision, ITEMSIZES)
         if self.sequences < 1 or self.sequences % self.gpus:
-            near = (max(self.each, 0) + 1) * self.gpus
+            near = (max(self.sequences_per_gpu, 0) + 1) * self.gpus
             raise ValueError(
                 f"{self.sequences} sequences of a step cannot be shared equally by "
                 f"{self.gpus} GPUs; use {near}, which are {near * self.sequence:,} tokens"
             )
 
     @property
-    def each(self) -> int:
-        """Sequences of a rank in a step."""
+    def sequences_per_gpu(self) -> int:
+        """Sequences of a step that one GPU trains on."""
         return self.sequences // self.gpus
 
     @property
-    def per_node(self) -> int:
-        """GPUs that share a host."""
+    def gpus_per_node(self) -> int:
+        """GPUs of this job that share a host."""
         return min(self.machine.gpus, self.gpus)
 
     @property
-    def room(self) -> float:
-        """Bytes of a device that a plan may use."""
+    def device_bytes(self) -> float:
+        """Bytes of a GPU's memory that a plan may use."""
         return (1 - self.machine.reserved) * self.machine.memory
 
     @property
-    def host(self) -> float:
-        """A rank's share of the host's memory."""
-        return (1 - self.machine.reserved) * self.machine.host / self.per_node
+    def host_bytes(self) -> float:
+        """Bytes of the host's memory that a plan may use for each GPU."""
+        return (1 - self.machine.reserved) * self.machine.host / self.gpus_per_node
 
     def allows(self, how: Candidate) -> bool:
-        """Whether it may round what it sends."""
+        """Whether this job accepts a candidate, which may round what it sends."""
         return self.quantize or not how.weight_bits
 
     @property
@@ -150,6 +151,17 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.kind}; {self.batching}"
+
+
+def adam_seconds(machine: Machine, gpus_per_node: int, on: str) -> float:
+    """Seconds an element for Adam to read and write its bytes in the memory `on`.
+
+    All GPUs of a node share the host's: ZeRO-Offload reports 0.22 s for 1e9 on a DGX-2
+    (Ren et al. 2021, table 4), these bytes take 0.20.
+    """
+    if on == "device":
+        return ADAM / (STREAM * machine.hbm)
+    return ADAM * gpus_per_node / (BUS * machine.dram)
 
 
 class Costs:
@@ -236,6 +248,37 @@ class Costs:
         # cast (2 + 4), log-softmax (4 + 4); its backward (4 + 12), cast (4 + 2)
         return forward + self.memory(14 * logits), backward + self.memory(22 * logits)
 
+    def element(self, how: Candidate) -> tuple[float, float, float, float]:
+        """What an element costs to gather and to reduce, beside arithmetic.
+
+        Two numbers of bytes on the link, then two of seconds in passes over memory:
+        quantized parameters are decoded; gradients are copied into one buffer, cast if
+        they are reduced in another dtype, divided, and encoded and decoded if quantized.
+        """
+        size, reduced = self.itemsize, self.job.reduced
+        gathers, reduces = (
+            bits / 8 + 1 / BLOCK if bits else full  # a block has a scale of one byte
+            for bits, full in ((how.weight_bits, size), (how.gradient_bits, reduced))
+        )
+        decoded = (size + gathers) * bool(how.weight_bits)
+        cast = (size + reduced) * (size != reduced)
+        copied = (2 * size + cast + 2 * reduced) * (self.job.gpus > 1)
+        coded = 2 * (reduced + reduces) * bool(how.gradient_bits)
+        return gathers, reduces, self.memory(decoded), self.memory(copied + coded)
+
+    def update(self, plan: Plan) -> float:
+        """Seconds an element for Adam and its copies, of which the slowest counts.
+
+        To the host gradients come over the PCIe slot, and parameters go back. A disk
+        reads 16 bytes and writes as many at half the speed.
+        """
+        machine, gpus, on = self.machine, self.job.gpus_per_node, plan.optimizer.on
+        arithmetic = adam_seconds(machine, gpus, on)
+        if on == "device":
+            return arithmetic
+        disk = 16 * 3 * gpus / machine.disk * (on == "nvme")
+        return max(arithmetic, 6 / machine.slot(gpus), disk)
+
     def saved(self, checkpointing: str = "none") -> float:
         """Bytes that a block saves for backward.
 
@@ -293,7 +336,7 @@ class Memory:
 
     def fits(self, job: Job) -> bool:
         """On the device, and with all ranks of a node in the host."""
-        return self.total <= job.room and self.host <= job.host
+        return self.total <= job.device_bytes and self.host <= job.host_bytes
 
     @classmethod
     def of(cls, job: Job, how: Candidate) -> Memory:

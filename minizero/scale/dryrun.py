@@ -40,9 +40,9 @@ aten = torch.ops.aten
 
 
 class Values(TorchDispatchMode):
-    """Answers what depends on values: tensors are equal, and a number is NaN.
+    """Fake tensors have no values: they compare as equal, and a number reads as NaN.
 
-    NaN is above nothing, so no overflow is found, and an update goes on with it.
+    NaN is above no limit, so no overflow is found, and no step is skipped.
     """
 
     def __torch_dispatch__(
@@ -59,7 +59,7 @@ class FakeTracker(Tracker):
     """A tracker of storages without memory."""
 
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
-        if storage.device.type == "meta":  # a real tensor is not part of the run
+        if storage.device.type == "meta":  # else a real tensor, not of this run
             super().see(storage, category)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
@@ -101,7 +101,7 @@ class NoThread:
 
 
 def _address(tensor: Tensor) -> int:
-    """An address for a tensor without memory: equal for what is at one place."""
+    """In place of `data_ptr`: equal for two tensors that share their first element."""
     storage = tensor.untyped_storage()
     return (storage._cdata << 44) + tensor.storage_offset() * tensor.itemsize
 
@@ -122,7 +122,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         for owner, name, value in (
             (FakeTensor, "data_ptr", _address),
-            # a GPU that is there would be given pinned memory and streams
+            # on a real GPU the engine would ask for pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
             (nvme, "SwapFile", NoFile),
             (delayed, "ThreadPoolExecutor", NoThread),
@@ -130,8 +130,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(labels.apart())
         stack.enter_context(patch.dict(collectives.sequences, clear=True))
-        own = "backend" if device == "cuda" else "direct"
-        stack.enter_context(comm.algorithm(own))
+        stack.enter_context(comm.algorithm("backend" if device == "cuda" else "direct"))
         stack.enter_context(mode)
         stack.enter_context(Values())
         yield mode
@@ -141,10 +140,10 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
 class DryRun:
     """What one rank would do. Bytes; on the device unless said otherwise.
 
-    peak: most live bytes in a step, at the moment `when`, which is the last mark before
-    it; at_peak: the bytes of each category then. peaks: most of each category, at
-    moments of their own. host: most in host memory. building: most while the engine
-    was made. between: between steps. calls: the ledger.
+    peak: most live bytes in a step; when: the last call before that moment, in words.
+    at_peak: the bytes of each category then; peaks: the most of each category, at
+    moments of their own. between: the bytes of each category between steps. host: most
+    in host memory. building: most while the engine was made. calls: the ledger.
     """
 
     world_size: int
@@ -172,9 +171,9 @@ class DryRun:
             f"{'':14}{'at the peak':>12}{'own peak':>12}{'between steps':>15}",
         ]
         for name, most in self.peaks.items():
-            now, rests = self.at_peak.get(name, 0), self.between.get(name, 0)
+            now, later = self.at_peak.get(name, 0), self.between.get(name, 0)
             if most:
-                row = f"{now / 1e9:12.2f}{most / 1e9:12.2f}{rests / 1e9:15.2f}"
+                row = f"{now / 1e9:12.2f}{most / 1e9:12.2f}{later / 1e9:15.2f}"
                 lines.append(f"{name:14}{row}")
         total = sum(self.between.values()) / 1e9
         moment = f"at {self.when!r}" if self.when else "before the first collective"
@@ -222,13 +221,10 @@ def dryrun(
         args = tree_map_only(
             Tensor, lambda t: mode.from_tensor(t, static_shapes=True), batch
         )
-        many = engine.gradient_accumulation_steps()
-        for _ in range(many):  # in its first step the optimizer makes its states
-            _micro_step(engine, args)
+        _step(engine, args)  # the optimizer makes its states
         gc.collect()
         with FakeTracker() as seen, comm.ledger() as calls:
-            for _ in range(many):
-                _micro_step(engine, args)
+            _step(engine, args)
         count = sum(slot.numel for flat in engine.net.flats for slot in flat.slots)
         when, at_peak = seen.at_peak()
         return DryRun(
@@ -238,12 +234,14 @@ def dryrun(
         )  # fmt: skip
 
 
-def _micro_step(engine: Engine, args: Any) -> None:
-    out = engine(**args) if isinstance(args, dict) else engine(*args)
-    if not isinstance(out, Tensor):
-        out = out[0] if isinstance(out, tuple) else out.loss
-    engine.backward(out)
-    engine.step()
+def _step(engine: Engine, batch: Any) -> None:
+    """One step, in which every micro-batch is this one."""
+    for _ in range(engine.gradient_accumulation_steps()):
+        out = engine(**batch) if isinstance(batch, dict) else engine(*batch)
+        if not isinstance(out, Tensor):
+            out = out[0] if isinstance(out, tuple) else out.loss
+        engine.backward(out)
+        engine.step()
 
 
 class Block(nn.Module):

@@ -177,9 +177,9 @@ def bus(
 ) -> tuple[float, float]:
     """Seconds that a ring of `ranks` takes to start, and bytes a second of each rank.
 
-    A ring enters each node once and leaves it once, so all ports of a node serve it
-    together: the slower of NVLink and the node's whole network is its speed.
-    per_node: ranks of a node (default: all its GPUs).
+    A ring enters each node once and leaves it once, so it uses all ports of a node
+    together. Its speed is the slower of NVLink and all these ports.
+    per_node: ranks of the ring in a node (default: all GPUs of a node).
     """
     per_node = per_node or machine.gpus
     nodes = -(-ranks // per_node)

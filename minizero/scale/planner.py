@@ -10,21 +10,19 @@ from typing import Any
 from ..activations import MODES
 from ..memory.labels import amount
 from ..memory.plan import PRECISIONS, check
-from .cost import Candidate, Job, Memory
+from .cost import Candidate, Costs, Job, Memory
 from .machines import MACHINES
-from .predict import Prediction, predict
+from .predict import Prediction, layers_of, predict
 
-LARGEST = 256
-"""Most sequences of a micro-batch."""
 SAME = 0.04
 """The mean error of a prediction: steps that differ by less count as equally fast."""
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
-    """All stages, offloads, checkpointings and micro-batches that make the batch.
+    """Every stage, offload, checkpointing and micro-batch that makes the job's batch.
 
-    Where there are several nodes, also in groups of a node's GPUs, and with copies of
-    the parameters in each node.
+    On several nodes also groups of a node's GPUs (MiCS), and parameters in such groups
+    alone (hpZ), with and without fewer bits.
     """
     places: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     places += [{"stage": s, "offload_optimizer": "cpu"} for s in (1, 2, 3)]
@@ -35,17 +33,18 @@ def candidates(job: Job) -> Iterator[Candidate]:
         places += [{"stage": stage, "group": node} for stage in (1, 2, 3)]
         places += [copy, copy | {"weight_bits": 8, "gradient_bits": 4}]
     for place in places:
-        for how in MODES:
-            for size in range(1, min(job.each, LARGEST) + 1):
-                if job.each % size == 0:
+        for mode in MODES:
+            for size in range(1, job.sequences_per_gpu + 1):
+                accumulation, rest = divmod(job.sequences_per_gpu, size)
+                if rest == 0:
                     yield Candidate(
-                        checkpointing=how, micro_batch=size,
-                        accumulation=job.each // size, **place,
+                        checkpointing=mode, micro_batch=size,
+                        accumulation=accumulation, **place,
                     )  # fmt: skip
 
 
 def simplicity(plan: Prediction) -> tuple[int, int, float]:
-    """Options, stage and seconds: the least is chosen among equals."""
+    """What to sort plans by that are equally fast: options, stage, then seconds."""
     return plan.candidate.extras, plan.candidate.stage, plan.step_seconds
 
 
@@ -58,18 +57,31 @@ class Choice:
     best: Prediction
     others: list[Prediction]
 
-    def loses(self, other: Prediction) -> float:
-        """The share of its time that another plan takes longer."""
+    def slowdown(self, other: Prediction) -> float:
+        """By which share of the best plan's time another plan takes longer."""
         return other.step_seconds / self.best.step_seconds - 1
 
 
 def best_of(job: Job, kind: list[Candidate]) -> Prediction:
-    """The fastest of these candidates that fits; the smallest, if none does."""
+    """The fastest of these candidates that fits; the smallest, if none does.
+
+    What computes for longer than the fastest step so far is not predicted.
+    """
+
+    def computing(how: Candidate) -> float:
+        units = layers_of(Costs(job, how.micro_batch * job.sequence), how, 0.0)
+        return how.accumulation * sum(unit.forward + unit.backward for unit in units)
+
     sizes = {candidate: Memory.of(job, candidate) for candidate in kind}
     fitting = [candidate for candidate in kind if sizes[candidate].fits(job)]
     if not fitting:
         return predict(job, min(kind, key=lambda c: sizes[c].total))
-    return min((predict(job, c) for c in fitting), key=lambda p: p.step_seconds)
+    fitting.sort(key=computing)
+    best = predict(job, fitting[0])
+    for other in fitting[1:]:
+        if computing(other) < best.step_seconds:
+            best = min(best, predict(job, other), key=lambda p: p.step_seconds)
+    return best
 
 
 def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
@@ -90,13 +102,13 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
     allowed = [p for p in found if job.allows(p.candidate)]
     if not allowed[0].fits:
         least = min(allowed, key=lambda p: max(
-            p.memory.total / job.room, p.memory.host / job.host
+            p.memory.total / job.device_bytes, p.memory.host / job.host_bytes
         ))  # fmt: skip
         raise ValueError(
-            f"nothing fits {job.gpus} GPUs with room for {amount(job.room)} each: "
-            f"{least.candidate} needs {amount(least.memory.total)}, and "
-            f"{amount(least.memory.host)} of {amount(job.host)} of the host; use more "
-            "GPUs, or a shorter sequence"
+            f"nothing fits {job.gpus} GPUs with room for {amount(job.device_bytes)} "
+            f"each: {least.candidate} needs {amount(least.memory.total)}, and "
+            f"{amount(least.memory.host)} of {amount(job.host_bytes)} of the host; use "
+            "more GPUs, or a shorter sequence"
         )
     near = (1 + SAME) * allowed[0].step_seconds
     equals = (p for p in allowed if p.fits and p.step_seconds <= near)
@@ -155,28 +167,20 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
 
 
 def _reason(choice: Choice) -> str:
-    """Which half of the rule this is: the lowest stage, or one that is faster."""
+    """Why the rule chose this plan: the lowest stage that fits, or one that is faster."""
     every = choice.best, *choice.others
     fitting = [p for p in every if p.fits and choice.job.allows(p.candidate)]
     lowest = min(fitting, key=simplicity)
     if lowest is choice.best:
         return f"the lowest stage that fits: no plan is faster by more than {SAME:.0%}"
-    late = lowest.step_seconds / min(p.step_seconds for p in fitting) - 1
-    return f"{lowest.candidate.kind} fits too, {late:.1%} slower than the fastest plan"
-
-
-def _bytes(plan: Prediction) -> str:
-    """What a plan needs of the memory that decides whether it fits."""
-    job, memory = plan.job, plan.memory
-    if memory.total <= job.room and not plan.fits:
-        return f"needs {amount(memory.host)} of {amount(job.host)} on the host"
-    return "needs " * (not plan.fits) + f"{amount(memory.total)} of {amount(job.room)}"
+    more = lowest.step_seconds / min(p.step_seconds for p in fitting) - 1
+    return f"{lowest.candidate.kind} fits too, {more:.1%} slower than the fastest plan"
 
 
 def describe(choice: Choice) -> str:
     """The plan, the reason why it was chosen, and what the others would cost."""
-    job, best = choice.job, choice.best
-    count, how = job.shape.parameters, best.candidate.checkpointing
+    job, best, memory = choice.job, choice.best, choice.best.memory
+    count, mode = job.shape.parameters, best.candidate.checkpointing
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     parts = ("parameters", "gradients", "optimizer", "activations", "host")
     lines = [
@@ -187,19 +191,22 @@ def describe(choice: Choice) -> str:
         f"  {best.step_seconds:.3g} s a step, {best.tokens_per_second_per_gpu:,.0f} "
         f"tokens/s a GPU, MFU {best.mfu:.1%}, "
         f"{best.exposed_seconds / best.step_seconds:.1%} of it waiting",
-        f"  {_bytes(best)}: "
-        + ", ".join(f"{name} {amount(getattr(best.memory, name))}" for name in parts),
+        f"  {amount(memory.total)} of {amount(job.device_bytes)}: "
+        + ", ".join(f"{name} {amount(getattr(memory, name))}" for name in parts),
         f"  {_reason(choice)}",
     ]
-    if how != "none":
-        lines.append(f'  in the model: recompute_units(model, "{how}")')
+    if mode != "none":
+        lines.append(f'  in the model: recompute_units(model, "{mode}")')
     lines.append("the other kinds of plan:")
     for other in choice.others:
-        what = _bytes(other)
+        more, needs = choice.slowdown(other), other.memory
         if other.fits:
-            loses = choice.loses(other)
-            what = f"{abs(loses):.1%} {'slower' if loses >= 0 else 'faster'}"
+            what = f"{abs(more):.1%} {'slower' if more >= 0 else 'faster'}"
             what += f" ({other.candidate.batching})"
+        elif needs.total > job.device_bytes:
+            what = f"needs {amount(needs.total)} of {amount(job.device_bytes)}"
+        else:
+            what = f"needs {amount(needs.host)} of {amount(job.host_bytes)} on the host"
         lines.append(f"  {other.candidate.kind}: {what}")
         if other.fits and not job.allows(other.candidate):
             lines.append("    (it rounds what is sent, so losses change: --quantize)")

@@ -7,104 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..comm.quantized import BLOCK
 from ..memory.plan import Plan
 from ..overlap import Overlap
 from ..overlap.simulator import Buffer, Layer, Timeline, simulate
 from ..overlap.simulator import Machine as Link
 from .cost import Candidate, Costs, Job, Memory
-from .machines import ADAM, BUS, STREAM, Machine, bus
+from .machines import Machine, bus
 
 # %% auto #0
-__all__ = ['layers_of', 'link_of', 'adam_seconds', 'update_seconds', 'Prediction', 'predict']
+__all__ = ['Prediction', 'predict', 'layers_of', 'link_of']
 
-# %% ../../notebooks/16_scale.ipynb #predict-layers
-def layers_of(
-    costs: Costs, how: Candidate, update: float
-) -> list[Layer]:
-    """The root and the blocks, as chapter 8's simulator takes them.
-
-    update: seconds an element.
-    """
-    shape, size, ranks = costs.shape, costs.itemsize, costs.job.gpus
-    bits, reduced = (how.weight_bits, how.gradient_bits), costs.job.reduced
-    # gradients are copied into one buffer, cast if need be, and divided
-    cast = (size + reduced) * (size != reduced)
-    handled = (2 * size + cast + 2 * reduced) * (ranks > 1)
-    # a quantized block has a scale of one byte; it is encoded and decoded
-    sent = tuple(
-        n / 8 + 1 / BLOCK if n else full
-        for n, full in zip(bits, (size, reduced), strict=True)
-    )
-    decoded = (size + sent[0]) * bool(bits[0])
-    coding = decoded + 2 * (reduced + sent[1]) * bool(bits[1])
-
-    def layer(name: str, n: int, forward: float, backward: float) -> Layer:
-        padded = -(-n // ranks) * ranks
-        flat = Buffer(padded, size, reduced=reduced, sent=sent)
-        forward += costs.memory(decoded * n)
-        backward += costs.memory((handled + coding) * n)
-        return Layer(name, [flat], forward, backward, update * n)
-
-    block = costs.block(how.checkpointing)
-    names = [f"block {i}" for i in range(shape.layers)]
-    root = layer("root", shape.root, *costs.head())
-    return [root, *(layer(name, shape.block, *block) for name in names)]
-
-# %% ../../notebooks/16_scale.ipynb #predict-link
-def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
-    """A rank's link; parameters on the host cross its slot as well."""
-    across = None
-    if plan.group:
-        # each rank of a group has its own port to the other groups
-        copies, ranks = ranks // plan.group, plan.group
-        if copies > 1:
-            across = Link(copies, *bus(machine, copies, 1))
-    latency, speed = bus(machine, ranks)
-    if plan.parameters.on != "device" and ranks > 1:
-        # its own shard comes in, while N - 1 others come over the link
-        slot = machine.slot(machine.gpus) * (ranks - 1)
-        speed = 1 / (1 / speed + 1 / slot)
-    return Link(
-        ranks, latency, speed, contention=machine.contention, across=across
-    )
-
-# %% ../../notebooks/16_scale.ipynb #predict-update
-def adam_seconds(machine: Machine, per_node: int, on: str) -> float:
-    """Seconds an element for Adam's arithmetic, where its states are.
-
-    On the host all GPUs share its memory: ZeRO-Offload reports 0.22 s for
-    1e9 on a DGX-2 (Ren et al. 2021, table 4), these bytes take 0.20.
-    """
-    if on == "device":
-        return ADAM / (STREAM * machine.hbm)
-    return ADAM * per_node / (BUS * machine.dram)
-
-
-def update_seconds(machine: Machine, per_node: int, plan: Plan) -> float:
-    """Seconds an element for Adam, with the copies that it needs.
-
-    To the host gradients come over the slot, and parameters go back. A disk
-    reads 16 bytes and writes as many at half the speed. These run at the
-    same time, so the slowest counts.
-    """
-    on = plan.optimizer.on
-    arithmetic = adam_seconds(machine, per_node, on)
-    if on == "device":
-        return arithmetic
-    slot = 6 / machine.slot(per_node)
-    files = 16 * 3 * per_node / machine.disk if on == "nvme" else 0.0
-    return max(arithmetic, slot, files)
-
-# %% ../../notebooks/16_scale.ipynb #predict-prediction
+# %% ../../notebooks/16_scale.ipynb #predict-predict
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a job, trained in one way, predicted; all of one rank.
+    """One step of a job, trained in one way; seconds and bytes of one rank.
 
     `exposed_seconds`: spent in waits for collectives. `mfu`: the share of
-    peak of the model's own operations: 6 a parameter and token, and those of
-    the scores, without what is recomputed. `timeline`: the last micro-batch
-    and the update.
+    peak that the model's own operations take, without what is recomputed.
+    `timeline`: the last micro-batch and the update.
     """
 
     job: Job
@@ -121,24 +41,68 @@ class Prediction:
         """On the device, and with all ranks of a node in the host."""
         return self.memory.fits(self.job)
 
-# %% ../../notebooks/16_scale.ipynb #predict-predict
+
 def predict(job: Job, how: Candidate) -> Prediction:
     """Predict one step of a job, trained in this way."""
     costs = Costs(job, how.micro_batch * job.sequence)
-    update = update_seconds(job.machine, job.per_node, how.plan)
-    units = layers_of(costs, how, update)
+    layers = layers_of(costs, how, costs.update(how.plan))
     link = link_of(job.machine, job.gpus, how.plan)
-    shape = job.shape
-    # one unit is gathered ahead of its use
-    ahead = max(shape.block, shape.root) + job.gpus, 1 << 60, 0
-    last = simulate(units, link, how.plan, Overlap(*ahead))
+    ahead = max(layer.flats[0].padded for layer in layers)  # one unit
+
+    def micro_batch(boundary: bool) -> Timeline:
+        schedule = Overlap(ahead, 1 << 60, 0)
+        return simulate(layers, link, how.plan, schedule, boundary=boundary)
+
+    last, others = micro_batch(True), how.accumulation - 1
     seconds, waits = last.duration, last.exposed
-    if (more := how.accumulation - 1) > 0:
-        one = simulate(units, link, how.plan, Overlap(*ahead), boundary=False)
-        seconds += more * one.duration
-        waits += more * one.exposed
+    if others:
+        one = micro_batch(False)
+        seconds += others * one.duration
+        waits += others * one.exposed
     rate = how.accumulation * costs.tokens / seconds
-    scores = 12 * shape.layers * shape.hidden * job.sequence
-    mfu = rate * (6 * shape.parameters + scores) / job.machine.peak
-    memory = Memory.of(job, how)
+    flops = 6 * job.shape.parameters  # a token; and of its scores:
+    flops += 12 * job.shape.layers * job.shape.hidden * job.sequence
+    mfu, memory = rate * flops / job.machine.peak, Memory.of(job, how)
     return Prediction(job, how, seconds, rate, waits, mfu, memory, last)
+
+# %% ../../notebooks/16_scale.ipynb #predict-layers
+def layers_of(
+    costs: Costs, how: Candidate, update: float
+) -> list[Layer]:
+    """The root and the blocks, as chapter 8's simulator takes them.
+
+    update: seconds an element.
+    """
+    shape, job = costs.shape, costs.job
+    gathers, reduces, decoding, reducing = costs.element(how)
+
+    def layer(name: str, n: int, forward: float, backward: float) -> Layer:
+        padded = -(-n // job.gpus) * job.gpus
+        sent, reduced = (gathers, reduces), job.reduced
+        flat = Buffer(padded, costs.itemsize, reduced=reduced, sent=sent)
+        forward += decoding * n
+        backward += (decoding + reducing) * n
+        return Layer(name, [flat], forward, backward, update * n)
+
+    block = costs.block(how.checkpointing)
+    names = [f"block {i}" for i in range(shape.layers)]
+    root = layer("root", shape.root, *costs.head())
+    return [root, *(layer(name, shape.block, *block) for name in names)]
+
+
+def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
+    """A rank's link; parameters on the host cross its slot as well."""
+    across = None
+    if plan.group:
+        # each rank of a group has its own port to the other groups
+        copies, ranks = ranks // plan.group, plan.group
+        if copies > 1:
+            across = Link(copies, *bus(machine, copies, 1))
+    latency, speed = bus(machine, ranks)
+    if plan.parameters.on != "device" and ranks > 1:
+        # its own shard comes in, while N - 1 others come over the link
+        slot = machine.slot(machine.gpus) * (ranks - 1)
+        speed = 1 / (1 / speed + 1 / slot)
+    return Link(
+        ranks, latency, speed, contention=machine.contention, across=across
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,20 @@ class Amount(traitlets.Float[float, float | int]):
                 f"{self.most:g}."
             )
         return number
+
+
+class Computed(traitlets.Any):
+    """What a page needs to know and no reader sets: what a function gives.
+
+    It is called once for each explorable, when its state is first asked for.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def default(self, obj: Any = None) -> Any:
+        return self.function()
 
 
 class Explorable(anywidget.AnyWidget):

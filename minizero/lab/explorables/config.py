@@ -9,7 +9,7 @@ import traitlets
 
 from minizero.config import MICRO, STEPS, TOTAL, ConfigError, read
 from minizero.config.read import known_keys
-from minizero.lab.explorables.base import look, module
+from minizero.lab.explorables.base import Computed, look, module
 from minizero.lab.explorables.memory import STATES, Planned
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
 from minizero.memory.plan import Breakdown, estimate
@@ -39,7 +39,7 @@ class ConfigExplorer(Planned):
 
     text = traitlets.Unicode(EXAMPLE).tag(sync=True)
     world_size = traitlets.Int(8, min=1, max=1024).tag(sync=True)
-    known = traitlets.Dict().tag(sync=True)
+    known = Computed(known_keys).tag(sync=True)
     sizes = traitlets.List([TOTAL, MICRO, STEPS]).tag(sync=True)
     palette = traitlets.Dict(
         {name: look(CATEGORY_COLOURS[name]) for name in STATES}
@@ -49,10 +49,6 @@ class ConfigExplorer(Planned):
         if config is not None:
             controls["text"] = json.dumps(config, indent=2)
         super().__init__(**controls)
-
-    @traitlets.default("known")
-    def _known(self) -> dict[str, Any]:
-        return known_keys()
 
     def breakdown(self) -> Breakdown:
         """The bytes that are shown; raises ConfigError for a config that is wrong.

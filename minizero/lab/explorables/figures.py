@@ -7,8 +7,8 @@ from typing import Any
 import traitlets
 
 from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
-from minizero.lab.hardware import H100
 from minizero.lab.plots.style import LINES
+from minizero.scale.machines import H100
 
 
 class Exchanges(Explorable):
@@ -108,7 +108,7 @@ class LinkTime(Explorable):
     def times(self) -> tuple[float, float, float]:
         """Seconds: of computing, and of what ZeRO-2 and ZeRO-3 send.
 
-        Six operations a parameter and token; two calls of 2 bytes a parameter under
+        Six operations per parameter and token; two calls of 2 bytes per parameter under
         ZeRO-2, three under ZeRO-3, (N - 1) / N taken as 1.
         """
         elements = self.unit * 1e6

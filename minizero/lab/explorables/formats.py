@@ -7,14 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import traitlets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from minizero.lab.explorables.base import Amount, Explorable, module
-from minizero.lab.plots.style import CATEGORY_COLOURS, GREY, LINES, STYLE, WIDTH, single
+from minizero.lab.explorables.base import Amount, Computed, Explorable, module
+from minizero.lab.plots.style import (
+    CATEGORY_COLOURS,
+    GREY,
+    LINES,
+    STYLE,
+    WIDTH,
+    note,
+    single,
+)
 
 FORMATS = {
     "fp32": (torch.float32, 8, 23),
@@ -75,7 +82,7 @@ def bit_layout() -> Figure:
                 axes.add_patch(Rectangle(*box, color=FIELDS[field], linewidth=0))
             x += width
         label = f"{exponent} + {significand}"
-        axes.annotate(label, (x, y), (6, 0), textcoords="offset points", va="center")
+        note(axes, label, (x, y), (6, 0), va="center")
     for field, colour in FIELDS.items():
         axes.add_patch(Rectangle((0, 0), 0, 0, color=colour, label=field))
     axes.set(xlim=(0, 36), ylim=(len(FORMATS) - 0.4, -0.6))
@@ -121,19 +128,25 @@ def exponents(values: Mapping[str, Tensor]) -> Figure:
         "fp16's normal range": (subnormal, most),
     }
     for text, (a, b) in spans.items():
-        panels[0].annotate(
-            text,
-            ((a + b) / 2, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, -2),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize=8.5,
-        )
+        look: Any = {"y": "axes fraction", "ha": "center", "va": "top", "fontsize": 8.5}
+        note(panels[0], text, ((a + b) / 2, 1), (0, -2), **look)
     panels[0].margins(y=0.3)
     panels[-1].set_xlabel("power of two")
     return figure
+
+
+def described() -> list[dict[str, Any]]:
+    """The formats, as a page needs to know them."""
+    return [
+        {
+            "name": name,
+            "exponent": exponent,
+            "digits": digits,
+            "lowest": round(torch.tensor(torch.finfo(dtype).tiny).log2().item()),
+            "largest": torch.finfo(dtype).max,
+        }
+        for name, (dtype, exponent, digits) in FORMATS.items()
+    ]
 
 
 class FormatExplorer(Explorable):
@@ -147,20 +160,7 @@ class FormatExplorer(Explorable):
 
     weight = Amount(0.0, -20, 18).tag(sync=True)
     update = Amount(-10.0, -30, 16).tag(sync=True)
-    formats: traitlets.List[Any] = traitlets.List().tag(sync=True)
-
-    @traitlets.default("formats")
-    def _formats(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": name,
-                "exponent": exponent,
-                "digits": digits,
-                "lowest": round(torch.tensor(torch.finfo(dtype).tiny).log2().item()),
-                "largest": torch.finfo(dtype).max,
-            }
-            for name, (dtype, exponent, digits) in FORMATS.items()
-        ]
+    formats = Computed(described).tag(sync=True)
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """By format: the weight as it has it, and the sum."""

@@ -11,7 +11,16 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from minizero.lab.explorables.base import Amount, Explorable, look, module
-from minizero.lab.plots.style import GREY, LINES, STYLE, legend, line, short, single
+from minizero.lab.plots.style import (
+    GREY,
+    LINES,
+    STYLE,
+    legend,
+    line,
+    note,
+    short,
+    single,
+)
 
 PALETTE = {"saves": look(LINES[1]), "steps made again": look(LINES[0])}
 
@@ -54,23 +63,12 @@ def interval_figure(
     minutes = [x / 60 for x in xs]
     for i, (name, shares) in enumerate(kinds.items()):
         axes.plot(minutes, [100 * y for y in shares], label=name, **line(i))
-    axes.plot(
-        [x / 60 for x in simulated],
-        [100 * y for y in simulated.values()],
-        "o",
-        color=GREY,
-        label="lost in all, simulated",
-    )
+    xs, ys = [x / 60 for x in simulated], [100 * y for y in simulated.values()]
+    axes.plot(xs, ys, "o", color=GREY, label="lost in all, simulated")
     best = best_interval(save, between)
     axes.axvline(best / 60, color=GREY, linestyle=(0, (4, 2)), linewidth=1.2)
-    axes.annotate(
-        f"√(2CM) = {best / 60:.0f} min",
-        (best / 60, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
-        textcoords="offset points",
-        va="top",
-    )
+    text, top = f"√(2CM) = {best / 60:.0f} min", (best / 60, 1)
+    note(axes, text, top, (4, -4), y="axes fraction", va="top")
     axes.set_xscale("log")
     ticks = [
         m for m in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if low < 60 * m < high

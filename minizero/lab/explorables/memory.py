@@ -9,7 +9,7 @@ import traitlets
 
 from minizero.config import read
 from minizero.config.schema import Place
-from minizero.lab.explorables.base import Amount, Explorable, look, module
+from minizero.lab.explorables.base import Amount, Computed, Explorable, look, module
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
 from minizero.memory.plan import (
     OPTIMIZERS,
@@ -45,20 +45,56 @@ def gpt_shape(n_params: float) -> tuple[int, int, int]:
     return layers, 128 * layers, layers
 
 
+def plans() -> dict[str, dict[str, Any]]:
+    """What `read` makes of each choice, by "stage/optimizer's place/parameters'".
+
+    By category: where it rests, and whether it is sharded. "idle": why an offload
+    that was asked for does nothing, by its block.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
+        chosen = {"offload_optimizer": state, "offload_param": param}
+        blocks = {
+            name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
+            for name, on in chosen.items()
+        }
+        config = read(
+            {"train_batch_size": 1, "zero_optimization": {"stage": stage, **blocks}}
+        )
+        places: dict[str, Any] = {
+            category: [place.on, place.sharded]
+            for category, place in vars(config.plan).items()
+        }
+        places["idle"] = {
+            name: said.partition(": ")[2]
+            for name in chosen
+            for said in config.warnings
+            if f".{name} " in said
+        }
+        table[f"{stage}/{state}/{param}"] = places
+    return table
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Bytes per parameter of each category, by "precision/optimizer".
+
+    They are what `estimate` says of one parameter on one rank.
+    """
+    return {
+        f"{precision}/{optimizer}": {
+            category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
+            for category in STATES
+        }
+        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
+    }
+
+
 class Planned(Explorable):
     """An explorable of what a plan keeps, and what its page computes it from."""
 
     n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
-    plans = traitlets.Dict().tag(sync=True)
-    costs = traitlets.Dict().tag(sync=True)
-
-    @traitlets.default("plans")
-    def _plans(self) -> dict[str, Any]:
-        return plans()
-
-    @traitlets.default("costs")
-    def _costs(self) -> dict[str, Any]:
-        return costs()
+    plans = Computed(plans).tag(sync=True)
+    costs = Computed(costs).tag(sync=True)
 
 
 class MemoryExplorer(Planned):
@@ -132,21 +168,6 @@ class MemoryExplorer(Planned):
         block = self.n_params / gpt_shape(self.n_params)[0]
         return block * 2 * PRECISIONS[self.precision][0] * max(0, stage - 1)
 
-    def config(self) -> dict[str, Any]:
-        """The chosen plan as DeepSpeed's config; what a stage cannot offload stays."""
-        adam, moving = self.optimizer == "adam", self.optimizer == "momentum"
-        zero: dict[str, Any] = {"stage": self.stage}
-        for block, least in (("optimizer", 1), ("param", 3)):
-            if getattr(self, f"offload_{block}") and self.stage >= least:
-                zero[f"offload_{block}"] = {"device": "cpu"}
-        rate = {"lr": 3e-4} | ({"momentum": 0.9} if moving else {})
-        return {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "bf16": {"enabled": self.precision == "bf16"},
-            "optimizer": {"type": "AdamW" if adam else "SGD", "params": rate},
-            "zero_optimization": zero,
-        }
-
     def numbers(self) -> list[list[Any]]:
         """Bytes of each category a GPU, and on its host, for each stage."""
         rows, own = [], self.activations()
@@ -166,50 +187,4 @@ class MemoryExplorer(Planned):
         )
 
 
-def explorer(**controls: Any) -> MemoryExplorer:
-    """The memory explorer, with any of its controls set."""
-    return MemoryExplorer(**controls)
-
-
-def plans() -> dict[str, dict[str, Any]]:
-    """What `read` makes of each choice, by "stage/optimizer's place/parameters'".
-
-    By category: where it rests, and whether it is sharded. "idle": why an offload
-    that was asked for does nothing, by its block.
-    """
-    table: dict[str, dict[str, Any]] = {}
-    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
-        chosen = {"offload_optimizer": state, "offload_param": param}
-        blocks = {
-            name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
-            for name, on in chosen.items()
-        }
-        config = read(
-            {"train_batch_size": 1, "zero_optimization": {"stage": stage, **blocks}}
-        )
-        places: dict[str, Any] = {
-            category: [place.on, place.sharded]
-            for category, place in vars(config.plan).items()
-        }
-        places["idle"] = {
-            name: said.partition(": ")[2]
-            for name in chosen
-            for said in config.warnings
-            if f".{name} " in said
-        }
-        table[f"{stage}/{state}/{param}"] = places
-    return table
-
-
-def costs() -> dict[str, dict[str, float]]:
-    """Bytes a parameter of each category, by "precision/optimizer".
-
-    They are what `estimate` says of one parameter on one rank.
-    """
-    return {
-        f"{precision}/{optimizer}": {
-            category: getattr(estimate(1, 1, Plan(), precision, optimizer), category)
-            for category in STATES
-        }
-        for precision, optimizer in product(PRECISIONS, OPTIMIZERS)
-    }
+explorer = MemoryExplorer

@@ -56,7 +56,7 @@ function gpus(count) {
   return count === 1 ? "1 GPU" : `${count.toLocaleString("en-US")} GPUs`;
 }
 
-/** Of each state: its bytes a parameter, whether it is sharded, and where it rests. What a
+/** Of each state: its bytes per parameter, whether it is sharded, and where it rests. What a
  *  stage cannot offload stays on the device. */
 function states(get, stage) {
   const on = ["offload_optimizer", "offload_param"].map((name) => get(name) ? "cpu" : "none");

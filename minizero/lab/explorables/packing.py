@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minizero.memory.trace import Trace
+from minizero.memory.trace import Change, Moment, Trace
 
 
 class Pack:
@@ -61,18 +61,28 @@ class Pack:
         }
 
 
-def unpacked_moments(
-    tables: dict[str, Any], packed: dict[str, Any]
-) -> tuple[list[tuple[int, int, list[Any]]], int]:
-    """Rank, time and changes of each moment, and when the step ends, in ticks."""
-    numbers, lines, time = iter(packed["moments"]), [], 0
+def unpacked(
+    tables: dict[str, Any], packed: dict[str, Any], wide: float = 1
+) -> tuple[Trace, int]:
+    """The moments of a packed trace, and when its step ends: in ticks.
+
+    wide: how many times the hidden size; activations take so many times the bytes, all
+        else the square of it.
+    """
+    numbers, moments, time = iter(packed["moments"]), [], 0
     for rank in numbers:
         time += next(numbers)
         kinds = [next(numbers) for _ in range(next(numbers))]
-        lines.append((rank, time, [tables["changes"][kind] for kind in kinds]))
+        changes = []
+        for place, category, unit, nbytes in (
+            tables["changes"][kind] for kind in kinds
+        ):
+            nbytes *= wide if category == "activations" else wide * wide
+            changes.append(Change(place, category, int(nbytes), unit))
+        moments.append(Moment(rank, time, tuple(changes)))
     begin, total = 0, time
     slices = packed["slices"]
     for later, duration in zip(slices[2::4], slices[3::4], strict=True):
         begin += later
         total = max(total, begin + duration, 1)
-    return lines, total
+    return Trace(packed["ranks"], [], moments), total

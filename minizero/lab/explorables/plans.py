@@ -7,8 +7,8 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import Amount, Explorable, module
-from minizero.lab.explorables.packing import Pack, unpacked_moments
+from minizero.lab.explorables.base import Amount, Computed, Explorable, module
+from minizero.lab.explorables.packing import Pack, unpacked
 from minizero.lab.explorables.steps import TICK, Setting, Size, simulated
 from minizero.lab.explorables.timeline import CATEGORIES, PLANS, VERBS
 from minizero.lab.plots.style import amount
@@ -20,7 +20,7 @@ CAPACITY = 80e9
 
 
 @cache
-def steps() -> dict[str, Any]:
+def four_steps() -> dict[str, Any]:
     """The simulated step of the four plans: each call is waited for at once."""
     pack = Pack(TICK)
     every = [simulated(Setting(stage, checkpointing=True), SIZE) for stage in range(4)]
@@ -37,34 +37,27 @@ class Plans(Explorable):
     _esm = module(kind)
 
     moment = Amount(0.3, 0, 1).tag(sync=True)
-    steps = traitlets.Dict().tag(sync=True)
+    steps = Computed(four_steps).tag(sync=True)
     plans = traitlets.List(list(PLANS)).tag(sync=True)
     capacity = traitlets.Float(CAPACITY).tag(sync=True)
     verbs = traitlets.Dict(VERBS).tag(sync=True)
     categories = traitlets.Dict(CATEGORIES).tag(sync=True)
 
-    @traitlets.default("steps")
-    def _steps(self) -> dict[str, Any]:
-        return steps()
-
     def numbers(self) -> list[list[Any]]:
         """Of each plan: bytes now, between steps and at most; its ms; bytes sent."""
         tables, found = self.steps["tables"], []
-        every = [unpacked_moments(tables, one) for one in self.steps["traces"]]
+        every = [unpacked(tables, one) for one in self.steps["traces"]]
         now = self.moment * max(total for _, total in every)
-        for name, packed, (lines, total) in zip(
+        for name, packed, (trace, total) in zip(
             PLANS, self.steps["traces"], every, strict=True
         ):
             kinds = (tables["slices"][kind] for kind in packed["slices"][1::4])
             sent = sum(nbytes for *_, nbytes, _, joined in kinds if joined)
-            held, rows = 0, []
-            for _, time, changes in lines:
-                held += sum(n for place, _, _, n in changes if place == "device")
-                rows.append((time, held))
-            then = [held for time, held in rows if time <= now][-1]
-            most = max(held for _, held in rows)
+            # all of it is on the device
+            held = [(time, sum(live.values())) for time, live in trace.live(0)]
+            then = [nbytes for time, nbytes in held if time <= now][-1]
             ms = round(1e3 * total * tables["tick"])
-            found.append([name, then, rows[0][1], most, ms, sent])
+            found.append([name, then, held[0][1], trace.peak(0), ms, sent])
         return found
 
     def describe(self) -> str:

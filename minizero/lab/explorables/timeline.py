@@ -9,9 +9,16 @@ from typing import Any
 
 import traitlets
 
-from minizero.lab.explorables.base import STRIPES, Amount, Explorable, look, module
+from minizero.lab.explorables.base import (
+    STRIPES,
+    Amount,
+    Computed,
+    Explorable,
+    look,
+    module,
+)
 from minizero.lab.explorables.memory import gpt_shape
-from minizero.lab.explorables.packing import Pack, unpacked_moments
+from minizero.lab.explorables.packing import Pack, unpacked
 from minizero.lab.explorables.sources import LINES, line
 from minizero.lab.explorables.steps import OFFLOADS, TICK, Setting, settings, simulated
 from minizero.lab.plots.style import CATEGORY_COLOURS, DOING_COLOURS, GREY, amount
@@ -45,11 +52,16 @@ PLANS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 @cache
-def steps() -> dict[str, Any]:
+def all_steps() -> dict[str, Any]:
     """The simulated step of every setting, packed."""
     pack = Pack(TICK)
     packed = {at.key: pack.add(simulated(at)) for at in settings()}
     return {"tables": pack.tables(), "traces": packed}
+
+
+def lines() -> dict[str, list[str]]:
+    """The lines for a trace of the reader's own, which has none."""
+    return {name: line(*where).split("#", 2) for name, where in LINES.items()}
 
 
 def packed(trace: Trace) -> dict[str, Any]:
@@ -93,25 +105,11 @@ class Timeline(Explorable):
     shown = traitlets.List(list(SHOWN)).tag(sync=True)
     moment = Amount(0.155, 0, 1).tag(sync=True)
     n_params = Amount(7e9, 1e8, 1e12).tag(sync=True)
-    steps = traitlets.Dict().tag(sync=True)
-    recorded = traitlets.Dict().tag(sync=True)
+    steps = Computed(all_steps).tag(sync=True)
+    recorded = Computed(lambda: json.loads(RECORDED.read_text())).tag(sync=True)
     verbs = traitlets.Dict(VERBS).tag(sync=True)
-    sources = traitlets.Dict().tag(sync=True)
+    sources = Computed(lines).tag(sync=True)
     categories = traitlets.Dict(CATEGORIES).tag(sync=True)
-
-    @traitlets.default("steps")
-    def _steps(self) -> dict[str, Any]:
-        return steps()
-
-    @traitlets.default("sources")
-    def _sources(self) -> dict[str, list[str]]:
-        """The lines for a trace of the reader's own, which has none."""
-        return {name: line(*where).split("#", 2) for name, where in LINES.items()}
-
-    @traitlets.default("recorded")
-    def _recorded(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(RECORDED.read_text())
-        return found
 
     def setting(self) -> Setting:
         """What is shown: what does nothing at a stage is off."""
@@ -125,28 +123,21 @@ class Timeline(Explorable):
         """Bytes of the rank at the moment, and at most, by category and by place."""
         key = "recorded" if self.source == "recorded" else self.setting().key
         packs = self.recorded if self.source == "recorded" else self.steps
-        tables, packed = packs["tables"], packs["traces"][key]
-        lines, total = unpacked_moments(tables, packed)
-        rank = min(self.rank, packed["ranks"] - 1)
-        alike = len({of for of, *_ in lines}) == 1
-        at = round(self.moment * total)
-        names = [*CATEGORY_COLOURS, "device", "host", "disk"]
         wide = gpt_shape(self.n_params)[0] / gpt_shape(7e9)[0]
         wide = 1 if self.source == "recorded" else wide
-        now, then, most = (dict.fromkeys(names, 0) for _ in range(3))
-        for of, time, changes in lines:
-            if not alike and of != rank:
-                continue
-            for place, category, _, nbytes in changes:
-                nbytes *= wide if category == "activations" else wide * wide
-                nbytes = int(nbytes)
-                now[place] += nbytes
+        trace, total = unpacked(packs["tables"], packs["traces"][key], wide)
+        names = [*CATEGORY_COLOURS, "device", "host", "disk"]
+        rows = [(-1.0, dict.fromkeys(names, 0))]
+        # a simulated step has one rank, as which all others are
+        rank = min(self.rank, max(moment.rank for moment in trace.moments))
+        for time, live in trace.live(rank):
+            rows.append((time, dict.fromkeys(names, 0)))
+            for (place, category), nbytes in live.items():
+                rows[-1][1][place] += nbytes
                 if place == "device":
-                    now[category] += nbytes
-            most = {name: max(most[name], now[name]) for name in names}
-            if time <= at:
-                then = dict(now)
-        return [[name, then[name], most[name]] for name in names]
+                    rows[-1][1][category] += nbytes
+        then = [now for time, now in rows if time <= round(self.moment * total)][-1]
+        return [[name, then[name], max(now[name] for _, now in rows)] for name in names]
 
     def describe(self) -> str:
         most = {name: number for name, _, number in self.numbers()}

@@ -21,7 +21,6 @@ class Activations:
     mode: "none", "selective" (what `keep_matmuls` keeps) or "full".
     attention: "fused", which keeps a row of log-sum-exps instead of the scores, or
         "math", which keeps them in float32 (``SDPBackend.MATH``).
-    device: on "cuda" the statistics of a LayerNorm are float32 in any dtype.
     """
 
     config: GPTConfig
@@ -29,7 +28,6 @@ class Activations:
     dtype: torch.dtype = torch.float32
     mode: str = "none"
     attention: str = FUSED
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.mode not in ("none", "selective", "full"):
@@ -107,8 +105,8 @@ class Activations:
 
     @property
     def _statistics(self) -> int:
-        """Bytes of the mean and the deviation that a LayerNorm keeps."""
-        return 2 * self._tokens * (4 if self.device == "cuda" else self.dtype.itemsize)
+        """Bytes of the mean and the deviation that a LayerNorm keeps on a CPU."""
+        return 2 * self._tokens * self.dtype.itemsize
 
 
 def step_flops(
@@ -127,7 +125,5 @@ def step_flops(
     scores = 4 * tokens * config.sequence * h if attention == MATH else 0
     head = 2 * tokens * h * config.vocabulary
     again = {"none": 0, "selective": scores, "full": projections + scores + up}
-    if mode not in again:
-        raise ValueError(f"mode is {mode!r}; choose none, selective or full.")
     forward = config.layers * (projections + scores + up + down) + head
     return 3 * forward + config.layers * again[mode]

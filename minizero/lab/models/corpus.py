@@ -1,4 +1,4 @@
-"""Text to train on: Python's own standard library, a file, or a folder, as bytes."""
+"""Text to train on: Python's own standard library, a file or a folder, as bytes."""
 
 from __future__ import annotations
 
@@ -6,68 +6,45 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LIMIT = 256_000_000
-"""Most bytes that are read; what lies beyond is left out."""
-
-SKIPPED = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-}
-"""Folders of the standard library that are left out."""
+SKIPPED = {"__pycache__", "site-packages", "dist-packages"}
+SKIPPED |= {"test", "tests", "idle_test"}
+"""Folders that are left out."""
 
 
 class Corpus:
     """The bytes of a text, the last tenth held out.
 
-    path: a file, a folder, whose text files are read in the order of their names, or
-        None for the source of Python's standard library, without its tests. In a
-        folder, hidden files and those with a zero byte in their first 8 KiB are
-        skipped. At most :data:`LIMIT` bytes are read.
+    path: a file, or a folder, whose Python source is read without its tests; None for
+        the folder of Python's standard library.
 
     train, valid: uint8 tensors, 90 % and 10 % of the bytes.
-    description: what was read, in words.
-
-    Raises OSError for a path that cannot be read, and ValueError for one without text.
+    As a string it says what was read. Raises OSError for a file that cannot be read,
+    and ValueError for one without text.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        source, name = Path(path or sysconfig.get_path("stdlib")), str(path)
         if path is None:
-            folder = Path(sysconfig.get_path("stdlib"))
-            every: Iterator[Path] = (
-                file for file in _walk(folder, SKIPPED) if file.suffix == ".py"
-            )
             name = f"the standard library of Python {platform.python_version()}"
-        else:
-            folder, name = Path(path), str(path)
-            every = _walk(folder) if folder.is_dir() else iter([folder])
-        data, files = bytearray(), 0
-        for file in every:
-            room = LIMIT - len(data)
-            text = file.read_bytes()[:room] if room else b""
-            if text and not (folder.is_dir() and b"\0" in text[:8192]):
-                data += text
-                files += 1
-        if not data:
+        files = _python(source) if source.is_dir() else [source]
+        texts = [text for file in files if (text := file.read_bytes())]
+        if not texts:
             raise ValueError(f"{name} has no text in it; give another file or folder.")
+        data = bytearray().join(texts)
         cut = len(data) * 9 // 10
-        whole = torch.frombuffer(data, dtype=torch.uint8)
-        self.train, self.valid = whole[:cut], whole[cut:]
-        amount = f"{len(data) / 1e6:,.1f} MB in {files:,} file{'s' * (files != 1)}"
-        limited = ", cut at the limit" if len(data) == LIMIT else ""
-        self.description = f"{name}: {amount}{limited}"
+        every = torch.frombuffer(data, dtype=torch.uint8)
+        self.train, self.valid = every[:cut], every[cut:]
+        count = f"{len(texts):,} file{'s' * (len(texts) != 1)}"
+        self._description = f"{name}: {len(data) / 1e6:,.1f} MB in {count}"
 
     def __str__(self) -> str:
-        return self.description
+        return self._description
 
     def batch(
         self,
@@ -124,13 +101,8 @@ def rows_per_rank(batch: int, world_size: int) -> int:
     return batch // world_size
 
 
-def _walk(folder: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Regular files below a folder, by name, in the same order on every machine."""
+def _python(folder: Path) -> Iterator[Path]:
+    """The Python files below a folder, in the same order on every machine."""
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            f for f in folders if f not in skipped and not f.startswith(".")
-        )
-        for name in sorted(names):
-            file = Path(parent, name)
-            if not name.startswith(".") and file.is_file():
-                yield file
+        folders[:] = sorted(set(folders) - SKIPPED)
+        yield from (Path(parent, n) for n in sorted(names) if n.endswith(".py"))

@@ -40,8 +40,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.hidden % self.heads:
             raise ValueError(
@@ -207,24 +206,17 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> bytes:
-        """`n` bytes that follow `prompt`, drawn one at a time.
+        """`n` bytes that follow `prompt`, which has at least one, drawn in turn.
 
-        temperature: divides the logits; 0 takes the likeliest byte.
+        temperature: divides the logits; above 0.
         generator: a CPU generator. Ranks that generate together must agree on it,
             as each byte is a forward pass, and a forward pass may communicate.
         """
-        if not prompt:
-            raise ValueError("The prompt is empty; give at least one byte.")
-        if temperature < 0:
-            raise ValueError(f"The temperature is {temperature}; it must be 0 or more.")
         device = self.tokens.weight.device
         text = list(prompt)
         for _ in range(n):
             window = torch.tensor([text[-self.config.sequence :]], device=device)
             logits = self(window)[0, -1].float().cpu()
-            if temperature == 0:
-                text.append(int(logits.argmax()))
-                continue
             chances = (logits / temperature).softmax(0)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
         return bytes(text[len(prompt) :])

@@ -14,54 +14,22 @@ from minizero.ranks import device
 from minizero.zero import DataParallel
 
 
-class Neighbours:
-    """A stage's place in a pipeline, and what passes to and from the others.
-
-    `shape`: of the float32 activations between stages, for one micro-batch.
-    """
-
-    def __init__(self, group: comm.Group, shape: Sequence[int]) -> None:
-        self.group, self.shape = group, tuple(shape)
-        self.place, self.stages = group.rank, group.size
-        self.last = self.place == self.stages - 1
-
-    def swap(self, side: int, out: Tensor | None, expects: bool) -> Tensor | None:
-        """Send to a neighbour and receive from it at the same time.
-
-        `side`: +1 is the next stage, -1 the one before. The ends have only
-        one neighbour: nothing is done. Returns what arrives, if `expects`.
-        """
-        peer = self.place + side
-        if not 0 <= peer < self.stages:
-            return None
-        arrives = None
-        if expects:
-            arrives = torch.empty(self.shape, device=device())
-        sends = {} if out is None else {peer: out.detach().contiguous()}
-        receives = {} if arrives is None else {peer: arrives}
-        with comm.phase(unit="pipeline"):
-            for t in sends.values():
-                comm.enter("send", t, t.numel(), t.numel(), self.group)
-            comm.exchange(sends, receives, group=self.group)()
-        return arrives
-
-
-class Pipeline(Neighbours):
+class Pipeline:
     """One stage of a model, `net` (Narayanan et al. 2021, sec. 2.2).
 
-    The first is called with a micro-batch's inputs, the others with what
-    comes in, the last one with the targets too: it returns a loss. `most`:
-    micro-batches that were under way here at once.
+    The first is called with a micro-batch's inputs, the others with what the stage
+    before sends, the last one with the targets too: it returns a loss.
+
+    shape: of the float32 activations between stages, for one micro-batch.
+    most: micro-batches that were under way here at once.
     """
 
     def __init__(
-        self,
-        net: DataParallel,
-        group: comm.Group,
-        shape: Sequence[int],
+        self, net: DataParallel, group: comm.Group, shape: Sequence[int]
     ) -> None:
-        super().__init__(group, shape)
-        self.net, self.most = net, 0
+        self.net, self.group, self.shape = net, group, tuple(shape)
+        self.place, self.stages = group.rank, group.size
+        self.last, self.most = self.place == self.stages - 1, 0
         self.kept: deque[tuple[Tensor | None, Tensor]] = deque()
 
     def backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -71,19 +39,19 @@ class Pipeline(Neighbours):
         """
         count, loss = len(batches), 0.0
         ahead = min(self.stages - 1 - self.place, count)
-        x = self.swap(-1, None, True)
+        x = self._swap(-1, None, True)
         for i, batch in enumerate(batches):
             y, more = self._forward(x, batch, count), i + 1 < count
             if i < ahead:
-                self.swap(+1, y, False)
-                x = self.swap(-1, None, more)
+                self._swap(+1, y, False)
+                x = self._swap(-1, None, more)
             else:
                 loss += y.item() if self.last else 0.0
-                grad = self.swap(+1, y, True)
-                x = self.swap(-1, self._back(grad), more)
+                grad = self._swap(+1, y, True)
+                x = self._swap(-1, self._back(grad), more)
         for _ in range(ahead):
-            grad = self.swap(+1, None, True)
-            self.swap(-1, self._back(grad), False)
+            grad = self._swap(+1, None, True)
+            self._swap(-1, self._back(grad), False)
         return loss
 
     def _forward(
@@ -105,3 +73,23 @@ class Pipeline(Neighbours):
         with nullcontext() if sharded else self.net.no_sync():
             self.net.backward(y if grad is None else (y * grad).sum())
         return None if x is None else x.grad
+
+    def _swap(self, side: int, out: Tensor | None, expects: bool) -> Tensor | None:
+        """Send to a neighbour and receive from it at the same time.
+
+        `side`: +1 is the next stage, -1 the one before. The ends have only
+        one neighbour: nothing is done. Returns what arrives, if `expects`.
+        """
+        peer = self.place + side
+        if not 0 <= peer < self.stages:
+            return None
+        arrives = None
+        if expects:
+            arrives = torch.empty(self.shape, device=device())
+        sends = {} if out is None else {peer: out.detach().contiguous()}
+        receives = {} if arrives is None else {peer: arrives}
+        with comm.phase(unit="pipeline"):
+            for t in sends.values():
+                comm.enter("send", t, t.numel(), t.numel(), self.group)
+            comm.exchange(sends, receives, group=self.group)()
+        return arrives

@@ -11,30 +11,22 @@ from torch import Tensor, nn
 from minizero import comm
 
 
-def all_to_all(out: Tensor, inp: Tensor, group: comm.Group) -> None:
-    """Row j of `inp` goes to rank j; row j of `out` comes from rank j."""
-    if inp.shape != out.shape or len(inp) != group.size:
-        raise ValueError(
-            f"all_to_all: {group.size} rows of one shape are needed, for as "
-            f"many ranks, not {tuple(inp.shape)} and {tuple(out.shape)}"
-        )
-    me, row = group.rank, inp[0]
-    out[me] = inp[me]
-    sends, receives = dict(enumerate(inp)), dict(enumerate(out))
-    del sends[me], receives[me]
-    sent = inp.numel() - row.numel()
-    comm.enter("all_to_all", row, inp.numel(), sent, group)
-    comm.exchange(sends, receives, group=group)()
-
-
 class Swap(torch.autograd.Function):
-    """An all-to-all of rows, [P, ...]; its backward is the same again."""
+    """An all-to-all of rows, [P, ...]; its backward is the same again.
+
+    Row j of `x` goes to rank j; row j of what it returns comes from rank j.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
-        ctx.group, out = group, torch.empty_like(x)
+        ctx.group, out, me = group, torch.empty_like(x), group.rank
+        out[me] = x[me]
+        sends, receives = dict(enumerate(x)), dict(enumerate(out))
+        del sends[me], receives[me]
         with comm.phase(unit="ulysses"):
-            all_to_all(out, x, group)
+            sent = x.numel() - x[me].numel()
+            comm.enter("all_to_all", x[me], x.numel(), sent, group)
+            comm.exchange(sends, receives, group=group)()
         return out
 
     @staticmethod

@@ -17,10 +17,10 @@ from minizero.lab.plots.style import (
     LINES,
     STYLE,
     amount,
-    end_label,
     ink,
     legend,
     name_rows,
+    note,
     single,
 )
 from minizero.memory.labels import CATEGORIES
@@ -62,13 +62,12 @@ def bars(
                 axes.text(left + size / 2, y, text, color=ink(face), **centre)
             left += size
         hidden = limit is not None and 0 <= limit - total < 0.18 * longest
-        end_label(axes, limit if limit and hidden else total, y, say(total))
+        end = limit if limit and hidden else total
+        note(axes, say(total), (end, y), (5, 0), va="center", fontweight="bold")
     if limit is not None:
         axes.axvline(limit, color=GREY, linestyle=(0, (4, 2)), linewidth=1.4)
-        axes.annotate(
-            say(limit), (limit, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
-            textcoords="offset points", ha="center", va="bottom",
-        )  # fmt: skip
+        above = {"y": "axes fraction", "ha": "center", "va": "bottom"}
+        note(axes, say(limit), (limit, 1), (0, 2), **above)
     name_rows(axes, rows)
     # the bars carry their numbers themselves
     axes.tick_params(bottom=False, labelbottom=False)
@@ -95,15 +94,12 @@ def memory_bars(
 
 
 def _by_category(breakdown: Bytes | Mapping[str, float]) -> dict[str, float]:
-    if isinstance(breakdown, Mapping):
-        unknown = [name for name in breakdown if name not in CATEGORIES]
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is no category of memory; choose from "
-                f"{', '.join(CATEGORIES)}."
-            )
-        return {name: float(breakdown.get(name, 0)) for name in CATEGORIES}
-    return {name: float(getattr(breakdown, name, 0)) for name in CATEGORIES}
+    if not isinstance(breakdown, Mapping):
+        return {name: float(getattr(breakdown, name, 0)) for name in CATEGORIES}
+    if unknown := breakdown.keys() - set(CATEGORIES):
+        known = ", ".join(CATEGORIES)
+        raise ValueError(f"{min(unknown)!r} is no category of memory; give {known}.")
+    return {name: float(breakdown.get(name, 0)) for name in CATEGORIES}
 
 
 def saved_bars(blocks: Mapping[str, Lines]) -> Figure:

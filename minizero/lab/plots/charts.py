@@ -31,14 +31,8 @@ def loss_curves(
     lines = {}
     for i, (points, names) in enumerate(runs.items()):
         x, y = zip(*points, strict=True)
-        (lines[points],) = axes.plot(
-            x,
-            y,
-            linewidth=1.8,
-            marker="o" if len(x) == 1 else "",
-            label=" = ".join(names),
-            **line(i),
-        )
+        look = line(i) | {"marker": "o" if len(x) == 1 else "", "linewidth": 1.8}
+        (lines[points],) = axes.plot(x, y, label=" = ".join(names), **look)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(ylabel)

@@ -1,24 +1,29 @@
-"""Memory by category over a step."""
+"""Memory over a step: all of it by category, or the activations of several ways."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from torch import Tensor, nn
 
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
+    DASHES,
     GREY,
     STYLE,
     amount,
     legend,
+    note,
     single,
 )
-from minizero.memory.labels import CATEGORIES
-from minizero.memory.tracker import Sample
+from minizero.memory.labels import CATEGORIES, label
+from minizero.memory.tracker import Sample, Tracker
 
 COLUMNS = 600
 """Most moments that `memory_over_step` draws, about one a pixel."""
@@ -49,25 +54,14 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
         axes.fill(x, y, linewidth=0, zorder=1 - depth / 10, facecolor=face)
     peak = max(range(len(shown)), key=total.__getitem__)
     left = shown[peak] < len(samples) / 2
-    axes.annotate(
-        f"peak {amount(total[peak])}",
-        (shown[peak], total[peak]),
-        xytext=(5 if left else -5, 4),
-        textcoords="offset points",
-        ha="left" if left else "right",
-        fontweight="bold",
-    )
+    side, shift = ("left", (5, 4)) if left else ("right", (-5, 4))
+    text, at = f"peak {amount(total[peak])}", (shown[peak], total[peak])
+    note(axes, text, at, shift, ha=side, fontweight="bold")
     highest = max(total[peak], budget or 0) or 1.0
     if budget is not None:
         axes.axhline(budget, color=GREY, linestyle=(0, (4, 2)), linewidth=1.4)
-        axes.annotate(
-            f"budget {amount(budget)}",
-            (1, budget),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-        )
+        text, right = f"budget {amount(budget)}", {"x": "axes fraction", "ha": "right"}
+        note(axes, text, (1, budget), (0, 3), **right)
     _marks(axes, samples)
     axes.set_xlim(0, max(len(samples) - 1, 1))
     axes.set_ylim(0, highest * 1.12)
@@ -115,13 +109,61 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
     )
     for x, text in named:
         axes.axvline(x, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.annotate(
-            text,
-            (x, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            rotation=90 if crowded else 0,
-            ha="center" if crowded else "left",
-            fontsize=8.5,
-        )
+        turn = {"rotation": 90, "ha": "center"} if crowded else {"ha": "left"}
+        note(axes, text, (x, 1), (0, 3), y="axes fraction", fontsize=8.5, **turn)
+
+
+def activations_of_step(
+    model: nn.Module, x: Tensor
+) -> tuple[list[Sample], dict[str, int]]:
+    """The samples of one forward and backward, marked "backward" between them, and
+    the peaks on the device and the host, above what was there before."""
+    gc.collect()
+    with Tracker(model) as tracker:
+        label(x, "activations")
+        before = tracker.live["activations"]
+        loss = model(x, x)
+        tracker.mark("backward")
+        loss.backward()
+        del loss
+    samples = tracker.samples
+    for sample in samples:
+        sample.live["activations"] = max(0, sample.live["activations"] - before)
+    start = next(i for i, s in enumerate(samples) if s.live["activations"])
+    samples = samples[max(0, start - 1) :]
+    peaks = {
+        "device": max(s.live["activations"] for s in samples),
+        "host": max(s.host.get("activations", 0) for s in samples),
+    }
+    return samples, peaks
+
+
+@rc_context(STYLE)
+def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
+    """Live activations of each run over one step, with its backward marked.
+
+    Each run's changes of memory stand at equal distances, forward in the left half
+    and backward in the right.
+    """
+    figure, axes = single(3.1)
+    for i, (name, samples) in enumerate(runs.items()):
+        middle = next(i for i, s in enumerate(samples) if s.event == "backward")
+        for part, (a, b) in enumerate(((0, middle), (middle, len(samples) - 1))):
+            step = max(1, (b - a) // COLUMNS)
+            places = [*range(a, b, step), b]
+            x = [part + (place - a) / max(1, b - a) for place in places]
+            y = [
+                max(s.live["activations"] for s in samples[p : p + step]) / 1e6
+                for p in places
+            ]
+            dashes = DASHES[i % len(DASHES)]
+            look: dict[str, Any] = {"linewidth": 1.6, "linestyle": dashes}
+            look |= {"color": CATEGORY_COLOURS["activations"]}
+            axes.plot(x, y, label=None if part else name, **look)
+    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.set(xlim=(0, 2), ylabel="activations, MB")
+    axes.set_ylim(0)
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.tick_params(bottom=False)
+    axes.legend(loc="upper right")
+    return figure

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import matplotlib as mpl
+from IPython import get_ipython
 from IPython.core.pylabtools import retina_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,10 +50,6 @@ def drawn(figure: Figure) -> dict[str, Any]:
 def use() -> None:
     """Set the style, and in a notebook the format; call it in the first cell."""
     mpl.rcParams.update(STYLE)
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return
     shell = get_ipython()
     if shell is not None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, png)

@@ -12,7 +12,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from minizero.lab.hardware import efficiency, intensity
-from minizero.lab.plots.spans import stacked
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
     DASHES,
@@ -20,7 +19,9 @@ from minizero.lab.plots.style import (
     LINES,
     STYLE,
     WIDTH,
+    ink,
     line,
+    name_rows,
     single,
 )
 from minizero.memory.plan import PRECISIONS, Plan
@@ -53,12 +54,12 @@ def crossing(
     return down + inward, up + outward
 
 
-BUS_LANES = {
-    "in": CATEGORY_COLOURS["gradients"],
-    "update": CATEGORY_COLOURS["optimizer"],
-    "out": CATEGORY_COLOURS["parameters"],
-}
-"""What happens to a unit, in this order, and the colour of its lane."""
+ROUND = ("in", "update", "out")
+"""What happens to a unit on the host, in this order."""
+
+HUES = [CATEGORY_COLOURS[state] for state in ("gradients", "optimizer", "parameters")]
+LANES = dict(zip((*ROUND, "read", "step", "write"), 2 * HUES, strict=True))
+"""The colour of each lane; on a disk a unit is read, updated in a step, and written."""
 
 
 def rounds(
@@ -72,23 +73,16 @@ def rounds(
     everything follows everything.
     """
     bars: list[Interval] = []
-    free = dict.fromkeys(BUS_LANES, 0.0)
+    free = dict.fromkeys(ROUND, 0.0)
     gone = [0.0, 0.0]  # when the last but one unit, and the last, are out
     for unit, seconds in units.items():
         now = gone[0]
-        for lane, taken in zip(BUS_LANES, seconds, strict=True):
+        for lane, taken in zip(ROUND, seconds, strict=True):
             start = max(now, free[lane]) if pipelined else max(now, gone[1])
             now = free[lane] = start + taken
             bars.append(Interval(lane, lane, unit, start, now))
         gone = [gone[1], now]
     return bars
-
-
-DISK_LANES = {
-    "read": CATEGORY_COLOURS["gradients"],
-    "step": CATEGORY_COLOURS["optimizer"],
-    "write": CATEGORY_COLOURS["parameters"],
-}
 
 
 def throughput(
@@ -162,10 +156,39 @@ def watched_step(net: Any) -> list[Interval]:
     return bars
 
 
+@rc_context(STYLE)
 def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
-    """Three lanes for each run, in milliseconds; units in the bars."""
+    """A panel for each run, and in it three lanes, in milliseconds.
+
+    A bar has the name of its unit where it fits. runs: intervals by label, in seconds.
+    """
     seen = {interval.lane for run in runs.values() for interval in run}
-    return stacked(runs, BUS_LANES if "in" in seen else DISK_LANES)
+    colours = {lane: colour for lane, colour in LANES.items() if lane in seen}
+    start = {name: min(i.begin for i in run) for name, run in runs.items()}
+    took = {name: max(i.end for i in run) - start[name] for name, run in runs.items()}
+    longest = 1e3 * max(took.values())
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.05 * len(runs)))
+    panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        for piece in run:
+            width, y = 1e3 * (piece.end - piece.begin), list(colours).index(piece.lane)
+            left, face = 1e3 * (piece.begin - start[name]), colours[piece.lane]
+            axes.barh(
+                y, width, 0.8, left, color=face, edgecolor="#FFFFFF", linewidth=0.8
+            )
+            # a bar too narrow for its unit's name has the name's last part, or none
+            room = 85 * width / longest
+            names = (piece.unit, piece.unit.rpartition(".")[2])
+            text = next((name for name in names if len(name) < room), "")
+            look = {"ha": "center", "va": "center", "color": ink(face)}
+            axes.text(left + width / 2, y, text, fontsize=8.5, **look)
+        ms = 1e3 * took[name]
+        title = f"{name}: {ms:{'.3g' if ms < 1000 else '.0f'}} ms"
+        axes.set_title(title, loc="left", fontsize=9.5, color=GREY)
+        name_rows(axes, colours)
+        axes.set_xlim(0, longest)
+    panels[-1].set_xlabel("milliseconds")
+    return figure
 
 
 @rc_context(STYLE)

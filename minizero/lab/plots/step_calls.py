@@ -105,8 +105,9 @@ def small_step(stage: int, *seams: str) -> tuple[DataParallel, list[StepCall]]:
         if event == "call":
             name, lane = frame.f_code.co_name, _lane(frame, net, seams)
             above = running[-1][1]
+            resumed = frame.f_code.co_flags & inspect.CO_GENERATOR
             # a method that calls the one it overrides is shown once
-            if lane and above.name != name and not frame.f_code.co_flags & GENERATOR:
+            if lane and above.name != name and not resumed:
                 call = StepCall(name, lane)
                 above.calls.append(call)
                 running.append((frame, call))
@@ -122,9 +123,6 @@ def small_step(stage: int, *seams: str) -> tuple[DataParallel, list[StepCall]]:
     finally:
         sys.setprofile(None)
     return net, top.calls
-
-
-GENERATOR = inspect.CO_GENERATOR
 
 
 def _lane(frame: FrameType, net: DataParallel, seams: tuple[str, ...]) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from minizero.memory.labels import amount as amount
 from minizero.memory.labels import short as short
@@ -49,6 +48,9 @@ DOING_COLOURS = {
     "barrier": GREY,
 }
 """What a rank does: grey for computing, and for a call the hue of what it carries."""
+
+WAITING: Any = {"facecolor": "none", "edgecolor": GREY, "hatch": "//////"}
+"""How the time looks in which a rank waits."""
 
 
 def luminance(colour: str) -> float:
@@ -120,22 +122,22 @@ def name_rows(axes: Axes, names: Iterable[str]) -> None:
     axes.tick_params(left=False)
 
 
-def end_label(axes: Axes, x: float, y: float, text: str, side: int = 1) -> None:
-    """What a bar amounts to, beside its end: to the right, or at -1 to the left."""
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=(5 * side, 0),
-        textcoords="offset points",
-        ha="left" if side > 0 else "right",
-        va="center",
-        fontweight="bold",
-    )
+def note(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    shift: tuple[float, float],
+    x: str = "data",
+    y: str = "data",
+    **look: Any,
+) -> None:
+    """A text beside a place of a panel.
 
-
-def waiting() -> Patch:
-    """The legend's entry for time that a rank waits."""
-    return Patch(facecolor="none", edgecolor=GREY, hatch="//////", label="waiting")
+    shift: how far beside it, in points to the right and up. x, y: "axes fraction" where
+    a coordinate of the place is a share of the panel, 0 to 1, and no value of its axis.
+    """
+    how: dict[str, Any] = {"xycoords": (x, y), "textcoords": "offset points"}
+    axes.annotate(text, at, shift, **how, **look)
 
 
 def legend(figure: Figure, handles: Sequence[Artist], columns: int = 0) -> None:
