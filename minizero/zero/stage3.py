@@ -253,7 +253,7 @@ class ZeRO3(ZeRO2):
 
     def _leave(self, unit: Unit) -> None:
         """Release the unit, unless a call of it is still running."""
-        if not self._in_use(unit):
+        if not self._forwards[unit] and unit not in self._backwards:
             self.run(self.schedule.done(unit))
 
     # continued: zero-stage3-backward
@@ -278,13 +278,11 @@ class ZeRO3(ZeRO2):
         """By checkpointing, in the unit's backward: it is unsharded."""
         return self.in_backward and unit in self._backwards
 
-    def _in_use(self, unit: Unit) -> bool:
-        return self._forwards[unit] > 0 or unit in self._backwards
-
     # continued: zero-stage3-last
     def _end_backward(self) -> None:
         """Also release units none of whose inputs has a gradient."""
-        left = [unit for unit in self.units if self._in_use(unit)]
+        used = {*self._backwards, *+self._forwards}
+        left = [unit for unit in self.units if unit in used]
         for table in self._forwards, self._backwards, self._expected:
             table.clear()
         for unit in left:
