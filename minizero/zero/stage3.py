@@ -258,7 +258,7 @@ class ZeRO3(ZeRO2):
 
     # continued: zero-stage3-backward
     def _begins(self, unit: Unit, module: nn.Module) -> bool:
-        """Whether this call of the unit is the outermost, and no repetition."""
+        """Whether this is the outermost call of the unit, not repeated."""
         if self._is_recomputed(unit):
             return False
         self._forwards[unit] += 1
