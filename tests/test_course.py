@@ -392,7 +392,8 @@ def test_no_solution_is_given_away(tmp_path: Path) -> None:
         for line in asked.reference.splitlines():
             if len(line) > 30 and "import" not in line and line.strip() not in given:
                 assert json.dumps(line)[1:-1] not in text, line
-    for path in (tmp_path / "course" / "otter").glob("*.ipynb"):
+    assert (paths := [*(tmp_path / "course" / "otter").glob("*.ipynb")])
+    for path in paths:
         cells = nbformat.read(path, as_version=4).cells
         for cell in cells:
             if cell.cell_type == "code":

@@ -212,8 +212,11 @@ def leaves():
     [
         (one_raises, ["rank 1 raised ValueError: no more\n\nTraceback", "\nby two"]),
         (all_raise, ["ranks 0, 1, 2 raised KeyError: 'missing'"]),
-        (leaves, ["rank 2 left by sys.exit(3)"]),
-        (threading.Lock, ["the result, a lock, cannot be pickled"]),
+        (leaves, ["rank 2 raised SystemExit: 3"]),
+        (
+            threading.Lock,
+            ["ranks 0, 1, 2 raised TypeError: cannot pickle '_thread.lock'"],
+        ),
     ],
 )
 def test_an_error_keeps_the_pool(pool, fault, words):
@@ -262,14 +265,8 @@ MISUSE = {
     "nprocs is .*; give a number of ranks": [
         lambda n=n: launch(rank, n) for n in (0, -1, True, 2.0, "2", None)
     ],
-    "timeout is -1; give a positive number": [lambda: launch(rank, 1, timeout=-1)],
-    "timeout is 0.0; give": [lambda: init_distributed(timeout=timedelta(0))],
-    "backend is 'smoke'; choose": [lambda: launch(rank, 1, backend="smoke")],
     "'nccl' needs a GPU for each rank": [lambda: launch(rank, 999, backend="nccl")],
-    "ranks run a function, and 3 is not one": [lambda: launch(3, 1)],
-    "<lambda> and its arguments cannot be sent": [
-        lambda: launch(lambda lock: lock, 1, LOCK)
-    ],
+    "cannot pickle '_thread.lock' object": [lambda: launch(lambda lock: lock, 1, LOCK)],
 }
 
 
@@ -285,10 +282,6 @@ def test_default_ranks(monkeypatch):
     assert default_ranks() == (torch.cuda.device_count() or 4)
     monkeypatch.setenv("MINIZERO_RANKS", "3")
     assert default_ranks() == 3
-    for wrong in ("0", "-1", "two", "", "1.5"):
-        monkeypatch.setenv("MINIZERO_RANKS", wrong)
-        with pytest.raises(ValueError, match="MINIZERO_RANKS is .*; set it to"):
-            default_ranks()
 
 
 # How ranks meet
@@ -309,7 +302,7 @@ def test_a_group_for_nccl_moves_host_memory_too(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(os, "sched_setscheduler", lambda *policy: None)
     for backend in ("nccl", "gloo"):
-        rendezvous.join(backend, 60)
+        rendezvous.join(backend, timedelta(seconds=60))
     assert [args for args, _ in made] == [("cpu:gloo,cuda:nccl",), ("gloo",)]
     assert made[0][1]["device_id"] == torch.device("cuda", 1)
     assert made[1][1]["device_id"] is None
@@ -353,6 +346,22 @@ def test_torchrun(tmp_path):
     done = run_script(tmp_path, PROGRAM, *TORCHRUN, "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 2.0", "1 2 2.0"]
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_ranks_again(tmp_path):
+    """A quick rank does not read the address of a dead one."""
+    dies = """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank() == 1:
+        os._exit(3)
+    dist.barrier()
+    os.write(1, b"again\\n")
+    """
+    options = ["--master-addr=127.0.0.1", "--master-port=29508", "--max-restarts=1"]
+    torchrun = [*TORCHRUN[:3], *options, "--nproc-per-node=2"]
+    done = run_script(tmp_path, PROGRAM + dies, *torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("again") == 2
 
 
 @pytest.mark.thorough

@@ -251,8 +251,8 @@ def gather_objects(value: Any) -> list[Any]:
     """Every rank gets the values of all ranks, in rank order; they are pickled.
 
     Over a gloo group that nothing else uses: a thread may call this while the main
-    thread calls other collectives. It is not in the ledger. A rank whose main thread
-    calls it alone, as in a save that others do not make, is reported.
+    thread calls other collectives. It is not in the ledger. In a pool, a rank whose
+    main thread calls it alone, as in a save that others do not make, is reported.
     """
     if dist.group.WORLD is None or world_size() == 1:
         return [value]
@@ -271,7 +271,7 @@ def check_sequence() -> None:
     """Raise RuntimeError, on every rank, unless all have made the same calls.
 
     The messages of the direct exchange carry a checksum of all calls: ranks that differ
-    wait for each other, and that is reported. The backend's own collectives have none,
+    wait for each other until a pool or a timeout ends them. The backend's own collectives have none,
     and calls that happen to fit would mix their data in silence.
     """
     if current_algorithm() != "backend" or dist.get_backend() == "fake":

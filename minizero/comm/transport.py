@@ -67,9 +67,9 @@ class Groups:
     """All ranks, or those of `among`, as a grid: each row is a group of neighbors.
 
     `within`: this rank's row, `size` neighbors such as the GPUs of a server. `across`:
-    its column, the ranks at the same place of the other rows. Of a buffer of N shards
-    that each row keeps once, the rank at place j keeps shards j·R to (j+1)·R - 1, where
-    R, `copies`, is the number of rows.
+    its column, the ranks at the same place of all rows. Each row keeps a copy of the N
+    shards of a buffer, so there are R = `copies` of them, one a row, and the rank at
+    place j of its row keeps R neighboring shards, j·R to (j+1)·R - 1.
 
     Raises ValueError unless `size` divides the number of ranks.
     """

@@ -48,9 +48,10 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
 
 
 def on_host(x: Tensor | torch.UntypedStorage) -> bool:
-    """Whether a storage, or a tensor's, is host memory: as labelled.
+    """Whether a storage, or a tensor's, counts as host memory: as its label says.
 
-    Without a label, memory of the CPU is if something labelled is on a real device.
+    Without a label, CPU memory counts as the host's as soon as a labelled storage is
+    on a GPU. Before that the CPU plays the device.
     """
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     on_cpu = bool(_on_gpu) and storage.device.type == "cpu"
@@ -81,9 +82,9 @@ def host_memory() -> Iterator[None]:
 
 
 def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
-    """Note the outputs of an operation if they are host memory.
+    """Note the outputs of an operation as host memory, if that is what they are.
 
-    They are inside `host_memory`, or if all tensors among the arguments are.
+    They are if the operation runs inside `host_memory`, or if all its tensors are.
     """
     hosted = _allocates_on_host
     if not hosted and (_hosted or _on_gpu):

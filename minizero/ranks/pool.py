@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Pipe, wait
@@ -25,16 +25,15 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from . import worker
-from .rendezvous import START, check_timeout, choose_backend, join
-from .reports import Post, explain, posted, verdict
+from .rendezvous import TIMEOUT, choose_backend, join
+from .reports import Post, verdict
 from .worker import Reply
 
 LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
-GONE = "\n\nAll ranks were ended, and their names are gone."
-HERE = "127.0.0.1"
+START = 600.0  # seconds that ranks may take to start: importing torch is slow
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
 """What starts a rank; "fork" has one too, for a parent of one thread with torch."""
 
@@ -69,10 +68,11 @@ def _starting() -> Iterator[None]:
 
 
 class Child:
-    """A rank seen from its parent: its process, pipes to it, what it has printed."""
+    """A rank seen from its parent: its process, what it has printed and sent."""
 
     def __init__(self, rank: int, folder: str, environment: dict[str, str]) -> None:
         self.rank, self.text, self._rest = rank, "", b""
+        self.post, self.reply = Post(), None  # type: tuple[Post, Reply | None]
         self.tasks, tasks = Pipe()
         self.output, output = Pipe(duplex=False)
         os.set_blocking(self.output.fileno(), False)
@@ -86,6 +86,12 @@ class Child:
         self.process.start()
         for end in self._given:
             end.close()
+
+    def send(self, task: bytes) -> None:
+        """Give it a task, or with an empty one let it leave."""
+        self.post, self.reply = Post(), None
+        with contextlib.suppress(OSError):  # it is dead, as will be noticed
+            self.tasks.send_bytes(task)
 
     def read(self, to_the_end: bool) -> bool:
         """Take the lines that the rank has printed, each behind its number.
@@ -104,14 +110,13 @@ class Child:
             self.text += f"[rank {self.rank}] {line.decode('utf-8', 'replace')}"
         return bool(data)
 
-    def receive(self) -> Reply | None:
-        """The reply that has arrived; None if the rank has ended instead."""
+    def receive(self) -> None:
+        """Take what it has posted or replied; end it if it has closed its pipe."""
         try:
-            return pickle.loads(self.tasks.recv_bytes())
+            self.post, self.reply = self.tasks.recv()
         except (EOFError, OSError):
             self.process.join(LEAVE)
-        self.kill()  # a rank that lives on, but has closed its pipe, is lost too
-        return None
+            self.kill()  # a rank that lives on is lost too
 
     def how_it_ended(self) -> str:
         """Its exit code or signal, in words that follow the rank's name."""
@@ -123,19 +128,17 @@ class Child:
 
     def kill(self) -> None:
         """Kill the rank and all that it has started."""
-        if self.process.pid is None:  # an interrupt came before its number did:
-            self.tasks.send_bytes(b"")  # if it has started, it ends
-            return
+        if self.process.pid is None:  # an interrupt came before its number did;
+            return  # if it has started, it ends as its pipe is closed
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # it may not have made its process group yet
 
 
 def _end(children: list[Child]) -> None:
-    usual = signal.getsignal(signal.SIGINT)
-    mine = threading.current_thread() is threading.main_thread() and usual is not None
-    if mine:  # who presses Ctrl-C again would keep it from ending them
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mine = threading.current_thread() is threading.main_thread()
+    # who presses Ctrl-C again would keep it from ending them
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if mine else None
     try:
         for each in children:
             each.kill()
@@ -169,27 +172,24 @@ class Pool:
     """
 
     def __init__(
-        self, nprocs: int, backend: str | None = None, timeout: float | None = None
+        self, nprocs: int, backend: str | None = None, timeout: float = TIMEOUT
     ) -> None:
         if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
             raise ValueError(
                 f"nprocs is {nprocs!r}; give a number of ranks, 1 or more."
             )
         backend = choose_backend(backend, nprocs)
-        self.size, self.timeout = nprocs, check_timeout(timeout)
+        self.size, self.timeout = nprocs, timeout
         self._children: list[Child] = []
-        self._replies: dict[int, Reply] = {}
         self._end = partial(_end, self._children)
         # before multiprocessing waits for them, and not in a fork of this process
         util.Finalize(self, self._end, exitpriority=0)
         try:
-            store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-            self._board = PrefixStore("minizero/watch/0", store)
-            # as under torchrun
+            # the ranks meet here, as under torchrun
+            self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             own = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(nprocs))
-            own |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(store.port)}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
             own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            own |= {"TORCHELASTIC_RESTART_COUNT": "0"}
             with _starting():
                 nested = multiprocessing.parent_process()  # then it is its parent's
                 folder = "" if nested else util.get_temp_dir()
@@ -198,7 +198,8 @@ class Pool:
                     self._children.append(Child(rank, folder, os.environ | own))
                     self._children[-1].start()
             # the parent, which can explain a hang, should speak before torch gives up
-            self.call(worker.pack(join, backend, self.timeout + 3600), START)
+            last = timedelta(seconds=timeout + 3600)
+            self.call(worker.pack(join, backend, last), START)
         except BaseException:
             self._end()
             raise
@@ -224,22 +225,18 @@ class Pool:
                 KeyboardInterrupt included: a rank that waits for another in a
                 collective cannot be called back.
         """
-        try:
-            return self.call(worker.pack(function, *args, **kwargs))
-        except RankError as error:
-            if not self._children:
-                raise RankError(f"{error}{GONE}", error.rank) from None
-            raise
+        return self.call(worker.pack(function, *args, **kwargs))
 
     def close(self) -> None:
         """End the ranks. To close them again does nothing."""
         try:
             if self.alive:
                 limit = time.monotonic() + LEAVE
-                self._send(b"")
+                for each in self._children:
+                    each.send(b"")
                 for each in self._children:
                     each.process.join(max(0.0, limit - time.monotonic()))
-                self._show(set())
+                self._show(to_the_end=True)
         finally:
             self._end()
 
@@ -254,84 +251,64 @@ class Pool:
             raise
         if self._failed():
             raise RankError(*self._cause())
-        results = [self._replies.pop(rank).result for rank in range(self.size)]
-        return [cloudpickle.loads(each) for each in results]
+        results = [each.reply.result for each in self._children if each.reply]
+        return [cloudpickle.loads(each) for each in results if each]
 
-    def _send(self, task: bytes) -> None:
-        self._replies.clear()
-        for each in self._children:
-            with contextlib.suppress(OSError):  # it is dead, as will be noticed
-                each.tasks.send_bytes(task)
-
-    def _working(self) -> set[int]:
-        return set(range(self.size)) - set(self._replies)
-
-    def _failed(self) -> dict[int, Reply]:
-        return {r: each for r, each in self._replies.items() if each.result is None}
+    def _failed(self) -> list[tuple[int, Reply]]:
+        every = self._children
+        return [(c.rank, c.reply) for c in every if c.reply and not c.reply.result]
 
     def _follow(self, task: bytes, timeout: float) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come."""
-        since = active = looked = time.monotonic()  # before any rank can report
-        self._send(task)
-        while self._working():
-            if self._listen():
+        for each in self._children:
+            each.send(task)
+        active = time.monotonic()
+        while working := [each for each in self._children if each.reply is None]:
+            outputs = [c.output for c in self._children if c.process.is_alive()]
+            ready = wait([*(each.tasks for each in working), *outputs], LOOK)
+            for each in working:
+                if each.tasks in ready:
+                    each.receive()
+            # what a rank has printed before its reply is in its pipe by now
+            if self._show() or any(each.reply for each in working):
                 active = time.monotonic()
             now = time.monotonic()
             dead = [each for each in self._children if not each.process.is_alive()]
             for each in dead:
-                self._replies[each.rank] = Reply(now, summary=each.how_it_ended())
-            failed = self._failed().values()
+                each.reply = Reply(now, summary=each.how_it_ended())
+            failed = [reply for _, reply in self._failed()]
             # others may come back too, or the end be noticed that an echo follows from
-            patience = LEAVE if all(each.is_echo for each in failed) else PATIENCE
-            late = any(now - each.time > patience for each in failed)
+            patience = LEAVE if all(reply.is_echo for reply in failed) else PATIENCE
+            late = any(now - reply.time > patience for reply in failed)
+            left = {each.rank for each in self._children if each.reply is None}
             why, rank = "", None
-            if dead or (late and self._working()):
+            if dead or (late and left):
                 why, rank = self._cause()
-            elif not failed and now - looked > LOOK:
-                looked = now
-                why = self._examine(since, active, timeout)
+            elif not failed:
+                posts = {each.rank: each.post for each in self._children}
+                why = verdict(posts, left, active, timeout)
             if why:
-                self._show(set())
-                raise RankError(why, rank)
+                self._show(to_the_end=True)
+                raise RankError(f"{why}\n\nAll ranks were ended.", rank)
 
-    def _listen(self) -> bool:
-        """Wait a moment for replies and output; whether there was any."""
-        tasks = {self._children[rank].tasks: rank for rank in self._working()}
-        outputs = [c.output for c in self._children if c.process.is_alive()]
-        ready = wait([*tasks, *outputs], LOOK)
-        for pipe, rank in tasks.items():
-            if pipe in ready and (reply := self._children[rank].receive()):
-                self._replies[rank] = reply
-        # what a rank has printed before its reply is in its pipe by now
-        return self._show(self._working()) or any(pipe in ready for pipe in tasks)
-
-    def _show(self, working: set[int]) -> bool:
+    def _show(self, to_the_end: bool = False) -> bool:
         """Print in rank order, up to the first rank at work; whether anything came."""
-        came = [each.read(each.rank not in working) for each in self._children]
+        came, is_next = False, True
         for each in self._children:
-            sys.stdout.write(each.text)
-            each.text = ""
-            if each.rank in working:
-                break
+            is_over = to_the_end or each.reply is not None
+            came |= each.read(is_over)
+            if is_next:
+                sys.stdout.write(each.text)
+                each.text = ""
+            is_next &= is_over
         sys.stdout.flush()
-        return any(came)
-
-    def _examine(self, since: float, active: float, timeout: float) -> str:
-        """Why the ranks at work will not return, and what each does; "" if they may."""
-        posts = posted(self._board, self.size)
-        for rank, post in posts.items():
-            # what a rank has posted may be older than its reply
-            own = self._replies.get(rank, post)
-            made = [each for each in own.reports if each.time >= since]
-            posts[rank] = Post(time.monotonic(), made, post.line)
-        why = verdict(posts, self._working(), active, timeout)
-        return why and explain(why, posts, self._working())
+        return came
 
     def _cause(self) -> tuple[str, int]:
         """The likely cause of all failures, the first that is no echo, and its rank."""
         failed = self._failed()
-        first = min(failed.values(), key=lambda reply: (reply.is_echo, reply.time))
-        alike = sorted(r for r, each in failed.items() if each.summary == first.summary)
+        _, first = min(failed, key=lambda each: (each[1].is_echo, each[1].time))
+        alike = [rank for rank, each in failed if each.summary == first.summary]
         who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
         return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]
 
@@ -341,23 +318,14 @@ def launch(
     nprocs: int,
     *args: Any,
     backend: str | None = None,
-    timeout: float | None = None,
+    timeout: float = TIMEOUT,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, **kwargs)` on `nprocs` ranks; returns their results.
 
-    The function may be defined anywhere, a notebook cell included. What the
-    ranks print is shown in rank order, behind the number of the rank.
-
-    Args:
-        fn: the function; it and its arguments must pickle (with cloudpickle).
-        nprocs, backend, timeout: as for `Pool`.
-
-    Raises:
-        TypeError, ValueError: an argument makes no sense or cannot be
-            pickled.
-        RankError: a rank has raised, ended or hung. The others have been
-            ended.
+    The function may be defined anywhere, a notebook cell included; it and its
+    arguments must pickle (with cloudpickle). What the ranks print is shown in rank
+    order, behind the number of the rank. `backend`, `timeout`, errors: as for `Pool`.
     """
     task = worker.pack(fn, *args, **kwargs)
     with Pool(nprocs, backend, timeout) as pool:
@@ -365,14 +333,5 @@ def launch(
 
 
 def default_ranks() -> int:
-    """Ranks to start when nobody says: MINIZERO_RANKS, the GPUs, or 4.
-
-    Raises:
-        ValueError: MINIZERO_RANKS is not a positive number.
-    """
-    wanted = os.environ.get("MINIZERO_RANKS", str(torch.cuda.device_count() or 4))
-    if not wanted.isdecimal() or int(wanted) < 1:
-        raise ValueError(
-            f"MINIZERO_RANKS is {wanted!r}; set it to a number of ranks, such as 4."
-        )
-    return int(wanted)
+    """Ranks to start when nobody says: MINIZERO_RANKS, the GPUs, or 4."""
+    return int(os.environ.get("MINIZERO_RANKS") or torch.cuda.device_count() or 4)

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import gc
 import os
 import socket
-import time
-import uuid
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from .reports import watch
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
-START = 600.0  # seconds that ranks may take to start: importing torch is slow
 ACCELERATOR = "cuda"  # tests have one that is not there
 
 
@@ -46,8 +41,6 @@ def device() -> torch.device:
 def choose_backend(wanted: str | None, ranks: int) -> str:
     """NCCL needs a GPU for each of the machine's ranks. Gloo always works."""
     gpus = torch.cuda.device_count()
-    if wanted not in ("nccl", "gloo", None):
-        raise ValueError(f"backend is {wanted!r}; choose 'nccl', 'gloo' or None.")
     if wanted == "nccl" and gpus < ranks:
         raise ValueError(
             f"backend 'nccl' needs a GPU for each rank, and there are {gpus} GPUs for "
@@ -56,22 +49,13 @@ def choose_backend(wanted: str | None, ranks: int) -> str:
     return wanted or ("nccl" if gpus >= ranks else "gloo")
 
 
-def check_timeout(timeout: float | datetime.timedelta | None) -> float:
-    """A timeout in seconds; the usual one for None."""
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}; give a positive number of seconds.")
-    return TIMEOUT if timeout is None else timeout
-
-
 def init_distributed(
     backend: str | None = None,
-    timeout: float | datetime.timedelta | None = None,
+    timeout: float | timedelta | None = None,
     *,
     dist_backend: str | None = None,
 ) -> None:
-    """Make this process a rank, if it is not one yet, and report it if it is stuck.
+    """Make this process a rank, if it is not one yet.
 
     Within `launch` and `Pool` there is nothing to do. Under torchrun the environment
     says which rank of how many. Elsewhere the process is rank 0 of 1.
@@ -84,11 +68,10 @@ def init_distributed(
     if not dist.is_initialized():
         here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
         chosen = choose_backend(backend or dist_backend, int(here))
-        join(chosen, check_timeout(timeout))
+        if not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=TIMEOUT if timeout is None else timeout)
+        join(chosen, timeout)
         atexit.register(leave)
-    there = world_size() > 1 and "MASTER_ADDR" in os.environ
-    if there and dist.get_backend() != "fake":
-        watch(rank(), world_size())
 
 
 def choose_interface() -> None:
@@ -118,55 +101,27 @@ def choose_interface() -> None:
                         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _fresh_store() -> Store:
-    """Where the ranks of this start find each other.
-
-    A pool and torchrun have a store for that. Torchrun keeps it when it starts ranks
-    anew, and a quick rank would read the address of a dead one (PyTorch's issue
-    135712). So rank 0 names a part of the store, each rank leaves a mark of its own
-    there, and goes on when rank 0 has confirmed that mark among those of all ranks.
-    Ranks may start at very different times, whatever a collective's timeout.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    me, ranks = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
-    patience = datetime.timedelta(seconds=START)
-    kept = TCPStore(host, port, is_master=False, timeout=patience)
-    mark, end = uuid.uuid4().hex, time.monotonic() + START
-    if me == "0":
-        kept.set("minizero", mark)
-    everyone = [str(r) for r in range(ranks)]
-    while time.monotonic() < end:
-        if kept.check(["minizero"]):
-            store = PrefixStore(kept.get("minizero").decode(), kept)
-            store.set(me, mark)
-            if me == "0" and store.check(everyone):
-                store.set("all", " ".join(store.get(r).decode() for r in everyone))
-            if store.check(["all"]) and mark in store.get("all").decode():
-                return store
-        time.sleep(0.05)
-    raise RuntimeError(
-        f"not all of the {ranks} ranks have started in {START:g} s; see what the "
-        f"others have printed, and whether a firewall keeps them from {host}."
-    )
-
-
-def join(backend: str, timeout: float) -> None:
-    """Make this process one of the ranks, as its environment says: see torchrun's."""
+def join(backend: str, timeout: timedelta) -> None:
+    """Make this process one of the ranks, as its environment says (see torchrun's)."""
     choose_interface()
     # torch reads this at its first large tensor: new buffers cost fewer page faults
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(AttributeError, OSError):  # it is Linux's
         # gloo's thread, which spins, leaves the core to the thread that it waits for
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    own, ranks = os.environ, os.environ.get("WORLD_SIZE", "1")
     store: Store | None = None
-    if "WORLD_SIZE" not in os.environ:
+    if "WORLD_SIZE" not in own:
         store = HashStore()  # alone
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store()
+    elif "TORCHELASTIC_RESTART_COUNT" in own and own["LOCAL_WORLD_SIZE"] == ranks:
+        # torchrun keeps its store when it starts ranks again, and in it the addresses
+        # of dead ones (PyTorch's issue 135712); nodes may count restarts differently
+        host, port = own["MASTER_ADDR"], int(own["MASTER_PORT"])
+        kept = TCPStore(host, port, is_master=False, timeout=timeout)
+        store = PrefixStore(own["TORCHELASTIC_RESTART_COUNT"], kept)
     gpu: torch.device | None = None
     if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = int(own.get("LOCAL_RANK", "0"))
         gpu = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     nccl = backend == "nccl"
@@ -175,9 +130,9 @@ def join(backend: str, timeout: float) -> None:
         "cpu:gloo,cuda:nccl" if nccl else backend,
         device_id=gpu if nccl else None,
         store=store,
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=timeout),
+        rank=int(own.get("RANK", "0")),
+        world_size=int(ranks),
+        timeout=timeout,
     )
 
 

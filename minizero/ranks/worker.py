@@ -1,19 +1,17 @@
 """What runs in a rank that a pool has started: take a task, run it, send the reply.
 
-Three things join a rank and its parent: a pipe for tasks and replies, a pipe for all
-that the rank prints, and the store to which a thread of it posts what it is doing.
+Two pipes join a rank and its parent: one for tasks and replies, through which a thread
+also posts what the rank is doing, and one for all that it prints.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import gc
 import linecache
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -21,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from .rendezvous import leave
-from .reports import Report, recent, watch
+from .reports import Post, position, recent
 
+PERIOD = 0.5  # seconds from post to post
 ECHO = r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|" + (
     r"remote process exited|communicator was aborted"
 )
@@ -46,7 +44,6 @@ class Reply(NamedTuple):
     result: bytes | None = None
     summary: str = ""  # "raised ValueError: too short", to follow the rank's name
     details: str = ""  # the traceback
-    reports: Sequence[Report] = ()  # what the rank has done last
 
     @property
     def is_echo(self) -> bool:
@@ -78,22 +75,37 @@ def serve(
     output.close()
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    ranks = int(environment["WORLD_SIZE"])
-    share = torch.get_num_threads() // ranks
+    share = torch.get_num_threads() // int(environment["WORLD_SIZE"])
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", max(1, share))))
-    watch(rank, ranks, in_pool=True)
-    faulthandler.enable(all_threads=False)
     sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
+    idle = threading.Lock()
+    idle.acquire()
+    threading.Thread(target=_post, args=(tasks, idle), daemon=True).start()
     try:
         while task := tasks.recv_bytes():
-            tasks.send_bytes(pickle.dumps(attempt(task)))
+            recent.clear()
+            idle.release()
+            reply = attempt(task)
+            idle.acquire()
+            tasks.send((Post(list(recent)), reply))
     except (EOFError, OSError):
-        end.join()  # the parent is gone, and its folder must be too
+        end.join(1)  # if the parent is gone, its folder must be too
     with contextlib.suppress(RuntimeError, ValueError):  # a task may have left
         dist.barrier()  # nobody leaves while another still talks
         leave()
     vars(sys.modules["__main__"]).clear()  # so that open files are written
     atexit._run_exitfuncs()
+
+
+def _post(tasks: Connection, idle: threading.Lock) -> None:
+    """During a task, send the parent what this rank is doing, twice a second."""
+    with contextlib.suppress(OSError):  # the parent is gone
+        while True:
+            time.sleep(PERIOD)
+            with idle:
+                last = recent[-1].time if recent else 0.0
+                line = position() if time.monotonic() - last > PERIOD else ""
+                tasks.send((Post(list(recent), line), None))
 
 
 def _end_with_parent(folder: str) -> None:
@@ -109,59 +121,30 @@ def _end_with_parent(folder: str) -> None:
     os.killpg(0, signal.SIGKILL)  # and what this rank has started
 
 
-def _flush() -> None:
+def attempt(task: bytes) -> Reply:
+    """Run a task; whatever it raises becomes a reply too."""
+    __tracebackhide__ = True
+    try:
+        sources, function, args, kwargs = cloudpickle.loads(task)
+        linecache.cache.update(sources)  # a notebook's cells are in no file
+        result = cloudpickle.dumps(function(*args, **kwargs))
+        reply = Reply(time.monotonic(), result)
+    except BaseException as error:
+        frames = error.__traceback__  # without those that lead to the task
+        while frames and "__tracebackhide__" in frames.tb_frame.f_locals:
+            frames = frames.tb_next
+        details = "".join(traceback.format_exception(type(error), error, frames))
+        what = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        reply = Reply(time.monotonic(), None, f"raised {what}", details)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a task may have closed or replaced it
             stream.flush()
-
-
-def attempt(task: bytes) -> Reply:
-    """Run a task; whatever it raises becomes a reply too."""
-    try:
-        reply = Reply(time.monotonic(), _perform(task))
-    except BaseException as error:
-        reply = _failure(error)
-    _flush()
-    return reply._replace(reports=list(recent))
-
-
-def _perform(task: bytes) -> bytes:
-    sources, function, args, kwargs = cloudpickle.loads(task)
-    linecache.cache.update(sources)  # a notebook's cells are in no file
-    result = function(*args, **kwargs)
-    try:
-        return bytes(cloudpickle.dumps(result))
-    except Exception as error:
-        kind = type(result).__name__
-        raise TypeError(f"the result, a {kind}, cannot be pickled: {error}") from None
-
-
-def _failure(error: BaseException) -> Reply:
-    """The error as text, without the frames that lead to the task."""
-    frames = error.__traceback__
-    while frames is not None and (
-        frames.tb_frame.f_code.co_filename == __file__
-        or "__tracebackhide__" in frames.tb_frame.f_locals
-    ):
-        frames = frames.tb_next
-    details = "".join(traceback.format_exception(type(error), error, frames))
-    summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-    how = f"left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else ""
-    return Reply(time.monotonic(), None, how or f"raised {summary}", details)
+    return reply
 
 
 def pack(function: Any, *args: Any, **kwargs: Any) -> bytes:
-    """A task: a call, pickled with what cells and `__main__` define.
-
-    Raises TypeError if `function` is none, or if a part of the call cannot be pickled.
-    """
-    if not callable(function):
-        raise TypeError(f"ranks run a function, and {function!r} is not one.")
+    """A task: a call, pickled with what cells and `__main__` define."""
     # a cell is a source without a file, and so without a modification time
     entries = linecache.cache.items()
     sources = {name: e for name, e in entries if len(e) == 4 and e[1] is None}
-    try:
-        return bytes(cloudpickle.dumps((sources, function, args, kwargs)))
-    except Exception as error:
-        what = f"{getattr(function, '__name__', function)} and its arguments"
-        raise TypeError(f"{what} cannot be sent to the ranks: {error}") from None
+    return bytes(cloudpickle.dumps((sources, function, args, kwargs)))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_raw_cell
 
 from .exercise import (
     NOTEBOOKS,
@@ -43,10 +43,12 @@ transformers accelerate
 def build(out: Path, seed: str, pages: bool = True) -> None:
     """Build everything; `pages`: also render the book without solutions, as HTML."""
     shutil.rmtree(out, ignore_errors=True)
-    (out / "students").mkdir(parents=True)
+    for folder in ("students", "otter"):
+        (out / folder).mkdir(parents=True)
     for chapter in chapters():
         if load(chapter):
             write(student_notebook(chapter), out / "students" / f"{chapter}.ipynb")
+            write(otter_notebook(chapter), out / "otter" / f"{chapter}.ipynb")
     for name in SYLLABI:
         (out / f"syllabus-{name}.md").write_text(syllabus(name))
     graded = [each for chapter in chapters() for each in load(chapter)]
@@ -70,6 +72,12 @@ def write(notebook: Any, path: Path) -> None:
     nbformat.write(notebook, path)
 
 
+def asked_in(chapter: str) -> list[tuple[str, Exercise | None]]:
+    """The chapter's exercises, each with what grades it, if something does."""
+    graded = {each.label: each for each in load(chapter)}
+    return [(label, graded.get(label)) for label in labels(chapter)]
+
+
 def heading(label: str, points: int) -> str:
     """An exercise as a student's notebook states it."""
     asked = statement(label)
@@ -80,8 +88,11 @@ def heading(label: str, points: int) -> str:
     )
 
 
+def explanation(label: str) -> Any:
+    return new_markdown_cell(f"{EXPLANATION} of {label}, below this line:\n\n")
+
+
 def opening(chapter: str) -> Any:
-    """What a student's notebook says first."""
     title = re.search(r"^# (.*)", chapters()[chapter], re.M)
     return new_markdown_cell(
         f"# Exercises: {title[1] if title else chapter}\n\n"
@@ -95,17 +106,68 @@ def opening(chapter: str) -> Any:
 
 def student_notebook(chapter: str) -> Any:
     """The exercises of a chapter with starters and public checks, and no solution."""
-    cells, graded = [opening(chapter)], {each.label: each for each in load(chapter)}
-    for label in labels(chapter):
-        asked = graded.get(label)
+    cells = [opening(chapter)]
+    for label, asked in asked_in(chapter):
         cells.append(new_markdown_cell(heading(label, asked.points if asked else 0)))
         if asked:
             starter = f"# {label}\n{asked.starter.strip()}"
             cells.append(new_code_cell(starter, metadata={"exercise": label}))
             cells.append(new_code_cell(asked.public.strip()))
         if not asked or asked.explain:
-            below = f"{EXPLANATION} of {label}, below this line:\n\n"
-            cells.append(new_markdown_cell(below))
+            cells.append(explanation(label))
+    return new_notebook(cells=cells)
+
+
+HIDDEN = """import contextlib, io
+from minizero.lab.course.exercise import every
+from minizero.lab.course.reader import complaint
+with contextlib.redirect_stdout(io.StringIO()):  # to otter all output is a failure
+    wrong = complaint(every()["{label}"], {answer})
+assert not wrong, wrong"""
+
+
+def otter_notebook(chapter: str) -> Any:
+    """The same with solutions, as `otter assign` of otter-grader reads it."""
+
+    def block(kind: str, *inside: Any, config: str = "") -> list[Any]:
+        begin, end = new_raw_cell(f"# BEGIN {kind}{config}"), f"# END {kind}"
+        return [begin, *inside, new_raw_cell(end)]
+
+    def test(points: int, text: str) -> Any:
+        """For no points it is shown to students."""
+        config = f"points: {points}\nhidden: {bool(points)}".lower()
+        head = f'""" # BEGIN TEST CONFIG\n{config}\n""" # END TEST CONFIG\n'
+        return new_code_cell(head + text.strip())
+
+    config = f"# ASSIGNMENT CONFIG\nname: {chapter}\nexport_cell: false"
+    cells = [new_raw_cell(config), opening(chapter)]
+    for label, asked in asked_in(chapter):
+        name = label.replace("-", "_")
+        if asked:
+            starter = asked.starter.strip().replace('"""', "'''")  # it is in quotes
+            answer = new_code_cell(
+                f'# {label}\n""" # BEGIN PROMPT\n{starter}\n'
+                f'""" # END PROMPT\n# BEGIN SOLUTION NO PROMPT\n'
+                f"{asked.reference.strip()}\n# END SOLUTION"
+            )
+            hidden = HIDDEN.format(label=label, answer=asked.answer)
+            cells += block(
+                "QUESTION",
+                new_markdown_cell(heading(label, asked.points)),
+                *block("SOLUTION", answer),
+                *block("TESTS", test(0, asked.public), test(asked.points, hidden)),
+                config=f"\nname: {name}\npoints: {asked.points}",
+            )
+        if not asked or asked.explain:
+            points, told = (2, asked.explain) if asked else (4, "See the rubric.")
+            title = f"### Explain `{label}`" if asked else heading(label, 0)
+            cells += block(
+                "QUESTION",
+                new_markdown_cell(title),
+                *block("PROMPT", explanation(label)),
+                *block("SOLUTION", new_markdown_cell(told)),
+                config=f"\nname: {name}_why\npoints: {points}\nmanual: true",
+            )
     return new_notebook(cells=cells)
 
 
