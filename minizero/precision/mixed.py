@@ -48,8 +48,7 @@ class LossScale:
         """The inverse. Raises ValueError if the names differ."""
         if state.keys() != set(self.saved):
             raise ValueError(
-                "this is another loss scale's state: it has "
-                f"{', '.join(state)}"
+                f"this is another loss scale's state: {', '.join(state)}"
             )
         vars(self).update(state)
 
