@@ -1,4 +1,4 @@
-"""From a model and an optimizer to units, flat buffers, and shards that it updates.
+"""Make units and flat buffers of a model, and point its optimizer at the shards.
 
 Which modules communicate together, and which of their parameters share a buffer; then
 the optimizer: whether it can update shards at all, its groups, and its state.

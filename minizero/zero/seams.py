@@ -1,7 +1,8 @@
-"""What later chapters pass in, and the base class of all plans, which calls it.
+"""A net's precision, schedule and storage, and `Net`, the base class of all plans.
 
-A precision (chapter 4), a schedule (8) and a storage (10) are here as chapter 3 needs
-them: one dtype, at once, in place. `Net` has what is the same under every plan.
+Later chapters replace the first three (4, 8, 10). Here they are as chapter 3 needs them:
+one dtype, at once, in place. `Net` has what is the same under every plan, also in groups
+of ranks, and notices what a script does to parameters and gradients.
 """
 
 from __future__ import annotations
