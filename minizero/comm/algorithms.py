@@ -42,7 +42,7 @@ def ordered_sum(
     return total.div_(n) if average else total
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-direct
-CACHED = 1 << 17  # elements: so many rows stay in a CPU's cache, summed
+CACHED = 1 << 17  # elements of a piece that stays in a CPU's cache
 
 
 def direct_reduce_scatter(
