@@ -22,7 +22,7 @@ LINES = {
     "zero": (2_198, 2_200),
     "memory precision": (1_150, 1_150),
     "ranks": (750, 750),
-    "comm": (1_015, 950),
+    "comm": (1_016, 950),
     "overlap": (650, 650),
     "activations": (570, 550),
     "offload": (1_095, 1_150),

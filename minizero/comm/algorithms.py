@@ -56,10 +56,11 @@ def direct_reduce_scatter(
 
     def finish() -> None:
         wait()
-        n, parts = own.numel(), [received.get(j, own) for j in range(len(inp))]
+        parts = [received.get(j, own) for j in range(len(inp))]
+        n = own.numel()
         width = CACHED if out.device.type == "cpu" else max(n, 1)
-        for start in range(0, n, width):
-            piece = slice(start, min(start + width, n))
+        for i in range(0, n, width):
+            piece = slice(i, min(i + width, n))
             to, rows = out[piece], [part[piece] for part in parts]
             store(to, ordered_sum(rows, average, out=to))
         out[n:].zero_()
