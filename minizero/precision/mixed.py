@@ -48,8 +48,7 @@ class LossScale:
         """The inverse. Raises ValueError if the names differ."""
         if state.keys() != set(self.saved):
             raise ValueError(
-                "this is another loss scale's state: it has "
-                f"{', '.join(state)}"
+                f"this is another loss scale's state: {', '.join(state)}"
             )
         vars(self).update(state)
 
@@ -140,9 +139,8 @@ class MixedPrecision(Precision):
     ) -> None:
         self.parameters, self.buffers = parameters, buffers
         self.reduce = parameters if reduce is None else reduce
-        floats = torch.float32, torch.bfloat16, torch.float16
         for dtype in (self.parameters, self.reduce, buffers or parameters):
-            if dtype not in floats:
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
                     "a precision is made of torch.float32, torch.bfloat16 "
                     f"and torch.float16, not of {dtype!r}"
@@ -166,7 +164,9 @@ class MixedPrecision(Precision):
         master = None
         if flat.trainable and self.parameters != torch.float32:
             master = label(shard.to(torch.float32, copy=True), "optimizer")
-        flat.cast(self.parameters, self.reduce)
+        flat.full = label(flat.full.to(self.parameters), "parameters")
+        flat.point(flat.views())
+        flat.grad_dtype = self.reduce
         return master
 
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""From a model and an optimizer to units, flat buffers, and shards that it updates.
+"""Make units and flat buffers of a model, and point its optimizer at the shards.
 
 Which modules communicate together, and which of their parameters share a buffer; then
 the optimizer: whether it can update shards at all, its groups, and its state.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +78,17 @@ def split(
     return [(group_of.get(part[0][1]), part) for part in parts.values()]
 
 
+def users_of(unit: Unit, model: nn.Module) -> list[nn.Module]:
+    """The modules around whose forward a unit is unsharded.
+
+    The root's output layer, too: a loss may call it outside of the model's forward.
+    """
+    if unit.module is not model:
+        return [unit.module]
+    own = {p for flat in unit.flats for p in flat.parameters}
+    return [m for m in model.modules() if m is model or own & {*m._parameters.values()}]
+
+
 def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     """Units with flat buffers that have rank 0's values, stored as a net's plan says.
 
@@ -93,11 +103,13 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 p.data = p.data.to(device())
             units.append(unit := Unit(name or "root", modules[name]))
             for group, part in split(params, group_of):
-                layout = layout_of(net.optimizer, group)
-                flat = net.flat_type(part, group, layout, net.grid)
+                layout = layout_of(net.optimizer, group, net.grid.copies)
+                flat = net.flat_type(part, group, layout, net.grid.within)
+                flat.grid = net.grid
                 unit.flats.append(flat)
                 if net.weight_bits:
-                    flat.quantized = comm.Quantized(net.weight_bits, flat.piece)
+                    piece = flat.padded // net.group.size
+                    flat.quantized = comm.Quantized(net.weight_bits, piece)
                 comm.broadcast(flat.full, group=net.group)
                 own = net.owned(flat.full, flat)
                 flat.start = int(own.storage_offset())
@@ -200,13 +212,22 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]
     return group_of
 
 
-def layout_of(optimizer: Optimizer, group: int | None) -> Layout:
-    """How to lay out a flat buffer of one of the optimizer's groups."""
+def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
+    """How to lay out a flat buffer of one of the optimizer's groups.
+
+    A shard has a piece for each of the groups of ranks that have a copy of the buffer.
+    """
     options = optimizer.param_groups[group] if group is not None else {}
-    if isinstance(optimizer, Muon) and options.get("use_muon"):
-        return optimizer.owners
     # torch's fused updates round what is left over from blocks of 64 bytes otherwise
-    return partial(in_order, multiple=32) if options.get("fused") else in_order
+    lay, multiple = in_order, 32 if options.get("fused") else 1
+    if isinstance(optimizer, Muon) and options.get("use_muon"):
+        lay, multiple = optimizer.owners, 1
+
+    def layout(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
+        offsets, piece = lay(params, n * copies)
+        return offsets, -(-piece // multiple) * multiple * copies
+
+    return layout
 
 
 def adopt(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:

@@ -70,51 +70,25 @@ class DataParallel(Net):
         the number of micro-batches if you want their mean. Only this net's
         parameters get gradients, not those of other nets in the graph.
         """
-        with comm.phase("backward"):
+        with comm.phase("backward"), self.expecting_gradients():
             self._begin_backward()
-            Net.running += 1
-            try:
-                loss = self.precision.scale_loss(loss)
-                loss.backward(retain_graph=retain_graph)
-                self._end_backward()
-            finally:
-                self.in_backward, Net.running = False, Net.running - 1
+            loss = self.precision.scale_loss(loss)
+            loss.backward(retain_graph=retain_graph)
+            self._end_backward()
 
     def _begin_backward(self) -> None:
-        self.wait()  # for what a backward that failed has left
-        self.check_unchanged()
-        self.in_backward = self.has_gradients = True
+        """Every parameter's gradient is missing, and no unit is reduced."""
+        self.has_gradients = True
         self.schedule.pass_begins("backward")
         self._left = list(self.units)  # the last unit's gradients come first
         self._reduced.clear()
         for unit in self.units:
             unit.missing = {p for f in unit.trainable for p in f.parameters}
-        for flat in self.trained if not self.unsynced else ():
-            if flat.mean is not None and flat.grad is not None:
-                # of earlier micro-batches: it must not be reduced again
-                flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.mark_uninitialized()
+        self._set_aside()
 
-    # continued: zero-data-parallel-hooks
     def _on_grad(self, p: nn.Parameter) -> None:
-        """The hook: autograd has left a gradient in `p.grad`."""
+        """Called by a hook: autograd has left a gradient in `p.grad`."""
         unit, flat, slot = self.where[p]
-        if not self.in_backward:
-            p.grad = None
-            if Net.running:
-                return  # another net's, as of a generator's loss
-            raise RuntimeError(
-                f"a gradient of parameter {slot.name!r} came outside of "
-                "backward(loss) of the wrapper; call that in place of "
-                "loss.backward()"
-            )
-        if unit in self._reduced:
-            raise RuntimeError(
-                f"a gradient of parameter {slot.name!r} came after its unit "
-                f"{unit.name!r} was reduced, as with reentrant checkpointing "
-                "of a module that is called twice; use "
-                "checkpoint(..., use_reentrant=False)"
-            )
         flat.collect(slot)
         unit.missing.discard(p)
         self._reduce_complete()
@@ -142,24 +116,6 @@ class DataParallel(Net):
         self.wait()
         self.schedule.backward_ends()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward inside only adds up; the next one outside reduces.
-
-        RuntimeError where gradients are sharded: a sum has no place to stay.
-        """
-        if self.plan.gradients.sharded:
-            raise RuntimeError(
-                f"{type(self).__name__} shards gradients, so every "
-                "micro-batch is reduced; leave no_sync out, or use "
-                "stage 0 or 1"
-            )
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
     # continued: zero-data-parallel-clip
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, the same on every rank and plan.
@@ -167,31 +123,17 @@ class DataParallel(Net):
         The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
-            means = self._means()
+            means, n = self._means(), self.group.size
             norms = [
                 torch.linalg.vector_norm(
-                    mean.view(-1, flat.piece), dim=1,
+                    mean.view(-1, flat.padded // n), dim=1,
                     dtype=torch.promote_types(mean.dtype, torch.float32),
                 )  # fmt: skip
                 for flat, mean in zip(self.trained, means, strict=True)
             ]
-            if not norms:
-                return torch.zeros(())
-            mine = comm.reachable(torch.stack(norms, dim=1))
-            norm = self.all_rows(mine).square().sum().sqrt()
-            return self.precision.unscale_norm(norm)
+            every = self.all_rows(torch.stack(norms, dim=1))
+            return self.precision.unscale_norm(every.square().sum().sqrt())
 
-    def all_rows(self, mine: Tensor) -> Tensor:
-        """A row for each of the N shards, from rows for those owned here."""
-        across, within = self.grid.across, self.grid.within
-        for ranks, n in (across, across.size), (within, self.group.size):
-            if len(mine) < n:
-                every = mine.new_empty(n, mine.shape[1])
-                comm.all_gather(every, mine, group=ranks)
-                mine = every
-        return mine
-
-    # continued: zero-data-parallel-means
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`.
 
@@ -204,19 +146,6 @@ class DataParallel(Net):
         self.precision.clip(self._means(), factor)
         return norm
 
-    def _means(self) -> list[Tensor]:
-        """The mean gradients, when all reductions are done."""
-        if self.unsynced:  # by `no_sync`
-            self.unsynced = False
-            for unit in reversed(self.units):
-                self._reduce(unit)
-            self.wait()
-        self.storage.wait_for_copies()
-        for flat in self.trained:
-            if flat.mean is None:  # there was no backward
-                flat.mean = self.owned(flat.full_grad(), flat)
-        return [f.mean for f in self.trained if f.mean is not None]
-
     # continued: zero-data-parallel-step
     def step(self) -> bool:
         """Update the parameters, and clear all gradients.
@@ -225,10 +154,8 @@ class DataParallel(Net):
         rank: then no rank has updated anything.
         """
         with comm.phase("step"):
-            self.take_over_writes()
             means = self._means()
-            comm.check_sequence()
-            self.synchronize()
+            self.before_update()
             ready = self.precision.can_step(means)
             due = self.units if ready else []
             update = self.storage.update(due, self.optimizer, self.precision)
@@ -254,3 +181,42 @@ class DataParallel(Net):
         """Clear the gradients that stay allocated between steps."""
         flat.mark_uninitialized()
         flat.mean = None
+
+    # continued: zero-data-parallel-means
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only adds up; the next one outside reduces.
+
+        RuntimeError where gradients are sharded: a sum has no place to stay.
+        """
+        if self.plan.gradients.sharded:
+            raise RuntimeError(
+                f"{type(self).__name__} shards gradients, so every "
+                "micro-batch is reduced; leave no_sync out, or use "
+                "stage 0 or 1"
+            )
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _set_aside(self) -> None:
+        """Move means of earlier micro-batches out of the gradient buffers."""
+        for flat in self.trained if not self.unsynced else ():
+            if flat.mean is not None and flat.grad is not None:
+                flat.mean = labels.label(flat.mean.clone(), "gradients")
+                flat.mark_uninitialized()
+
+    def _means(self) -> list[Tensor]:
+        """The mean gradients, when all reductions are done."""
+        if self.unsynced:  # by `no_sync`
+            self.unsynced = False
+            for unit in reversed(self.units):
+                self._reduce(unit)
+            self.wait()
+        self.storage.wait_for_copies()
+        for flat in self.trained:
+            if flat.mean is None:  # there was no backward
+                flat.mean = self.owned(flat.full_grad(), flat)
+        return [f.mean for f in self.trained if f.mean is not None]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm import Groups, Work, everyone
+from ..comm import Group, Work, everyone
 from ..memory.labels import label
 
 Named = list[tuple[str, nn.Parameter]]
@@ -42,43 +41,37 @@ class Slot(NamedTuple):
         return part.view(self.shape)
 
 
-def in_order(
-    params: list[nn.Parameter], n: int, multiple: int = 1
-) -> tuple[list[int], int]:
-    """Lay parameters one after the other, in a buffer of n shards.
+def in_order(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
+    """Lay parameters one after the other, in a buffer of n equal shards.
 
-    Returns each one's offset, and the size of a shard: a multiple of
-    `multiple` elements.
+    Returns each one's offset, and the size of a shard.
     """
     ends = list(accumulate((p.numel() for p in params), initial=0))
-    return ends[:-1], multiple * max(1, -(-ends[-1] // (n * multiple)))
+    return ends[:-1], max(1, -(-ends[-1] // n))
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-flat
 class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them. Where ranks form several
-    groups, a `grid`, a shard consists of a `piece` for each (chapter 17).
+    N `ranks`; `place` is this one's among them.
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
     `uninitialized`: parameters whose part of `grad` has no values yet.
     `mean`: the gradient averaged over ranks; [size] where a plan shards it.
-    `shard`: the values that this rank updates, stored between steps.
+    `shard`: the values that this rank updates, stored between steps; they
+        begin at element `start` of `full`.
     `master`: what the optimizer updates, a copy of the shard or itself.
-    `staged_shard`, `staged_grad`: shard and mean on the device where the
-        optimizer works, during the update.
-    `start`: the first element in `full` of what this rank updates.
     `group`: index of the optimizer group; None for frozen parameters.
     """
 
     mean: Tensor | None = None
     grad: Tensor | None = None
-    staged_shard: Tensor
-    staged_grad: Tensor
     start = 0
-    gathered: Callable[[], AbstractContextManager[None]] = nullcontext
+    known_writes: Any = None  # to parameters, as of the last step
+    staged_shard: Tensor  # these two where the optimizer works, in a step
+    staged_grad: Tensor
 
     # continued: zero-flat-init
     def __init__(
@@ -86,19 +79,17 @@ class Flat:
         named: Named,
         group: int | None,
         layout: Layout = in_order,
-        grid: Groups | None = None,
+        ranks: Group | None = None,
     ) -> None:
-        self.grid = grid or Groups(everyone().size)
-        self.ranks = self.grid.within
+        self.ranks = ranks or everyone()
         n, self.place = self.ranks.size, self.ranks.rank
         self.parameters = [p for _, p in named]
-        offsets, self.piece = layout(self.parameters, n * self.grid.copies)
-        self.size = self.piece * self.grid.copies
+        offsets, self.size = layout(self.parameters, n)
+        self.padded = self.size * n
         self.slots = [
             Slot(name, p, p.shape, offset)
             for (name, p), offset in zip(named, offsets, strict=True)
         ]
-        self.padded = self.size * n
         like = named[0][1]
         self.group, self.trainable = group, like.requires_grad
         self.grad_dtype = like.dtype
@@ -124,21 +115,12 @@ class Flat:
 
         By `.data`, since modules, optimizers and hooks hold the parameters.
         """
-        with torch._C.DisableTorchFunction():  # `zero.Init` would gather
-            for slot, tensor in zip(self.slots, tensors, strict=True):
-                slot.parameter.data = tensor
-        self.known_writes = self.writes()
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            slot.parameter.data = tensor
 
-    def writes(self) -> list[tuple[int, int]]:
-        """How often each parameter was written to, and where it lies."""
-        with torch._C.DisableTorchFunction():
-            return [(p._version, p.data_ptr()) for p in self.parameters]
-
-    def cast(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        """Hold the values in another dtype, and gradients in yet another."""
-        self.grad_dtype = grad_dtype
-        self.full = label(self.full.to(dtype), "parameters")
-        self.point(self.views())
+    def changed(self) -> None:
+        """Call it after an update: then autograd refuses older graphs."""
+        torch.autograd.graph.increment_version(self.parameters)
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard of a buffer, [size]."""
@@ -190,11 +172,6 @@ class Flat:
                 slot.view(grad).zero_()
         self.uninitialized.clear()
         return grad
-
-    def changed(self) -> None:
-        """Call it after an update: then autograd refuses older graphs."""
-        torch.autograd.graph.increment_version(self.parameters)
-        self.known_writes = self.writes()
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-unit
 @dataclass(eq=False)

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.plan import Plan
@@ -63,6 +64,25 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
 
 
+def move(p: Any, to: Any, view: Tensor) -> None:
+    """Copy a parameter to its place in a sharded buffer, which it belongs to from now on.
+
+    The buffer in which `zero.Init` has sharded it lets go of it.
+    """
+    source = getattr(p, "sharded_in", None)
+    if source is not None:
+        source.gather().wait()
+    with torch._C.DisableTorchFunction():  # inside `zero.Init` this would gather
+        view.copy_(p.detach())
+    p.sharded_in = to
+    p.__deepcopy__ = partial(copy_unsharded, p)
+    # for pickle and `torch.save`
+    p.__reduce_ex__ = lambda protocol: copy_unsharded(p).__reduce_ex__(protocol)
+    if source is not None:
+        source.slots = source.parameters = source.freed = []
+        source.free()
+
+
 class Hook(partial[Any]):
     """A method of a net as a hook on a module; a copy of the module calls nothing."""
 
@@ -96,8 +116,3 @@ def copy_unsharded(p: Any, memo: Any = None) -> nn.Parameter:
     values = p.detach().clone()  # inside `zero.Init` this gathers
     check_unsharded(nn.ParameterList([p]))
     return nn.Parameter(values, p.requires_grad)
-
-
-def reduce_unsharded(p: Any, protocol: Any) -> Any:
-    """For pickle and `torch.save`."""
-    return copy_unsharded(p).__reduce_ex__(protocol)

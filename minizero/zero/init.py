@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,9 +24,6 @@ from ..ranks import device
 from .guards import nets_of, refuse_sharded_state
 from .seams import Storage
 from .stage3 import ShardedFlat
-
-if TYPE_CHECKING:
-    from ..config import Source
 
 
 def is_sharded(p: nn.Parameter) -> bool:
@@ -63,9 +60,18 @@ def GatheredParameters(
             for p in (p for p in params if not is_sharded(p)):
                 comm.broadcast(p.data, modifier_rank)
             for flat in flats:
-                flat.take_over(modifier_rank)
+                take_over(flat, modifier_rank)
             for net in nets:
                 net.refresh()
+
+
+def take_over(flat: ShardedFlat, modifier_rank: int) -> None:
+    """Keep what that rank has written to a buffer's parameters, everywhere."""
+    with torch._C.DisableTorchFunction():  # inside `Init` this would gather
+        for slot, view in zip(flat.slots, flat.views(), strict=True):
+            view.copy_(slot.parameter.data)  # after `p.data = values`
+    comm.broadcast(flat.full, modifier_rank, group=flat.ranks)
+    flat.storage.write_shard(flat.stored, flat.kept(flat.full))
 
 
 class Init(TorchFunctionMode):
@@ -84,13 +90,20 @@ class Init(TorchFunctionMode):
 
     def __init__(
         self,
-        config: Source | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         storage: Storage | None = None,
         *,
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        plan = Plan.stage(3) if config is None else _plan_of(config)
+        plan = Plan.stage(3)
+        if config is not None:
+            from ..config import load  # others need no pydantic
+
+            zero = load(config)[0].get("zero_optimization", {})
+            stage, off = zero.get("stage", 0), zero.get("offload_param") or {}
+            on_host = stage == 3 and off.get("device") not in (None, "none")
+            plan = Plan.stage(stage, offload_param="cpu" if on_host else None)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
         self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
@@ -145,8 +158,7 @@ class Init(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        every = tree_leaves((args, kwargs))
-        sharded = [x for x in every if hasattr(x, "sharded_in")]
+        sharded = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "sharded_in")]
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         # `requires_grad` and others need no values; `.data` shows or replaces them
         if sharded and not (is_attribute and func.__self__ is not torch.Tensor.data):
@@ -160,19 +172,8 @@ class Init(TorchFunctionMode):
         held, self._held = self._held, flats
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
-                flat.take_over(0)
-                flat.holders -= 1
-                flat.free(seen=True)
+                take_over(flat, 0)
+                flat.let_go()
             for flat in flats:
                 flat.gather().wait()
                 flat.holders += 1
-
-
-def _plan_of(source: Source) -> Plan:
-    """The plan of a config, as far as shards of parameters go."""
-    from ..config import load  # others need no pydantic
-
-    zero = load(source)[0].get("zero_optimization", {})
-    stage, off = zero.get("stage", 0), (zero.get("offload_param") or {}).get("device")
-    is_off = stage == 3 and off not in (None, "none")
-    return Plan.stage(stage, offload_param="cpu" if is_off else None)

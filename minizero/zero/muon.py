@@ -127,15 +127,13 @@ def muon_groups(
         if p.ndim != 2 or named or name.split(".")[-2:-1] == ["head"]:
             outside.add(p)
 
-    def chosen(p: Any) -> bool:
-        return bool(getattr(p, "use_muon", p not in outside))
-
     found = []
     for group in given:
         trained = [p for p in group["params"] if p.requires_grad]
+        muons = {p for p in trained if getattr(p, "use_muon", p not in outside)}
         for use_muon, options, other in ((True, muon, adamw), (False, adamw, muon)):
             own = {k: v for k, v in group.items() if k in options or k not in other}
-            part = [p for p in trained if chosen(p) is use_muon]
+            part = [p for p in trained if (p in muons) is use_muon]
             if part:
                 found.append({**options, **own, "params": part, "use_muon": use_muon})
     if not any(group["use_muon"] for group in found):

@@ -28,21 +28,30 @@ class CopiedFlat(ShardedFlat):
     Of R groups, each rank keeps R pieces, one after the other, and updates one of them.
     """
 
-    def _updated(self, kept: Tensor) -> Tensor:
-        """The piece, of those that are kept, that this rank updates."""
-        return kept.view(self.grid.copies, -1)[self.grid.number]
+    grid: comm.Groups
 
     def own(self, buffer: Tensor) -> Tensor:
-        return self._updated(self.kept(buffer))
+        """The piece, of those that this rank stores, that it updates."""
+        return self.kept(buffer).view(self.grid.copies, -1)[self.grid.number]
 
     def keep(self, storage: Storage) -> None:
         super().keep(storage)
-        self.shard = self._updated(self.stored)
+        self.shard = self.stored.view(self.grid.copies, -1)[self.grid.number]
 
-    def send_copies(self) -> None:
+    def changed(self) -> None:
+        super().changed()
+        self._send(self.quantized)
+
+    def _send(self, quantized: comm.Quantized | None) -> None:
+        """Send the updated piece to the ranks of other groups that keep it, too."""
         own, across = self.shard.clone(), self.grid.across
-        comm.all_gather(self.stored, own, group=across, quantized=self.quantized)
+        comm.all_gather(self.stored, own, group=across, quantized=quantized)
         self.shard.copy_(own)  # quantizing has replaced the own part, too
+
+    def _launch(self, quantized: comm.Quantized | None) -> None:
+        if quantized is not self.quantized:  # exact: then the copies must be, too
+            self._send(quantized)
+        super()._launch(quantized)
 
 
 def parallelize(

@@ -1,14 +1,15 @@
-"""What later chapters pass in, and the base class of all plans, which calls it.
+"""A net's precision, schedule and storage, and `Net`, the base class of all plans.
 
-A precision (chapter 4), a schedule (8) and a storage (10) are here as chapter 3 needs
-them: one dtype, at once, in place. `Net` has what is the same under every plan.
+Later chapters replace the first three (4, 8, 10). Here they are as chapter 3 needs them:
+one dtype, at once, in place. `Net` has what is the same under every plan, also in groups
+of ranks, and notices what a script does to parameters and gradients.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
 from .build import Policy, adopt, build_units, check_elementwise
 from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model
+from .guards import OWNERS, check_model, refuse_sharded_state
 
 
 class Precision:
@@ -262,7 +263,7 @@ class Net:
 
     plan = Plan.stage(0)
     flat_type: type[Flat] = Flat
-    running = 0  # how many backwards are, of any net
+    running = 0  # how many backwards, of any net
     # `DataParallel` has these
     zero_grad: Callable[[], None]
     reduced: Callable[[Flat], None]
@@ -322,7 +323,7 @@ class Net:
         this: Any = weakref.ref(self)  # hooks keep no net alive
 
         def hook(p: Any) -> None:
-            if (net := this()) is not None:
+            if (net := this()) is not None and net.expects_gradient(p):
                 net._on_grad(p)
 
         for unit, flat in [(u, flat) for u in self.units for flat in u.flats]:
@@ -331,6 +332,9 @@ class Net:
                 self.where[p], OWNERS[p] = (unit, flat, slot), this
                 if flat.trainable:
                     p.register_post_accumulate_grad_hook(hook)
+        for module in self.model.modules() if self.plan.parameters.sharded else ():
+            if module._parameters or module is self.model:
+                refuse_sharded_state(module)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out what the schedule has answered."""
@@ -361,12 +365,24 @@ class Net:
                     comm.reduce_scatter(rows[across.rank], rows, **how)
         self.reduced(flat)
 
+    def all_rows(self, mine: Tensor) -> Tensor:
+        """A row for each of the N shards, from rows for those that this rank updates."""
+        across, within = self.grid.across, self.grid.within
+        mine = comm.reachable(mine)
+        for ranks, n in (across, across.size), (within, self.group.size):
+            if len(mine) < n:
+                every = mine.new_empty(n, mine.shape[1])
+                comm.all_gather(every, mine, group=ranks)
+                mine = every
+        return mine
+
     def _updated(self, units: list[Unit], frozen: bool = False) -> None:
         """Publish units whose shards, maybe the frozen ones too, have new values."""
         for unit in units:
             unit.changed = unit.flats if frozen else unit.trainable
-            for flat in unit.changed:
-                flat.changed()
+            with comm.phase(unit=unit.name):
+                for flat in unit.changed:
+                    flat.changed()
             self.run(self.schedule.updated(unit))
 
     def shards_written(self, *units: Unit) -> None:
@@ -388,7 +404,42 @@ class Net:
             self.shards_written(*arrived)
         self.wait()
 
-    # ---- the parameters, read and written from outside
+    # ---- what the script does to parameters and gradients, or may not do
+
+    @contextmanager
+    def expecting_gradients(self) -> Iterator[None]:
+        """Inside, a backward may bring gradients to this net's parameters."""
+        self.wait()  # for what a backward that failed has left
+        self.check_unchanged()
+        self.in_backward, Net.running = True, Net.running + 1
+        try:
+            yield
+        finally:
+            self.in_backward, Net.running = False, Net.running - 1
+
+    def expects_gradient(self, p: Any) -> bool:
+        """Whether a gradient is this net's; RuntimeError if it must not come now."""
+        unit, flat, slot = self.where[p]
+        if not self.in_backward:
+            p.grad = None
+            if Net.running:
+                return False  # another net's, as of a generator's loss
+            raise RuntimeError(
+                f"a gradient of parameter {slot.name!r} came outside of backward(loss) of "
+                "the wrapper; call that in place of loss.backward()"
+            )
+        if not getattr(flat, "is_unsharded", True):
+            raise RuntimeError(
+                f"parameter {slot.name!r} was used outside of the forward of unit "
+                f"{unit.name!r}, where it is NaN; make one unit of all modules that use it"
+            )
+        if unit in self._reduced:
+            raise RuntimeError(
+                f"a gradient of parameter {slot.name!r} came after its unit "
+                f"{unit.name!r} was reduced, as with reentrant checkpointing of a module "
+                "that is called twice; use checkpoint(..., use_reentrant=False)"
+            )
+        return True
 
     def check_unchanged(self) -> None:
         """RuntimeError if the script froze or unfroze parameters, or set a `.grad`."""
@@ -405,20 +456,21 @@ class Net:
                     "minizero.utils.safe_set_full_grad after backward"
                 )
 
-    def take_over_writes(self) -> None:
-        """Let masters take over what the script has written since the last update.
-
-        Writes to sharded parameters are noticed when these are gathered.
-        """
+    def before_update(self) -> None:
+        """Take over what the script has written, and end an update under way."""
         self.check_unchanged()
-        for flat in () if self.plan.parameters.sharded else self.flats:
-            if flat.writes() != flat.known_writes:
-                flat.fill()  # maybe from other memory, after `p.data = values`
-        if len(self._sums) and not self._checksums().equal(self._sums):
+        comm.check_sequence()
+        # writes to sharded parameters are noticed when these are gathered
+        copies = () if self.plan.parameters.sharded else self.flats
+        written = any(writes_to(flat) != flat.known_writes for flat in copies)
+        if written or not self._checksums().equal(self._sums):
             self.refresh()
+        self.synchronize()
 
     def note_writes(self) -> None:
         """Remember the values as they are now, to notice what is written later."""
+        for flat in self.flats:
+            flat.known_writes = writes_to(flat)
         self._sums = self._checksums()
 
     def _checksums(self) -> Tensor:
@@ -430,13 +482,14 @@ class Net:
         for flat in () if self.plan.parameters.sharded else self.trained:
             if flat.master is not flat.shard:
                 raw = flat.full.view(torch.uint8)
-                words = len(raw) // 8 * 8
-                tail = raw[words:].sum(dtype=torch.int64)
-                sums.append(raw[:words].view(torch.int64).sum() + tail)
+                eights, tail = raw.split([len(raw) // 8 * 8, len(raw) % 8])
+                sums.append(eights.view(torch.int64).sum() + tail.sum())
         return torch.stack(sums) if sums else torch.empty(0)
 
     def refresh(self) -> None:
         """Let masters take over what was written; all ranks must call it."""
+        for flat in () if self.plan.parameters.sharded else self.flats:
+            flat.fill()  # maybe from other memory, after `p.data = values`
         for flat in self.trained:
             self.storage.refresh(flat, self.precision)
         self.note_writes()
@@ -453,7 +506,7 @@ class Net:
         values: dict[nn.Parameter, Tensor] = {}
         for flat in self.flats:
             if frozen or flat.trainable:
-                with flat.gathered():
+                with getattr(flat, "gathered", nullcontext)():
                     for p in flat.parameters if first else ():
                         values[p] = p.detach().cpu().clone()
         named = self.model.named_parameters(remove_duplicate=False)
@@ -467,9 +520,37 @@ class Net:
         for name, module in self.model.named_modules(remove_duplicate=False):
             # one by one: `state_dict` refuses sharded parameters
             module._save_to_state_dict(state, f"{name}." if name else "", False)
-        named = self.model.named_parameters(remove_duplicate=False)
-        parameters = {name for name, _ in named}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return {k: v for k, v in state.items() if k not in parameters}
+
+
+def writes_to(flat: Flat) -> list[tuple[int, int]]:
+    """How often each parameter was written to, and where it lies."""
+    with torch._C.DisableTorchFunction():  # inside `zero.Init` this would gather
+        return [(p._version, p.data_ptr()) for p in flat.parameters]
+
+
+def check_unwritten(flat: Any) -> None:
+    """RuntimeError if the script has written to parameters of a freed buffer."""
+    if (found := writes_to(flat)) != flat.known_writes:
+        every = zip(flat.slots, flat.known_writes, found, strict=True)
+        name = next(slot.name for slot, a, b in every if a != b)
+        flat.hide()
+        raise RuntimeError(
+            f"parameter {name!r} was written to while it was sharded, and what was "
+            "written is lost; write to it inside zero.GatheredParameters(..., "
+            "modifier_rank=0)"
+        )
+
+
+def check_outputs(unit: Unit, outputs: list[Tensor]) -> None:
+    """RuntimeError if a unit's forward returned a view of its parameters."""
+    memory = {flat.full.untyped_storage()._cdata for flat in unit.flats}
+    if any(x.untyped_storage()._cdata in memory for x in outputs):
+        raise RuntimeError(
+            f"unit {unit.name!r} returns a view of its parameters, and their memory is "
+            "freed now; return a clone"
+        )
 
 
 def refuse_step(optimizer: Optimizer, *_: Any) -> None:

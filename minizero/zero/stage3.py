@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .. import comm
 from ..memory.labels import label
 from ..memory.plan import Plan
+from .build import users_of
 from .flat import Flat, Unit
-from .guards import Hook, copy_unsharded, reduce_unsharded
-from .guards import refuse_sharded_state
-from .seams import Storage
+from .guards import Hook, move
+from .seams import Storage, check_outputs, check_unwritten
+from .seams import writes_to
 from .stage2 import ZeRO2
 
 # %% auto #0
@@ -45,124 +46,89 @@ class ShardedFlat(Flat):
     is_unsharded, used, holders = True, False, 0
     _gathered: Any = None  # its last all-gather
 
-    def fill(self) -> None:
-        """Take the parameters over, maybe from `zero.Init`'s buffers."""
-        for slot, view in zip(self.slots, self.views(), strict=True):
-            p: Any = slot.parameter
-            source = getattr(p, "sharded_in", None)
-            if source is not None:
-                source.gather().wait()
-            with torch._C.DisableTorchFunction():  # `zero.Init` would gather
-                view.copy_(p.detach())
-            p.sharded_in = self
-            p.__deepcopy__ = partial(copy_unsharded, p)
-            p.__reduce_ex__ = partial(reduce_unsharded, p)
-            if source is not None:  # it lets go of the parameter
-                source.slots = source.parameters = source.freed = []
-                source.free()
-        self.point(self.views())
-
-    # continued: zero-sharded-point
     def keep(self, storage: Storage) -> None:
-        """Store what this rank keeps, and free the rest."""
+        """Store this rank's shard, and free the buffer; called once."""
         self.storage, kept = storage, self.kept(self.full)
         self.shard = self.stored = storage.store(kept, "parameters")
-        self._make_freed()
+        is_float = kept.is_floating_point() or kept.is_complex()
+        nan = kept.new_full((), torch.nan if is_float else 0)
+        self.freed = [nan.expand(slot.shape) for slot in self.slots]
         self.free()
 
-    def _make_freed(self) -> None:
-        """Expand one NaN (0 among integers) to the parameters' shapes."""
-        is_float = self.full.is_floating_point() or self.full.is_complex()
-        nan = self.full.new_full((), torch.nan if is_float else 0)
-        self.freed = [nan.expand(slot.shape) for slot in self.slots]
+    def kept(self, buffer: Tensor) -> Tensor:
+        """The part of a buffer that this rank stores: its shard."""
+        return super().own(buffer)
 
     # continued: zero-sharded-gather
     def gather(self) -> comm.Work:
         """Launch the all-gather of the shards into `full`, if need be."""
         if not self.is_unsharded:
-            self._check_unwritten()
+            check_unwritten(self)
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.is_unsharded = True
-            self._launch()
+            self._launch(self.quantized)
         return self._gathered
 
-    def _launch(self) -> None:
+    def _launch(self, quantized: comm.Quantized | None) -> None:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.kept(self.full))
             work = comm.all_gather(
                 self.full, own, async_op=True, group=self.ranks,
-                quantized=self.quantized,
+                quantized=quantized,
             )  # fmt: skip
         self._gathered = work.then(arrive).then(self._arrived)
-
-    # continued: zero-sharded-free
-    def kept(self, buffer: Tensor) -> Tensor:
-        """The part of a buffer that this rank stores: its shard."""
-        return super().own(buffer)
 
     def _arrived(self) -> None:
         self.point(self.views())
 
-    def free(self, seen: bool = False) -> None:
-        """Empty the storage, unless somebody still needs it.
+    def hide(self) -> None:
+        """Make the parameters views of NaN."""
+        self.point(self.freed)
+        self.known_writes = writes_to(self)
 
-        `seen`: a script may have kept views of it; they keep that storage.
-        """
+    def free(self) -> None:
+        """Empty the storage, unless somebody still needs it."""
         if not self.is_unsharded or self.used or self.holders:
             return
         if self._gathered is not None:
             self._gathered.wait()  # it must not write into freed memory
-        self.point(self.freed)
-        if seen:
-            self.full = self.full[:0].clone()  # frees it, if nobody has
-            full = self.full.new_empty(self.padded)
-            self.full = label(full, "parameters")
+        self.hide()
         # not `p.data = empty`: the graph's views would keep the storage
         self.full.untyped_storage().resize_(0)
         self.is_unsharded = False
 
     # continued: zero-sharded-writes
-    def send_copies(self) -> None:
-        """Send the updated shard to who keeps a copy: here, nobody."""
+    def fill(self) -> None:
+        """Move the parameters here, maybe from buffers of `zero.Init`."""
+        for slot, view in zip(self.slots, self.views(), strict=True):
+            move(slot.parameter, self, view)
+        self.point(self.views())
+
+    def point(self, tensors: list[Tensor]) -> None:
+        with torch._C.DisableTorchFunction():  # `zero.Init` would gather
+            super().point(tensors)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Unsharded inside the block, with the values as they are stored."""
         self.gather().wait()
         if self.quantized is not None:  # gather once more, exact
-            form, self.quantized = self.quantized, None
-            self.send_copies()
-            self._launch()
+            self._launch(None)
             self._gathered.wait()
-            self.quantized = form
         self.holders += 1
         try:
             yield
         finally:
-            self.holders -= 1
-            self.free(seen=True)
+            self.let_go()
 
-    def take_over(self, modifier_rank: int) -> None:
-        """Keep what that rank has written to the parameters, everywhere."""
-        with torch._C.DisableTorchFunction():
-            for slot, view in zip(self.slots, self.views(), strict=True):
-                view.copy_(slot.parameter.data)  # after `p.data = values`
-        comm.broadcast(self.full, modifier_rank, group=self.ranks)
-        self.storage.write_shard(self.stored, self.kept(self.full))
-
-    # continued: zero-sharded-unwritten
-    def _check_unwritten(self) -> None:
-        """Raise RuntimeError for what was written to freed parameters."""
-        every = zip(self.slots, self.known_writes, self.writes(), strict=True)
-        for slot, a, b in every:
-            if a != b:
-                self._make_freed()  # what was written is in the old NaN
-                self.point(self.freed)
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was written to while it was "
-                    "sharded, and what was written is lost; write to it "
-                    "inside zero.GatheredParameters(..., modifier_rank=0)"
-                )
+    def let_go(self) -> None:
+        """Free it after a script has seen it, which may have kept views."""
+        self.holders -= 1
+        if not self.used and not self.holders:
+            self.hide()
+            self.full = self.full[:0].clone()  # frees it, if nobody has
+            self.full = label(self.full.new_empty(self.padded), "parameters")
+            self.free()
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-marks
 class AfterBackward(torch.autograd.Function):
@@ -195,8 +161,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a tree, and of objects in it, such as dataclasses."""
     leaves = tree_leaves(tree)
     objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
-    every = leaves + tree_leaves(objects)
-    return [x for x in every if isinstance(x, Tensor)]
+    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-operations
 class ZeRO3(ZeRO2):
@@ -227,18 +192,12 @@ class ZeRO3(ZeRO2):
             flat.free()
 
     def publish(self, unit: Unit) -> None:
-        """Free old values; ranks gather the shard when they need it."""
+        """Free old values; ranks gather the new ones when they need them."""
         self.release(unit)
-        for flat in unit.changed:
-            flat.send_copies()
 
     # continued: zero-stage3-hooks
     def _register_hooks(self) -> None:
-        """Also call `_before_forward` and `_after_forward` around units.
-
-        The root's are also called around its own modules, such as an output
-        layer, so that these may be called from outside of its forward.
-        """
+        """Also call `_before_forward` and `_after_forward` around units."""
         super()._register_hooks()
         self._forwards: Counter[Unit] = Counter()  # depth of forwards running
         self._backwards: set[Unit] = set()  # whose backward is running
@@ -246,71 +205,38 @@ class ZeRO3(ZeRO2):
         for unit in self.units:
             before = Hook(self._before_forward, unit)
             after = Hook(self._after_forward, unit)
-            for module in self._users(unit):
+            for module in users_of(unit, self.model):
                 module.register_forward_pre_hook(
                     before, prepend=True, with_kwargs=True
                 )
                 module.register_forward_hook(after, always_call=True)
-        for module in self.model.modules():
-            if module._parameters or module is self.model:
-                refuse_sharded_state(module)
 
-    def _users(self, unit: Unit) -> list[nn.Module]:
-        """The modules around whose forward a unit is gathered."""
-        if unit is not self.units[0]:
-            return [unit.module]
-        own = {p for flat in unit.flats for p in flat.parameters}
-        return [
-            module for module in self.model.modules()
-            if module is self.model or own & {*module._parameters.values()}
-        ]  # fmt: skip
-
-    # continued: zero-stage3-around
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        if self._is_recomputed(unit):
-            return args, kwargs
-        self._forwards[unit] += 1
-        if self._forwards[unit] > 1:
-            return args, kwargs
-        if module is self.model and not self.in_backward:
-            self.schedule.pass_begins("forward")
-        self.run(self.schedule.needed(unit))
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        # what checkpointing computes again has no backward of its own
-        self._expected[unit] += not self.in_backward
-        return mark_inputs(partial(self._after_backward, unit), args, kwargs)
+        if self._begins(unit, module):
+            self.run(self.schedule.needed(unit))
+            if torch.is_grad_enabled():
+                # what checkpointing computes again has no backward of its own
+                self._expected[unit] += not self.in_backward
+                done = partial(self._after_backward, unit)
+                return mark_inputs(done, args, kwargs)
+        return args, kwargs
 
+    # continued: zero-stage3-around
     def _after_forward(
         self, unit: Unit, module: nn.Module, args: Any, out: Any
     ) -> None:
         """Also called, with None as `out`, when the forward has failed."""
-        if self._is_recomputed(unit):
-            return
-        self._forwards[unit] -= 1
-        if self._forwards[unit] == 0:
-            begin = partial(self._before_backward, unit)
+        if self._ends(unit):
             outputs = tensors_in(out)
+            begin = partial(self._before_backward, unit)
             for x in outputs:
                 if x.grad_fn is not None:
                     x.register_hook(begin)
             self._leave(unit)
-            memory = {f.full.untyped_storage()._cdata for f in unit.flats}
-            for x in outputs:
-                if x.untyped_storage()._cdata in memory:
-                    raise RuntimeError(
-                        f"unit {unit.name!r} returns a view of its "
-                        "parameters, and their memory is freed now; return "
-                        "a clone"
-                    )
+            check_outputs(unit, outputs)
 
-    def _is_recomputed(self, unit: Unit) -> bool:
-        """By checkpointing, in the unit's backward: it is unsharded."""
-        return self.in_backward and unit in self._backwards
-
-    # continued: zero-stage3-backward
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
         if unit not in self._backwards:
             self._backwards.add(unit)
@@ -320,23 +246,43 @@ class ZeRO3(ZeRO2):
         self._backwards.discard(unit)
         self._leave(unit)
         self._expected[unit] -= 1
-        # below 0, as where a graph is used again, more may come: reduce it
-        # at the end
+        # below 0, as where a graph is used again: reduce it at the end
         last = self._expected[unit] == 0 and unit not in self._reduced
         if self.in_backward and last:
             self._reduce(unit)
 
     def _leave(self, unit: Unit) -> None:
-        if not self._in_use(unit):
+        """Release the unit, unless a call of it is still running."""
+        if not self._forwards[unit] and unit not in self._backwards:
             self.run(self.schedule.done(unit))
 
-    def _in_use(self, unit: Unit) -> bool:
-        return self._forwards[unit] > 0 or unit in self._backwards
+    # continued: zero-stage3-backward
+    def _begins(self, unit: Unit, module: nn.Module) -> bool:
+        """Whether this is the outermost call of the unit, not repeated."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] += 1
+        begins = self._forwards[unit] == 1
+        if begins and module is self.model and not self.in_backward:
+            self.schedule.pass_begins("forward")
+        return begins
+
+    def _ends(self, unit: Unit) -> bool:
+        """Whether the outermost call of the unit is over."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] -= 1
+        return self._forwards[unit] == 0
+
+    def _is_recomputed(self, unit: Unit) -> bool:
+        """By checkpointing, in the unit's backward: it is unsharded."""
+        return self.in_backward and unit in self._backwards
 
     # continued: zero-stage3-last
     def _end_backward(self) -> None:
         """Also release units none of whose inputs has a gradient."""
-        left = [unit for unit in self.units if self._in_use(unit)]
+        used = {*self._backwards, *+self._forwards}
+        left = [unit for unit in self.units if unit in used]
         for table in self._forwards, self._backwards, self._expected:
             table.clear()
         for unit in left:
@@ -344,18 +290,4 @@ class ZeRO3(ZeRO2):
         super()._end_backward()
 
     def _reduce_complete(self) -> None:
-        """Nothing: `_after_backward` reduces a unit.
-
-        Ranks that use different parameters of a unit count differently, but
-        all of them leave the unit at the same place among the gathers.
-        """
-
-    def _on_grad(self, p: nn.Parameter) -> None:
-        unit, flat, slot = self.where[p]
-        if self.in_backward and not flat.is_unsharded:
-            raise RuntimeError(
-                f"parameter {slot.name!r} was used outside of the forward of "
-                f"unit {unit.name!r}, where it is NaN; make one unit of "
-                "all modules that use it"
-            )
-        super()._on_grad(p)
+        """Nothing: `_after_backward` reduces, on every rank alike."""
