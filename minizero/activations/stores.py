@@ -24,9 +24,6 @@ class Store:
     every `pack` of that forward. `unpack` returns the same bits.
     """
 
-    # whether it takes only what is identical on all ranks, as a unit's input
-    replicated = False
-
     def begin(self, unit: str) -> Any:
         return None
 
@@ -44,23 +41,23 @@ class Sharded(Store):
 
     Rajbhandari et al. 2020, sec. 6.1. It saves (N-1)/N of what is *identical
     on all ranks*: the inputs of a tensor-parallel block. Ranks of data
-    parallelism hold different activations: when a unit packs for the first
-    time, the ranks compare sums, and all raise ValueError if these differ.
+    parallelism hold different activations: in a unit's first forward, the ranks
+    compare the sum of each tensor, and all raise ValueError if sums differ.
 
     `inner`: where the shard waits (default: on the device).
     """
-
-    replicated = True
 
     def __init__(self, inner: Store | None = None) -> None:
         self.inner = inner or Store()
         self._verified: set[str] = set()
 
-    def begin(self, unit: str) -> tuple[str, Any]:
-        return unit, self.inner.begin(unit)
+    def begin(self, unit: str) -> tuple[str, bool, Any]:
+        is_first = unit not in self._verified
+        self._verified.add(unit)
+        return unit, is_first, self.inner.begin(unit)
 
-    def pack(self, x: Tensor, call: tuple[str, Any]) -> Any:
-        unit, inner = call
+    def pack(self, x: Tensor, call: tuple[str, bool, Any]) -> Any:
+        unit, is_first, inner = call
         x = x.detach()
         dense = x if x.is_contiguous() else x.clone()
         numel = dense.numel()
@@ -69,17 +66,17 @@ class Sharded(Store):
         own = flat[rank() * size : (rank() + 1) * size]
         shard = flat.new_zeros(size)  # padded, if it is the last
         shard[: own.numel()] = own
-        if unit not in self._verified:
+        if is_first:
             # as integers, so that NaN equals NaN
             total = flat.sum(dtype=torch.float64).view(1).view(torch.int64)
             if (join(total, world_size()) != total).any():
+                self._verified.discard(unit)
                 raise ValueError(
-                    f"rank {rank()}: the ranks hold different inputs of unit "
+                    f"rank {rank()}: the ranks hold different tensors in unit "
                     f"{unit!r}; shard activations where all ranks compute on "
                     "the same batch (tensor parallelism), and else use "
                     "Offloaded()"
                 )
-            self._verified.add(unit)
         held = self.inner.pack(shard, inner)
         return held, numel, dense.shape, dense.stride()
 
