@@ -96,7 +96,7 @@ class Flat:
         self.uninitialized: set[nn.Parameter] = set()
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        self.shard = self.master = full.new_empty(0)  # not a view of it
+        self.shard = self.master = full.new_empty(0)
         self.fill()
 
     # continued: zero-flat-values
