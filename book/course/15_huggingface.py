@@ -415,8 +415,8 @@ def frozen(
     capacity: float,
 ) -> tuple[float, float, int, int]:
     # GB of the base and of the adapters on the four attention matrices; on how many
-    # GPUs plan 3 leaves half of each; what it sends for a micro-batch, in units of
-    # psi (N-1)/N.
+    # GPUs plan 3 leaves half of each free between steps; what it sends for a
+    # micro-batch, in units of psi (N-1)/N.
     return 0.0, 0.0, 0, 0
 """
     public = """

@@ -61,9 +61,9 @@ def commit(
 ) -> None:
     """Turn a folder with the files of all ranks into a checkpoint.
 
-    Replacing the index decides. Then `latest` is replaced. Old checkpoints go
-    last: all but `keep`, what `latest` names, and what was given another
-    name.
+    Replacing the index decides. Then `latest` is replaced. Last, old ones are
+    deleted: all but the newest `keep`, the one that `latest` names, and those
+    whose folders somebody has renamed.
     """
     folder = path.parent
     numbers = [old.number for _, old in checkpoints(folder)]

@@ -27,7 +27,7 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
     def __init__(self, source: Source) -> None:
         # not the one of transformers, which asks for a package deepspeed
         HfDeepSpeedConfig.__init__(self, dict(load(source)[0]))
-        self._dtype = None
+        self._dtype = None  # not known yet
         self.mismatches: list[str] = []
 
     def trainer_config_process(self, args: Any, *more: Any) -> None:
@@ -40,6 +40,7 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
             ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ):
             self.config.setdefault(ours, "auto")
+            # only where it is "auto"
             self.fill_only(ours, getattr(args, theirs))
         super().trainer_config_process(args, *more)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['DTYPES', 'launched', 'MOST_PROGRAMS', 'WORDS', 'runs_on', 'launch', 'Norm', 'RowLosses']
+__all__ = ['DTYPES', 'launched', 'runs_on', 'launch']
 
 # %% ../../notebooks/14_kernels.ipynb #launching
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,71 +52,3 @@ def launch(
         on = arguments[0].device
         with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
             getattr(kernels, name)[grid](*arguments, **constants)
-
-# %% ../../notebooks/14_kernels.ipynb #norm
-MOST_PROGRAMS = 256  # rows of partial sums that backward adds up
-
-
-class Norm(torch.autograd.Function):
-    """One kernel forward, one backward; the sum over programs is torch's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        eps: float, centre: bool,
-    ) -> Tensor:
-        width = x.shape[-1]
-        rows = x.numel() // width
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        mean, rstd = x.new_empty(2, rows, dtype=torch.float32)
-        block = 1 << (width - 1).bit_length()
-        ctx.options = {"CENTRE": centre, "BLOCK": block}
-        tensors = (x, weight, bias, y, mean, rstd)
-        launch("norm_forward", (rows,), *tensors, width, eps, **ctx.options)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        return y
-
-    # continued: norm-autograd-backward
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        width, rows = x.shape[-1], len(rstd)
-        dx, programs = torch.empty_like(x), min(rows, MOST_PROGRAMS)
-        dweight = x.new_empty(programs, width, dtype=torch.float32)
-        dbias = None if bias is None else torch.empty_like(dweight)
-        given = (x, weight, dy.contiguous(), mean, rstd, dx, dweight, dbias)
-        launch(
-            "norm_backward", (programs,), *given, rows, width, **ctx.options
-        )
-        dbias = None if dbias is None else dbias.sum(0)
-        return dx, dweight.sum(0), dbias, None, None  # autograd casts
-
-# %% ../../notebooks/14_kernels.ipynb #row-losses
-WORDS = 4096  # of the vocabulary, in a block
-
-
-class RowLosses(torch.autograd.Function):
-    """The loss of each row, [rows], of logits [rows, vocabulary]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignored: int
-    ) -> Tensor:
-        logits, target = logits.contiguous(), target.contiguous()
-        rows, vocabulary = logits.shape
-        losses, totals = logits.new_empty(2, rows, dtype=torch.float32)
-        ctx.options = vocabulary, ignored
-        tensors = (logits, target, losses, totals)
-        launch("loss_forward", (rows,), *tensors, *ctx.options, BLOCK=WORDS)
-        ctx.save_for_backward(logits, target, totals)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, totals = ctx.saved_tensors
-        dlogits = torch.empty_like(logits)
-        grid = len(logits), -(-logits.shape[1] // WORDS)
-        tensors = (logits, target, totals, dlosses.contiguous(), dlogits)
-        launch("loss_backward", grid, *tensors, *ctx.options, BLOCK=WORDS)
-        return dlogits, None, None

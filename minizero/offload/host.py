@@ -47,7 +47,7 @@ class Offload(Storage):
         # two blocks each: for the update, and for gradients that arrive
         self._staging = DoubleBuffer(self.at)
         self._landing = DoubleBuffer("cpu")
-        # (shard, copy of its mean gradient, source, event of the copy)
+        # under way: (shard, copy of its mean, source kept alive, event)
         self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
         # of a placeholder, the tensor that it stands for
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
