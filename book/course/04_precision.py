@@ -5,48 +5,49 @@ import torch
 from minizero.lab.course import Exercise, Wrong
 
 
-class TwelveBytes(Exercise):
+class ACounterStops(Exercise):
     label = "ex-precision-1"
-    answer = "kept"
-    book = {"params": 1e9}
+    answer = "stops"
+    book = {"step": 2.0**-7, "add": 1.0}
     starter = """
-def kept(params: float) -> list[float]:
-    # GB of state under plan 0: bf16 with Adam; the same with gradients reduced in fp32;
-    # all bf16 without masters, moments in bf16; bf16 with SGD and momentum.
-    return [0.0, 0.0, 0.0, 0.0]
+def stops(step: float, add: float) -> float:
+    # Where a sum stops that starts at 0 and grows by `add`, a power of two, in a format
+    # whose step at 1 is `step`.
+    return 0.0
 """
     public = """
-assert len(kept(1e9)) == 4
+assert stops(2.0**-10, 1.0) > 0
 """
     reference = """
-def kept(params):
-    # parameter, gradient, master, moments
-    kinds = [2 + 2 + 4 + 8, 2 + 4 + 4 + 8, 2 + 2 + 0 + 4, 2 + 2 + 4 + 4]
-    return [params * each / 1e9 for each in kinds]
+def stops(step, add):
+    return 2 * add / step
 """
     wrong = (
         Wrong(
-            "no master",
-            "[2 + 2 + 4 + 8, 2 + 4 + 4 + 8, 2 + 2 + 0 + 4, 2 + 2 + 4 + 4]",
-            "[2 + 2 + 8, 2 + 4 + 8, 2 + 2 + 4, 2 + 2 + 4]",
-            "You left out the fp32 master copy, as the tutorial did.",
+            "one step",
+            "2 * add",
+            "add",
+            "Where the step is as large as `add`, the sum still grows.",
         ),
         Wrong(
-            "fp32 moments",
-            "2 + 2 + 0 + 4",
-            "2 + 2 + 0 + 8",
-            "In the all-bf16 case the moments are in bf16 too, 2 bytes each.",
+            "below half a step",
+            "2 * add",
+            "4 * add",
+            "It has stopped before: half a step goes to the even neighbor, back down.",
         ),
         Wrong(
-            "bf16 gradients",
-            "2 + 4 + 4 + 8",
-            "2 + 2 + 4 + 8",
-            "Gradients that are reduced in fp32 are kept in fp32: 4 bytes.",
+            "always by 1",
+            "2 * add",
+            "2",
+            "You left out `add`: larger summands get further.",
         ),
     )
 
     def draw(self, rng):
-        return [{"params": rng.randint(11, 999) * 1e8} for _ in range(2)]
+        return [
+            {"step": 2.0 ** -rng.randint(8, 23), "add": 2.0 ** rng.randint(2, 6)}
+            for _ in range(2)
+        ]
 
 
 class RoundSometimes(Exercise):

@@ -145,7 +145,7 @@ def seconds(sizes, tokens, flops, machine, ahead):
         return answer(sizes, tokens, flops, machine, ahead)
 
 
-class WaitAtTheEnd(Exercise):
+class TwoUnderWay(Exercise):
     label = "ex-overlap-3"
     on_ranks = True
     answer = "Later"
@@ -156,7 +156,7 @@ from minizero.zero import Action
 
 
 class Later(Overlap):
-    "Waits for no reduction before the end of backward."
+    "Waits for a reduction when the second after it is launched."
 """
     public = """
 assert issubclass(Later, Overlap)
@@ -168,28 +168,38 @@ from minizero.zero import Action
 
 class Later(Overlap):
     def grads_ready(self, unit):
-        return [Action("reduce", unit)]
+        before = self._reducing
+        self._reducing = [*before[-1:], unit]
+        late = [Action("wait", u) for u in before[:-1]]
+        return [*late, Action("reduce", unit)]
 """
     wrong = (
         Wrong(
             "unchanged",
-            '    def grads_ready(self, unit):\n        return [Action("reduce", unit)]',
-            "    pass",
+            "before[:-1]",
+            "before",
             "A reduction is still waited for when the next one is launched.",
         ),
         Wrong(
             "nothing launched",
-            'return [Action("reduce", unit)]',
+            'return [*late, Action("reduce", unit)]',
             "return []",
-            "You launch nothing, so gradients are never averaged: leave out the wait "
-            "only.",
+            "You launch nothing, so gradients are never averaged: wait later, and "
+            "launch as before.",
         ),
         Wrong(
             "waits at once",
-            'return [Action("reduce", unit)]',
-            'return [Action("reduce", unit), Action("wait", unit)]',
+            'Action("reduce", unit)]',
+            'Action("reduce", unit), Action("wait", unit)]',
             "You wait for each reduction at once, which is earlier than `Overlap` "
             "does.",
+        ),
+        Wrong(
+            "never waits",
+            'return [*late, Action("reduce", unit)]',
+            'return [Action("reduce", unit)]',
+            "You wait for no reduction before the end of backward, so all full "
+            "gradients exist at once: at most two may be under way.",
         ),
     )
     explain = "What it costs, in bytes of gradients, and why nothing is gained."

@@ -101,7 +101,7 @@ class Recompute:
     ) -> None:
         check("mode", mode, MODES)
         self.mode, self.store = mode, store
-        self.options: dict[str, Any] = {}  # of torch's `checkpoint`
+        self.options: dict[str, Any] = {"use_reentrant": False}  # for torch
         if mode == "selective":
             self.options["context_fn"] = partial(selective_contexts, keep)
 
@@ -129,9 +129,9 @@ class Recompute:
                 args, kwargs = tree_unflatten(list(leaves), spec)
                 return function(*args, **kwargs)
 
-            options = {"use_reentrant": False, **self.options}
-            return checkpoint(inside, *leaves, **options)
+            return checkpoint(inside, *leaves, **self.options)
 
+    # continued: act-wrap
     def wrap(self, name: str, module: nn.Module) -> None:
         """Let `module` call its forward in this way."""
 

@@ -164,16 +164,16 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
+    # continued: prefetch-done
     def done(self, unit: Unit) -> list[Action]:
         """Free the unit, unless it is small."""
-        order = self.order
         if unit in self._in_use:
             self._in_use.remove(unit)
-            if order.running == "forward":
+            if self.order.running == "forward":
                 if torch.is_grad_enabled():
-                    order.left.append(unit)
+                    self.order.left.append(unit)
                 if not self._in_use:
-                    order.end()
+                    self.order.end()
         if self._elements[unit] < self.param_persistence_threshold:
             return []
         self._free(unit)
@@ -225,14 +225,6 @@ class Overlap(Schedule):
                 chosen.append(unit)
         return chosen
 
-    def _free(self, unit: Unit) -> None:
-        """The unit is sharded again."""
-        self._live.pop(unit, None)
-        self._ahead.discard(unit)
-
-    def _sum(self, units: Iterable[Unit]) -> int:
-        return sum(self._elements[unit] for unit in units)
-
     # continued: passes
     def upcoming(self) -> list[Unit]:
         """The units expected next; a disk may read their shards ahead."""
@@ -244,3 +236,11 @@ class Overlap(Schedule):
     def backward_ends(self) -> None:
         self._reducing = []
         self.order.end()
+
+    def _free(self, unit: Unit) -> None:
+        """The unit is sharded again."""
+        self._live.pop(unit, None)
+        self._ahead.discard(unit)
+
+    def _sum(self, units: Iterable[Unit]) -> int:
+        return sum(self._elements[unit] for unit in units)

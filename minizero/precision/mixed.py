@@ -58,9 +58,9 @@ class DynamicLossScale(LossScale):
 
     The first `hysteresis` - 1 overflows only skip their step. Each one after
     that halves the scale too; at `min_loss_scale` it raises OverflowError.
-    After `loss_scale_window` + 1 steps without overflow the scale doubles and
-    the tolerance is restored (with `consecutive_hysteresis`: after each step
-    without overflow).
+    After `loss_scale_window` + 1 steps without overflow, and every window
+    after those, the scale doubles and the tolerance is restored (with
+    `consecutive_hysteresis`: after each step without overflow).
     """
 
     saved = ("scale", "lives", "good_steps")
