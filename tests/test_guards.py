@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minizero import Offload, Plan, parallelize
 from minizero.precision import MixedPrecision
-from minizero.ranks import Pool, rank
+from minizero.ranks import Pool, launch, rank
 from minizero.zero import DataParallel, GatheredParameters, Init
 
 STAGES = (0, 1, 2, 3)
@@ -277,7 +277,7 @@ def test_views_outlive_the_block_that_gathered() -> None:
     assert torch.equal(kept[2], values[0])
 
 
-def test_a_penalty_over_sharded_parameters_is_nan_or_refused() -> None:
+def penalized() -> None:
     def penalty(net: Any) -> Tensor:
         return torch.stack([p.square().sum() for p in net.model.parameters()]).sum()
 
@@ -287,6 +287,10 @@ def test_a_penalty_over_sharded_parameters_is_nan_or_refused() -> None:
     before = penalty(net)
     with pytest.raises(RuntimeError, match="was used outside of the forward of"):
         net.backward(before + loss(net))
+
+
+def test_a_penalty_over_sharded_parameters_is_nan_or_refused() -> None:
+    launch(penalized, 1)  # a process of its own: the graph of `before` is never freed
 
 
 def tied_by_data() -> nn.Module:

@@ -463,7 +463,7 @@ class Net:
         # writes to sharded parameters are noticed when these are gathered
         copies = () if self.plan.parameters.sharded else self.flats
         written = any(writes_to(flat) != flat.known_writes for flat in copies)
-        if written or not self._checksums().equal(self._sums):
+        if written or (len(self._sums) and not self._checksums().equal(self._sums)):
             self.refresh()
         self.synchronize()
 
