@@ -107,8 +107,9 @@ def test_nothing_moves_and_all_fit(gallery: Gallery) -> None:
     for width in (360, 1440, 768):
         size = SIZE | {"width": width}
         gallery.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        wide = "return document.documentElement.scrollWidth"
-        assert gallery.run(wide) <= width
+        # figures are drawn anew when the page has told them of it
+        fits = f"return document.documentElement.scrollWidth <= {width}"
+        assert until(gallery.browser, lambda script=fits: gallery.run(script))
         assert gallery.run(OUTSIDE) == []
 
 
