@@ -239,8 +239,10 @@ def test_refused_while_sharded(what: str) -> None:
     net = wrap(3)
     with pytest.raises(RuntimeError, match=sentence):
         act(net)
+    assert all(p.isnan().all() for p in net.model.parameters())
     net.backward(loss(net))  # nothing is broken by it
     net.step()
+    assert all(p.isnan().all() for p in net.model.parameters())
 
 
 def test_a_gathered_model_is_copied_and_saved() -> None:

@@ -69,14 +69,12 @@ def move(p: Any, to: Any, view: Tensor) -> None:
 
     The buffer in which `zero.Init` has sharded it lets go of it.
     """
-    source = getattr(p, "sharded_in", None)
-    if source is not None:
+    if (source := getattr(p, "sharded_in", None)) is not None:
         source.gather().wait()
     with torch._C.DisableTorchFunction():  # inside `zero.Init` this would gather
         view.copy_(p.detach())
     p.sharded_in = to
-    p.__deepcopy__ = partial(copy_unsharded, p)
-    # for pickle and `torch.save`
+    p.__deepcopy__ = partial(copy_unsharded, p)  # and for pickle and `torch.save`:
     p.__reduce_ex__ = lambda protocol: copy_unsharded(p).__reduce_ex__(protocol)
     if source is not None:
         source.slots = source.parameters = source.freed = []

@@ -535,6 +535,7 @@ def check_unwritten(flat: Any) -> None:
     if (found := writes_to(flat)) != flat.known_writes:
         every = zip(flat.slots, flat.known_writes, found, strict=True)
         name = next(slot.name for slot, a, b in every if a != b)
+        flat.freed[0].fill_(flat.blank)  # the one element that all of them show
         flat.hide()
         raise RuntimeError(
             f"parameter {name!r} was written to while it was sharded, and what was "

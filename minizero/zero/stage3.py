@@ -51,7 +51,8 @@ class ShardedFlat(Flat):
         self.storage, kept = storage, self.kept(self.full)
         self.shard = self.stored = storage.store(kept, "parameters")
         is_float = kept.is_floating_point() or kept.is_complex()
-        nan = kept.new_full((), torch.nan if is_float else 0)
+        self.blank = torch.nan if is_float else 0
+        nan = kept.new_full((), self.blank)
         self.freed = [nan.expand(slot.shape) for slot in self.slots]
         self.free()
 
