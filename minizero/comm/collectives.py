@@ -271,8 +271,8 @@ def check_sequence() -> None:
     """Raise RuntimeError, on every rank, unless all have made the same calls.
 
     The messages of the direct exchange carry a checksum of all calls: ranks that differ
-    wait for each other until a pool or a timeout ends them. The backend's own collectives have none,
-    and calls that happen to fit would mix their data in silence.
+    wait for each other until a pool or a timeout ends them. The backend's own
+    collectives have none: calls that happen to fit would mix their data in silence.
     """
     if current_algorithm() != "backend" or dist.get_backend() == "fake":
         return

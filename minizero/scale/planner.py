@@ -67,19 +67,19 @@ def best_of(job: Job, kind: list[Candidate]) -> Prediction:
 
     What computes for longer than the fastest step so far is not predicted.
     """
-
-    def computing(how: Candidate) -> float:
-        units = layers_of(Costs(job, how.micro_batch * job.sequence), how, 0.0)
-        return how.accumulation * sum(unit.forward + unit.backward for unit in units)
-
     sizes = {candidate: Memory.of(job, candidate) for candidate in kind}
     fitting = [candidate for candidate in kind if sizes[candidate].fits(job)]
     if not fitting:
         return predict(job, min(kind, key=lambda c: sizes[c].total))
-    fitting.sort(key=computing)
-    best = predict(job, fitting[0])
-    for other in fitting[1:]:
-        if computing(other) < best.step_seconds:
+    computing = {}  # seconds, a lower bound of the step's
+    for how in fitting:
+        units = layers_of(Costs(job, how.micro_batch * job.sequence), how, 0.0)
+        seconds = sum(unit.forward + unit.backward for unit in units)
+        computing[how] = how.accumulation * seconds
+    first, *others = sorted(fitting, key=computing.__getitem__)
+    best = predict(job, first)
+    for other in others:
+        if computing[other] < best.step_seconds:
             best = min(best, predict(job, other), key=lambda p: p.step_seconds)
     return best
 
