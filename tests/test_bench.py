@@ -15,8 +15,7 @@ from bench.runner import Comparison, interleaved, table
 from minizero.activations import recompute_units
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.lab.toymachine import TOY, shape_of
-from minizero.scale.cost import Candidate, Costs, Job
-from minizero.scale.predict import layers_of
+from minizero.scale.cost import Candidate, Costs, Job, layers_of
 
 
 def test_cases_take_turns_and_the_warm_up_is_dropped() -> None:

@@ -1,4 +1,7 @@
-"""A job, the ways to train it, and what each costs: seconds of a unit, bytes of a GPU."""
+"""A job, the ways to train it, and what each costs: seconds of a unit, bytes of a GPU.
+
+At the end what chapter 8's simulator takes: the layers of a job, and a rank's link.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from dataclasses import dataclass, replace
 from ..activations import MODES
 from ..comm.quantized import BLOCK
 from ..memory.plan import PRECISIONS, Plan, check, estimate
+from ..overlap.simulator import Buffer, Layer
+from ..overlap.simulator import Machine as Link
 from ..zero.parallelize import check_groups
-from .machines import ADAM, BUS, STREAM, Machine
+from .machines import ADAM, BUS, STREAM, Machine, bus
 from .shapes import Shape, check_counts
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
@@ -357,3 +362,40 @@ class Memory:
             state.host.total,
             state.disk.total,
         )
+
+
+def layers_of(costs: Costs, how: Candidate, update: float) -> list[Layer]:
+    """The root and the blocks; `update`: seconds an element."""
+    shape, job = costs.shape, costs.job
+    gathers, reduces, decoding, reducing = costs.element(how)
+
+    def layer(name: str, n: int, forward: float, backward: float) -> Layer:
+        padded = -(-n // job.gpus) * job.gpus
+        sent, reduced = (gathers, reduces), job.reduced
+        flat = Buffer(padded, costs.itemsize, reduced=reduced, sent=sent)
+        forward += decoding * n
+        backward += (decoding + reducing) * n
+        return Layer(name, [flat], forward, backward, update * n)
+
+    block = costs.block(how.checkpointing)
+    names = [f"block {i}" for i in range(shape.layers)]
+    root = layer("root", shape.root, *costs.head())
+    return [root, *(layer(name, shape.block, *block) for name in names)]
+
+
+def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
+    """The ring, of a group if there are groups; then `across` is the other one.
+
+    Parameters on the host cross the slot of each GPU before the ring passes them on.
+    """
+    across = None
+    if plan.group:  # each rank of a group has its own port to the other groups
+        copies, ranks = ranks // plan.group, plan.group
+        if copies > 1:
+            across = Link(copies, *bus(machine, copies, 1))
+    latency, speed = bus(machine, ranks)
+    if plan.parameters.on != "device" and ranks > 1:
+        # its own shard comes in, while N - 1 others come over the link
+        slot = machine.slot(machine.gpus) * (ranks - 1)
+        speed = 1 / (1 / speed + 1 / slot)
+    return Link(ranks, latency, speed, contention=machine.contention, across=across)

@@ -10,9 +10,9 @@ from typing import Any
 from ..activations import MODES
 from ..memory.labels import amount
 from ..memory.plan import PRECISIONS, check
-from .cost import Candidate, Costs, Job, Memory
+from .cost import Candidate, Costs, Job, Memory, layers_of
 from .machines import MACHINES
-from .predict import Prediction, layers_of, predict
+from .predict import Prediction, predict
 
 SAME = 0.04
 """The mean error of a prediction: steps that differ by less count as equally fast."""

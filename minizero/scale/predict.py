@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..memory.plan import Plan
 from ..overlap import Overlap
-from ..overlap.simulator import Buffer, Layer, Timeline, simulate
-from ..overlap.simulator import Machine as Link
+from ..overlap.simulator import Timeline, simulate
 from .cost import Candidate, Costs, Job, Memory
-from .machines import Machine, bus
+from .cost import layers_of, link_of
 
 # %% auto #0
-__all__ = ['Prediction', 'predict', 'layers_of', 'link_of']
+__all__ = ['Prediction', 'predict']
 
 # %% ../../notebooks/16_scale.ipynb #predict-predict
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Prediction:
         """On the device, and with all ranks of a node in the host."""
         return self.memory.fits(self.job)
 
-
+# %% ../../notebooks/16_scale.ipynb #predict-step
 def predict(job: Job, how: Candidate) -> Prediction:
     """Predict one step of a job, trained in this way."""
     costs = Costs(job, how.micro_batch * job.sequence)
@@ -64,45 +62,3 @@ def predict(job: Job, how: Candidate) -> Prediction:
     flops += 12 * job.shape.layers * job.shape.hidden * job.sequence
     mfu, memory = rate * flops / job.machine.peak, Memory.of(job, how)
     return Prediction(job, how, seconds, rate, waits, mfu, memory, last)
-
-# %% ../../notebooks/16_scale.ipynb #predict-layers
-def layers_of(
-    costs: Costs, how: Candidate, update: float
-) -> list[Layer]:
-    """The root and the blocks, as chapter 8's simulator takes them.
-
-    update: seconds an element.
-    """
-    shape, job = costs.shape, costs.job
-    gathers, reduces, decoding, reducing = costs.element(how)
-
-    def layer(name: str, n: int, forward: float, backward: float) -> Layer:
-        padded = -(-n // job.gpus) * job.gpus
-        sent, reduced = (gathers, reduces), job.reduced
-        flat = Buffer(padded, costs.itemsize, reduced=reduced, sent=sent)
-        forward += decoding * n
-        backward += (decoding + reducing) * n
-        return Layer(name, [flat], forward, backward, update * n)
-
-    block = costs.block(how.checkpointing)
-    names = [f"block {i}" for i in range(shape.layers)]
-    root = layer("root", shape.root, *costs.head())
-    return [root, *(layer(name, shape.block, *block) for name in names)]
-
-
-def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
-    """A rank's link; parameters on the host cross its slot as well."""
-    across = None
-    if plan.group:
-        # each rank of a group has its own port to the other groups
-        copies, ranks = ranks // plan.group, plan.group
-        if copies > 1:
-            across = Link(copies, *bus(machine, copies, 1))
-    latency, speed = bus(machine, ranks)
-    if plan.parameters.on != "device" and ranks > 1:
-        # its own shard comes in, while N - 1 others come over the link
-        slot = machine.slot(machine.gpus) * (ranks - 1)
-        speed = 1 / (1 / speed + 1 / slot)
-    return Link(
-        ranks, latency, speed, contention=machine.contention, across=across
-    )

@@ -31,9 +31,8 @@ from minizero.lab.recorded import CASES, MODEL, Case
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import paced, sleep_until
 from minizero.ranks import Pool, rank
-from minizero.scale.cost import Candidate, Costs, Job
+from minizero.scale.cost import Candidate, Costs, Job, layers_of
 from minizero.scale.planner import candidates, choose, ds_config
-from minizero.scale.predict import layers_of
 
 
 class _Clock:

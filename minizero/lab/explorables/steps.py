@@ -20,9 +20,8 @@ from minizero.memory.plan import PRECISIONS, Plan
 from minizero.memory.trace import Change, Moment, Slice, Trace
 from minizero.overlap import Overlap
 from minizero.overlap.simulator import Interval, Layer, Machine, Timeline, simulate
-from minizero.scale.cost import Candidate, Costs, Job
+from minizero.scale.cost import Candidate, Costs, Job, layers_of
 from minizero.scale.machines import A100, ADAM, BUS, STREAM, bus
-from minizero.scale.predict import layers_of
 from minizero.scale.shapes import Shape
 from minizero.zero import Schedule
 
