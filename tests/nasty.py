@@ -64,7 +64,7 @@ class Nasty(nn.Module):
         self.step = 0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         order = [0, 1, 2, 0, 3] if self.step % 3 else [3, 1, 0, 2]
         for index in order:
             if index != 1 or self.step % 2:

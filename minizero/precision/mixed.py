@@ -186,7 +186,7 @@ class MixedPrecision(Precision):
             is_float = isinstance(x, Tensor) and x.is_floating_point()
             return x.to(self.parameters) if is_float else x
 
-        return tree_map(cast, args), tree_map(cast, kwargs)
+        return tree_map(cast, super().inputs(args, kwargs))
 
     def cast_grad(self, grad: Tensor) -> Tensor:
         """The gradient in fp32, unscaled and clipped there, by one factor."""

@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from .. import comm
 from ..memory import labels
 from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
+from ..ranks import device
 from .build import Policy, adopt, build_units, check_elementwise
 from .flat import Flat, Slot, Unit
 from .guards import OWNERS, check_model, refuse_sharded_state
@@ -45,8 +47,8 @@ class Precision:
         """Called once with each buffer of the model, and its module, to cast it."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the model's forward gets."""
-        return args, kwargs
+        """What the model's forward gets: every tensor on the device."""
+        return tree_map_only(Tensor, lambda t: t.to(device()), (args, kwargs))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """What backward starts from."""
