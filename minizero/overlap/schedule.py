@@ -66,8 +66,8 @@ class Order:
         left, backward = self._last
         if left != self.left:
             backward = self.left[::-1]
-        self.running = running
-        self.current = Pass(self._forward if running == "forward" else backward)
+        expected = self._forward if running == "forward" else backward
+        self.running, self.current = running, Pass(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
         """Nothing uses the unit any more; or, if it is the last, any unit."""
