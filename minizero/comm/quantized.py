@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .algorithms import ordered_sum
-from .transport import Finish, Group, Rows, exchange, store
+from .transport import Finish, Rows, exchange
 
 # %% auto #0
 __all__ = ['BLOCK', 'Quantized', 'quantized_reduce_scatter', 'quantized_all_gather']
@@ -26,7 +26,6 @@ BLOCK = 128  # elements that share a scale, which is one byte
 class Quantized:
     """Integers of `bits`, 8 or 4, times a power of two for each block.
 
-    The power is the smallest with which the block's largest value fits.
     `segment`: blocks begin anew after so many elements; None: never.
     """
 
@@ -44,42 +43,39 @@ class Quantized:
         """The largest integer: 127 or 7."""
         return 2 ** (self.bits - 1) - 1
 
+    def blocks(self, row: Tensor) -> Tensor:
+        """A row, [n], as [blocks, BLOCK]; zeros fill each segment's last."""
+        x = row.view(-1, self.segment or max(row.numel(), 1))
+        return F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
+
     def nbytes(self, elements: int) -> int:
         """Bytes of a quantized row, scales and padding included."""
-        segment = self.segment or elements
-        segments = elements // segment if segment else 0
-        blocks = -(-segment // BLOCK) * segments
+        blocks = len(self.blocks(torch.empty(elements, device="meta")))
         return blocks * (BLOCK * self.bits // 8 + 1)
 
     # continued: code-encode
 
     def encode(self, row: Tensor) -> Tensor:
-        """A row, [n], as bytes: all integers, then all scales."""
-        x = row.float().view(-1, self.segment or max(row.numel(), 1))
-        x = F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
-        least, power = torch.frexp(x.abs().amax(1) / self.most)
-        power = (power - (least == 0.5).int()).clamp(-126, 127)
-        q = torch.ldexp(x, -power[:, None]).round()
-        q = q.clamp(-self.most, self.most).nan_to_num(0)
-        minus_zero = (x == 0) & x.signbit()
-        q = torch.where(minus_zero, -self.most - 1, q).to(torch.int8)
-        scale = torch.where(least.isfinite(), power + 127, 255)
-        code = q.view(torch.uint8)
+        """A row, [n], as bytes: a block's integers, then its scale."""
+        x = self.blocks(row.float())
+        most = x.abs().amax(1, keepdim=True)
+        power = torch.frexp(most).exponent - (self.bits - 1)
+        power = power.clamp(-126, 127)
+        q = torch.ldexp(x, -power).round().clamp(-self.most, self.most)
+        q = q.nan_to_num(0).to(torch.int8).view(torch.uint8)
         if self.bits == 4:
-            code = (code[:, ::2] & 15) | (code[:, 1::2] << 4)
-        return torch.cat([code.flatten(), scale.to(torch.uint8)])
+            q = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
+        scale = torch.where(most.isfinite(), power + 127, 255)
+        return torch.cat([q, scale.to(torch.uint8)], 1).flatten()
 
     def decode(self, code: Tensor, out: Tensor) -> Tensor:
         """The inverse, into `out`, [n]."""
-        width = BLOCK * self.bits // 8
-        blocks = code.numel() // (width + 1)
-        q = code[: blocks * width].view(blocks, width).view(torch.int8)
+        code = code.view(-1, BLOCK * self.bits // 8 + 1)
+        q, scale = code[:, :-1].view(torch.int8), code[:, -1:].int()
         if self.bits == 4:
-            q = torch.stack([(q << 4) >> 4, q >> 4], 2).flatten(1)
-        scale = code[blocks * width :].int()[:, None]
+            q = torch.stack([q << 4 >> 4, q >> 4], 2).flatten(1)
         most = torch.finfo(out.dtype).max  # what was rounded up may exceed it
         x = torch.ldexp(q.float(), scale - 127).clamp(-most, most)
-        x = torch.where(q == -self.most - 1, -0.0, x)
         x = torch.where(scale == 255, torch.nan, x)
         rows = out.view(-1, self.segment or max(out.numel(), 1))
         x = x.view(-1, -(-rows.shape[1] // BLOCK) * BLOCK)
@@ -87,15 +83,14 @@ class Quantized:
 
 # %% ../../notebooks/17_beyond.ipynb #code-collectives
 def quantized_reduce_scatter(
-    how: Quantized,
-    out: Tensor, inp: Rows, tag: int, average: bool, group: Group,
-) -> Finish:  # fmt: skip
+    how: Quantized, out: Tensor, inp: Rows, tag: int, average: bool
+) -> Finish:
     """Send each rank its row quantized; sum what arrives, and the own row."""
-    me, own = group.rank, inp[group.rank]
+    me, own = inp.group.rank, inp.own
     sends = {j: how.encode(row) for j, row in enumerate(inp) if j != me}
     size = how.nbytes(own.numel())
     received = {j: own.new_empty(size, dtype=torch.uint8) for j in sends}
-    wait = exchange(sends, received, tag, group)
+    wait = exchange(sends, received, tag, inp.group)
 
     def finish() -> None:
         wait()
@@ -105,23 +100,24 @@ def quantized_reduce_scatter(
             )
             for j in range(len(inp))
         ]  # fmt: skip
-        store(out, ordered_sum(parts, average))
+        out[: own.numel()].copy_(ordered_sum(parts, average))
+        out[own.numel() :].zero_()
 
     return finish
 
-
+# %% ../../notebooks/17_beyond.ipynb #code-gather
 def quantized_all_gather(
-    how: Quantized, gather: Callable[[Rows, Tensor, int, Group], Finish],
-    out: Rows, inp: Tensor, tag: int, group: Group,
+    how: Quantized, gather: Callable[[Rows, Tensor, int], Finish],
+    out: Rows, inp: Tensor, tag: int,
 ) -> Finish:  # fmt: skip
     """Gather quantized rows, and decode all of them, the own one too."""
-    own = how.encode(inp[: out[group.rank].numel()])
-    received = own.new_empty(group.size * own.numel())
-    wait = gather(Rows(received, group.size), own, tag, group)
+    own = how.encode(inp[: out.own.numel()])
+    received = own.new_empty(len(out) * own.numel())
+    wait = gather(Rows(received, out.group), own, tag)
 
     def finish() -> None:
         wait()
-        codes = received.view(group.size, -1)
+        codes = received.view(len(out), -1)
         for row, code in zip(out, codes, strict=True):
             how.decode(code, row)
 
