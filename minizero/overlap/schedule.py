@@ -33,7 +33,7 @@ class Pass:
         return self.expected[self.place :]
 
     def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed now; returns those left out for good."""
+        """Record that `unit` is needed; returns those left out for good."""
         self.seen.append(unit)
         coming = self.upcoming()
         if unit not in coming:  # a surprise: keep the prediction
