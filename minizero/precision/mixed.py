@@ -19,7 +19,7 @@ __all__ = ['MixedPrecision', 'has_overflow']
 
 # %% ../../notebooks/04_precision.ipynb #precision-copies
 class MixedPrecision(MixedSettings):
-    """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3)."""
+    """16-bit training and fp32 masters (Micikevicius et al. 2018)."""
 
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
         """Make an fp32 copy of this rank's shard; then round the buffer."""

@@ -127,7 +127,7 @@ class Flat:
         return self.grad
 
     def collect(self, slot: Slot) -> None:
-        """Move the gradient that autograd has left in `.grad` to the buffer."""
+        """Add the gradient that autograd has left in `.grad`."""
         p = slot.parameter
         assert p.grad is not None
         grad, p.grad = p.grad.to_dense(), None
