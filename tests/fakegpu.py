@@ -472,7 +472,7 @@ def install(rank: int, ranks: int) -> None:
         setattr(cuda, name, stand_in)
     sys.modules[device.__module__].ACCELERATOR = NAME  # type: ignore[attr-defined]
     transport = minizero.comm.transport
-    transport._backends = lambda config: {"cpu": "gloo", NAME: "nccl"}
+    dist.get_backend_config = lambda world: f"cpu:gloo,{NAME}:nccl"
     transport._post = _post
     transport._all_gather = _collective("all_gather")
     transport._reduce_scatter = _collective("reduce_scatter")

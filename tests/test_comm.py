@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from nasty import on_cpu_only, on_each_rank, on_two_ranks
 from torch import Tensor
 
@@ -122,9 +123,9 @@ def test_means_fit_where_sums_do_not(algorithm: str) -> None:
 @on_two_ranks
 def test_the_device_of_a_tensor_chooses_the_algorithm() -> None:
     """For a tensor of the host, and for one that another backend moves."""
-    moved = {"cpu": "gloo", "meta": "nccl"}
-    with patch.object(transport, "_backends", lambda config: moved):
-        found = [comm.current_algorithm(torch.empty(1, device=on)) for on in moved]
+    with patch.object(dist, "get_backend_config", lambda world: "cpu:gloo,meta:nccl"):
+        tensors = [torch.empty(1, device=on) for on in ("cpu", "meta")]
+        found = [comm.current_algorithm(t) for t in tensors]
     assert found == ["direct", "backend"]
 
 

@@ -1,7 +1,13 @@
 """Chapter 11: state on disk."""
 
+import tempfile
+
+import torch
+
+from minizero import NVMe, Plan, parallelize
 from minizero.lab.course import Exercise, Wrong, always_fails
 from minizero.lab.course.drivers import kills
+from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.offload.staging import StagingBuffers
 
 
@@ -51,6 +57,119 @@ def seconds(params, state, speed, ranks):
             }
             for n in rng.sample([3, 5, 6, 16], 2)
         ]  # fmt: skip
+
+
+class WhatAStepMoves(Exercise):
+    label = "ex-nvme-2"
+    answer = "traffic"
+    points = 8
+    starter = """
+def traffic(storage, work) -> tuple[int, int]:
+    # Calls `work()` once. How many bytes `storage`, an NVMe, reads from its file
+    # meanwhile, and how many it writes. Its swap file is afterwards as it was.
+    work()
+    return 0, 0
+"""
+    public = """
+from types import SimpleNamespace
+
+
+class Swap:
+    def read(self, offset, buffer):
+        return "a transfer"
+
+    write = read
+
+
+assert tuple(traffic(SimpleNamespace(swap=Swap()), lambda: None)) == (0, 0)
+"""
+    reference = """
+from unittest.mock import patch
+
+
+def traffic(storage, work):
+    moved, swap = {"read": 0, "write": 0}, storage.swap
+
+    def counted(way):
+        launch = getattr(swap, way)
+
+        def call(offset, buffer):
+            moved[way] += buffer.nbytes
+            return launch(offset, buffer)
+
+        return patch.object(swap, way, call)
+
+    with counted("read"), counted("write"):
+        work()
+    return moved["read"], moved["write"]
+"""
+    wrong = (
+        Wrong(
+            "requests",
+            "moved[way] += buffer.nbytes",
+            "moved[way] += 1",
+            "You counted transfers: each moves as many bytes as its buffer has.",
+        ),
+        Wrong(
+            "size of the file",
+            'moved["read"], moved["write"]',
+            "swap.size, swap.size",
+            "You returned the size of the file: a step moves some of it more than once,"
+            " and some not at all.",
+        ),
+        Wrong(
+            "read as written",
+            'moved["read"], moved["write"]',
+            'moved["write"], moved["read"]',
+            "You gave first what is written, then what is read.",
+        ),
+        Wrong(
+            "left in place",
+            "return patch.object(swap, way, call)",
+            "setattr(swap, way, call)\n        return patch.dict({})",
+            "Your counters stay in the swap file: everything later passes them too.",
+        ),
+    )
+    explain = "Which plan wears a drive out, and why accumulation does not."
+
+    def draw(self, rng):
+        plans = [("nvme", None), (None, "nvme"), ("nvme", "nvme")]
+        return [
+            {
+                "optimizer": optimizer, "parameters": parameters,
+                "micro": rng.randint(2, 5), "hidden": 16 * rng.randint(2, 6),
+            }
+            for optimizer, parameters in plans
+        ]  # fmt: skip
+
+    @staticmethod
+    def run(answer, optimizer, parameters, micro, hidden):
+        with tempfile.TemporaryDirectory() as folder:
+            plan = Plan.stage(3, optimizer, parameters)
+            storage = NVMe(plan, folder, buffer_size=1 << 12)
+            model = GPT(GPTConfig(2, hidden, 2, sequence=16, vocabulary=50))
+            adamw = torch.optim.AdamW(model.parameters())
+            net = parallelize(model, adamw, plan, storage=storage)
+            made = []
+
+            def step():
+                for _ in range(micro):
+                    x = torch.randint(50, (1, 16))
+                    net.backward(net(x, x))
+                net.step()
+                made.append(micro)
+
+            step(), step()
+            own = storage.swap.read, storage.swap.write
+            read, written = answer(storage, step)
+            left = storage.swap.read, storage.swap.write
+            storage.close()
+        return {
+            "bytes read": read,
+            "bytes written": written,
+            "steps": len(made) - 2,
+            "the swap file is as it was": left == own,
+        }
 
 
 class GivenBack(Exercise):

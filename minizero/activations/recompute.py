@@ -11,8 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,38 +21,11 @@ from torch.utils.checkpoint import (
 
 from ..memory.plan import check
 from ..zero.build import Policy, find_units
-from .saved_tensors import note, noting
-from .stores import Store
+from .saved_tensors import noting
+from .stores import Store, store_hooks
 
 # %% auto #0
-__all__ = ['MODES', 'CHECKPOINT', 'store_hooks', 'unchanged', 'keep_matmuls', 'selective_contexts', 'Recompute',
-           'recompute_units']
-
-# %% ../../notebooks/09_activations.ipynb #act-hooks
-def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
-    """Hand to the store what autograd saves, but parameters and integers."""
-    call = store.begin(unit)
-
-    def pack(x: Tensor) -> Any:
-        base = x._base if x._is_view() else x
-        moves = x.is_floating_point() and not isinstance(base, nn.Parameter)
-        if moves and x.numel():
-            return partial(store.unpack, store.pack(x, call))
-        note(x)
-        return partial(unchanged, x, x._version)
-
-    return saved_tensors_hooks(pack, lambda restore: restore())
-
-
-def unchanged(x: Tensor, version: int) -> Tensor:
-    """The tensor; RuntimeError if it was written to since this version."""
-    if x._version != version:  # autograd does not check behind hooks
-        raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} that backward needs was "
-            "changed in place after the forward; step the optimizer "
-            "after the backward"
-        )
-    return x
+__all__ = ['MODES', 'CHECKPOINT', 'keep_matmuls', 'selective_contexts', 'Recompute', 'recompute_units']
 
 # %% ../../notebooks/09_activations.ipynb #act-selective
 def keep_matmuls(op: Any, *args: Any) -> bool:
@@ -68,7 +40,7 @@ def keep_matmuls(op: Any, *args: Any) -> bool:
 
 
 def selective_contexts(keep: Callable[..., bool]) -> tuple[Any, Any]:
-    """The contexts of a forward and of its recomputation."""
+    """The contexts of a forward and of its recomputation, for torch."""
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if keep(op, *args):
@@ -140,7 +112,6 @@ class Recompute:
             return self.call(name, own, args, kwargs)
 
         forward.wraps_unit = True  # type: ignore[attr-defined]
-        # a method, which a copy of the module binds to the copy
         module.forward = MethodType(forward, module)
 
 # %% ../../notebooks/09_activations.ipynb #act-units

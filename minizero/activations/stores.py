@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
@@ -34,6 +35,31 @@ class Store:
     def unpack(self, held: Any) -> Tensor:
         assert isinstance(held, Tensor)
         return held
+
+
+def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
+    """Hand to the store what autograd saves, but parameters and integers."""
+    call = store.begin(unit)
+
+    def pack(x: Tensor) -> Any:
+        base = x._base if x._is_view() else x
+        moves = x.is_floating_point() and not isinstance(base, nn.Parameter)
+        if moves and x.numel():
+            return partial(store.unpack, store.pack(x, call))
+        note(x)
+        return partial(unchanged, x, x._version)
+
+    return saved_tensors_hooks(pack, lambda restore: restore())
+
+
+def unchanged(x: Tensor, version: int) -> Tensor:
+    """The tensor; RuntimeError if it was written to since this version."""
+    if x._version != version:  # autograd does not check behind hooks
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} that backward needs was changed in "
+            "place after the forward; step the optimizer after the backward"
+        )
+    return x
 
 
 class Sharded(Store):

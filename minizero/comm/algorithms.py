@@ -3,8 +3,8 @@
 # %% ../../notebooks/02_ranks.ipynb #algorithms-head
 """The direct exchange: rows are summed by their ranks and gathered from them.
 
-Each function starts one half for a group of ranks, and returns what finishes
-it. The `tag` marks its messages.
+Each function starts one half for the group of its rows, and returns what
+finishes it. The `tag` marks its messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..memory.labels import label
-from .transport import Finish, Group, Rows, exchange, store
+from .transport import Finish, Rows, exchange
 
 # %% auto #0
 __all__ = ['CACHED', 'ordered_sum', 'direct_reduce_scatter', 'direct_all_gather']
@@ -46,13 +46,13 @@ CACHED = 1 << 17  # elements of a piece that stays in a CPU's cache
 
 
 def direct_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int, average: bool, group: Group
+    out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Finish:
     """Send row j to rank j; sum what arrives in one order."""
-    me, own = group.rank, inp[group.rank]
+    me, own = inp.group.rank, inp.own
     others = {j: row for j, row in enumerate(inp) if j != me}
     received = {j: label(torch.empty_like(own), "buffers") for j in others}
-    wait = exchange(others, received, tag, group)
+    wait = exchange(others, received, tag, inp.group)
 
     def finish() -> None:
         wait()
@@ -62,19 +62,17 @@ def direct_reduce_scatter(
         for i in range(0, n, width):
             piece = slice(i, min(i + width, n))
             to, rows = out[piece], [part[piece] for part in parts]
-            store(to, ordered_sum(rows, average, out=to))
+            to.copy_(ordered_sum(rows, average, out=to))
         out[n:].zero_()
 
     return finish
 
 
-def direct_all_gather(
-    out: Rows, inp: Tensor, tag: int, group: Group
-) -> Finish:
+def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Finish:
     """Send the own row to every rank; the others' arrive in place."""
-    me = group.rank
-    mine, others = out[me], {j: row for j, row in enumerate(out) if j != me}
+    me, mine = out.group.rank, out.own
+    others = {j: row for j, row in enumerate(out) if j != me}
     own = inp[: mine.numel()]
-    wait = exchange(dict.fromkeys(others, own), others, tag, group)
-    store(mine, own)
+    wait = exchange(dict.fromkeys(others, own), others, tag, out.group)
+    mine.copy_(own)
     return wait

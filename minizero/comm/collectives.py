@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .algorithms import direct_all_gather, direct_reduce_scatter
-from .ledger import enter
+from .ledger import enter, phase
 from .quantized import Quantized, quantized_all_gather, quantized_reduce_scatter
 from .transport import Finish, Group, Rows, all_reduce_whole
 from .transport import backend_all_gather, backend_of, backend_reduce_scatter
 from .transport import communicator, current_algorithm, everyone, exchange
-from .transport import flat, reachable, timeout
-from ..ranks import report, world_size
+from .transport import reachable, timeout
+from ..ranks import rank, report, world_size
 
 # per group of ranks: how many calls it has made, and their checksum
 sequences: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -51,17 +51,15 @@ class Work:
     def __init__(
         self,
         op: str,
-        row: Tensor,
-        elements: int,
+        rows: Rows,
         sent: int,
-        group: Group,
         start: Callable[[int], Finish],
         quantized: Quantized | None = None,
     ) -> None:
         # a device carries it out later, as with NCCL
-        self._is_queued = backend_of(row) == "nccl"
-        self.call = enter(op, row, elements, sent, group, quantized)
-        self._place = _, _, tag, _ = place(str(self.call), group.ranks)
+        self._is_queued = backend_of(rows.given) == "nccl"
+        self.call = enter(op, rows.given, sent, rows.group, quantized)
+        self._place = _, _, tag, _ = place(str(self.call), rows.group.ranks)
         report("launched", *self._place)
         self._after: list[Callable[[], Any]] = []
         self._finish: Finish | None = start(tag & 0x7FFFFFFF)
@@ -102,7 +100,7 @@ def _full_row(op: str, row: Tensor, rows: Rows) -> Tensor:
             f"{op}: the row given has {row.numel()} elements, a full row of "
             f"the buffer has {rows.size}; make them equal"
         )
-    return flat(row)
+    return row.detach().view(-1)
 
 
 def halves(
@@ -133,16 +131,12 @@ def reduce_scatter(
 
     `inp`: n elements. `out`: ceil(n/N) elements, may be row r itself.
     """
-    group = group or everyone()
-    rows = Rows(inp, group.size)
+    rows = Rows(inp, group)
     row = _full_row("reduce_scatter", out, rows)
     begin, _ = halves(row, quantized)
-    sent = rows.numel - rows[group.rank].numel()
-
-    def start(tag: int) -> Finish:
-        return begin(row, rows, tag, average, group)
-
-    work = Work("reduce_scatter", rows[0], rows.numel, sent, group, start, quantized)
+    sent = rows.numel - rows.own.numel()
+    start = partial(begin, row, rows, average=average)
+    work = Work("reduce_scatter", rows, sent, start, quantized)
     return work if async_op else work.wait()
 
 
@@ -158,16 +152,11 @@ def all_gather(
 
     `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements.
     """
-    group = group or everyone()
-    rows = Rows(out, group.size)
+    rows = Rows(out, group)
     row = _full_row("all_gather", inp, rows)
     _, begin = halves(row, quantized)
-    sent = rows[group.rank].numel() * (group.size - 1)
-
-    def start(tag: int) -> Finish:
-        return begin(rows, row, tag, group)
-
-    work = Work("all_gather", rows[0], rows.numel, sent, group, start, quantized)
+    sent = rows.own.numel() * (len(rows) - 1)
+    work = Work("all_gather", rows, sent, partial(begin, rows, row), quantized)
     return work if async_op else work.wait()
 
 
@@ -180,41 +169,37 @@ def all_reduce(
     quantized: Quantized | None = None,
 ) -> Work:
     """Sum or average in place: a reduce-scatter, then an all-gather."""
-    group = group or everyone()
-    rows = Rows(tensor, group.size)
-    own, (reduce_scatter, all_gather) = rows[group.rank], halves(rows[0], quantized)
+    rows = Rows(tensor, group)
+    own, (reduce_scatter, all_gather) = rows.own, halves(tensor, quantized)
 
     def start(tag: int) -> Finish:
         if rows.flat is not None and reduce_scatter is backend_reduce_scatter:
-            return all_reduce_whole(rows.flat, average, group)
+            return all_reduce_whole(rows.flat, average, rows.group)
         row = own if own.numel() == rows.size else own.new_empty(rows.size)
-        reduce = reduce_scatter(row, rows, tag, average, group)
+        reduce = reduce_scatter(row, rows, tag, average)
 
         def finish() -> None:
             reduce()
-            all_gather(rows, row, tag ^ 1, group)()
+            all_gather(rows, row, tag ^ 1)()
 
         return finish
 
     # all other rows to their ranks, then the own one to all
-    sent = rows.numel + own.numel() * (group.size - 2)
-    work = Work("all_reduce", rows[0], rows.numel, sent, group, start, quantized)
+    sent = rows.numel + own.numel() * (len(rows) - 2)
+    work = Work("all_reduce", rows, sent, start, quantized)
     return work if async_op else work.wait()
 
 
 def broadcast(
-    tensor: Tensor,
-    src: int = 0,
-    *,
-    async_op: bool = False,
-    group: Group | None = None,
+    tensor: Tensor, src: int = 0, *, async_op: bool = False, group: Group | None = None
 ) -> Work:
     """Every rank gets the tensor of place `src` of the group."""
-    group = group or everyone()
-    n, mine = group.size, group.rank == src
+    rows, values = Rows(tensor, group), tensor.detach().view(-1)
+    group, n = rows.group, len(rows)
     if not 0 <= src < n:
         raise ValueError(f"broadcast: there is no rank {src} among {n}")
-    values, to = flat(tensor), [j for j in range(n) if mine and j != src]
+    mine = group.rank == src
+    to = [j for j in range(n) if mine and j != src]
 
     def start(tag: int) -> Finish:
         if current_algorithm(values) == "backend":
@@ -223,22 +208,16 @@ def broadcast(
         receives = {} if mine else {src: values}
         return exchange(dict.fromkeys(to, values), receives, tag, group)
 
-    size = values.numel()
-    work = Work("broadcast", values, size, size * len(to), group, start)
+    work = Work("broadcast", rows, rows.numel * len(to), start)
     return work if async_op else work.wait()
 
 
 def barrier() -> None:
     """Return when every rank has come here; the host waits for them."""
-    group = everyone()
     # host memory, whatever a script has made the default device
-    seen = reachable(torch.zeros(group.size, dtype=torch.uint8, device="cpu"))
-    rows = Rows(seen, group.size)
-
-    def start(tag: int) -> Finish:
-        return direct_all_gather(rows, rows[group.rank], tag, group)
-
-    Work("barrier", rows[0], group.size, group.size - 1, group, start).wait()
+    seen = reachable(torch.zeros(world_size(), dtype=torch.uint8, device="cpu"))
+    with phase(unit="barrier"):
+        all_gather(seen, seen[rank() : rank() + 1])
     seen.cpu()  # what only a device has waited for
 
 

@@ -49,10 +49,7 @@ class Ledger(list[Call]):
     """Every collective of this rank while the ledger was open."""
 
     def select(
-        self,
-        op: str | None = None,
-        phase: str | None = None,
-        group: str | None = None,
+        self, op: str | None = None, phase: str | None = None, group: str | None = None
     ) -> list[Call]:
         """The calls of one op, one phase, one group, or any of these."""
         return [
@@ -100,39 +97,30 @@ def ledger() -> Iterator[Ledger]:
         _ledgers[:] = [other for other in _ledgers if other is not book]
 
 
-class phase:  # a generator would cost more, and a step has many
+@contextmanager
+def phase(name: str = "", unit: str = "") -> Iterator[None]:
     """Enter the calls inside the block under this phase, unit, or both."""
-
-    def __init__(self, name: str = "", unit: str = "") -> None:
-        self._asked = name, unit
-
-    def __enter__(self) -> None:
-        global _where
-        self._before, (name, unit) = _where, self._asked
-        _where = name or _where[0], unit or _where[1]
-
-    def __exit__(self, *error: object) -> None:
-        global _where
-        _where = self._before
+    global _where
+    before = _where
+    _where = name or before[0], unit or before[1]
+    try:
+        yield
+    finally:
+        _where = before
 
 
 def enter(
-    op: str,
-    row: Tensor,
-    elements: int,
-    sent: int,
-    group: Group,
-    quantized: Quantized | None = None,
+    op: str, buffer: Tensor, sent: int, group: Group, quantized: Quantized | None = None
 ) -> Call:
     """Write a call that is being launched into every open ledger.
 
-    `row`: a full row, which is quantized as a whole.
+    `sent`: elements of the buffer that this rank sends; quantized, they are full rows.
     """
-    name = str(row.dtype).removeprefix("torch.")
-    nbytes, size = sent * row.dtype.itemsize, row.numel()
+    name = str(buffer.dtype).removeprefix("torch.")
+    elements, nbytes = buffer.numel(), sent * buffer.dtype.itemsize
     if quantized:
-        name = f"int{quantized.bits}"
-        nbytes = sent // max(size, 1) * quantized.nbytes(size)
+        name, row = f"int{quantized.bits}", max(1, -(-elements // group.size))
+        nbytes = sent // row * quantized.nbytes(row)
     call = Call(op, elements, sent, nbytes, name, *_where, group.name)
     call.launched = time.perf_counter()
     for book in _ledgers:

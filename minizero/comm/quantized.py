@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .algorithms import ordered_sum
-from .transport import Finish, Group, Rows, exchange, store
+from .transport import Finish, Rows, exchange
 
 # %% auto #0
 __all__ = ['BLOCK', 'Quantized', 'quantized_reduce_scatter', 'quantized_all_gather']
@@ -87,15 +87,14 @@ class Quantized:
 
 # %% ../../notebooks/17_beyond.ipynb #code-collectives
 def quantized_reduce_scatter(
-    how: Quantized,
-    out: Tensor, inp: Rows, tag: int, average: bool, group: Group,
-) -> Finish:  # fmt: skip
+    how: Quantized, out: Tensor, inp: Rows, tag: int, average: bool
+) -> Finish:
     """Send each rank its row quantized; sum what arrives, and the own row."""
-    me, own = group.rank, inp[group.rank]
+    me, own = inp.group.rank, inp.own
     sends = {j: how.encode(row) for j, row in enumerate(inp) if j != me}
     size = how.nbytes(own.numel())
     received = {j: own.new_empty(size, dtype=torch.uint8) for j in sends}
-    wait = exchange(sends, received, tag, group)
+    wait = exchange(sends, received, tag, inp.group)
 
     def finish() -> None:
         wait()
@@ -105,23 +104,24 @@ def quantized_reduce_scatter(
             )
             for j in range(len(inp))
         ]  # fmt: skip
-        store(out, ordered_sum(parts, average))
+        out[: own.numel()].copy_(ordered_sum(parts, average))
+        out[own.numel() :].zero_()
 
     return finish
 
 
 def quantized_all_gather(
-    how: Quantized, gather: Callable[[Rows, Tensor, int, Group], Finish],
-    out: Rows, inp: Tensor, tag: int, group: Group,
+    how: Quantized, gather: Callable[[Rows, Tensor, int], Finish],
+    out: Rows, inp: Tensor, tag: int,
 ) -> Finish:  # fmt: skip
     """Gather quantized rows, and decode all of them, the own one too."""
-    own = how.encode(inp[: out[group.rank].numel()])
-    received = own.new_empty(group.size * own.numel())
-    wait = gather(Rows(received, group.size), own, tag, group)
+    own = how.encode(inp[: out.own.numel()])
+    received = own.new_empty(len(out) * own.numel())
+    wait = gather(Rows(received, out.group), own, tag)
 
     def finish() -> None:
         wait()
-        codes = received.view(group.size, -1)
+        codes = received.view(len(out), -1)
         for row, code in zip(out, codes, strict=True):
             how.decode(code, row)
 

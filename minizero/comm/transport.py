@@ -53,14 +53,9 @@ class Group:
         return len(self.ranks)
 
 
-@cache
-def _all(ranks: int) -> Group:
-    return Group("all", tuple(range(ranks)))
-
-
 def everyone() -> Group:
     """The group of all ranks, in which collectives take place by default."""
-    return _all(world_size())
+    return Group("all", tuple(range(world_size())))
 
 
 class Groups:
@@ -92,68 +87,47 @@ class Groups:
 
 
 class Rows(Sequence[Tensor]):
-    """The rows of a buffer: row j belongs to rank j, and has ceil(n/N) elements, 1-D.
+    """The rows of a buffer: row j belongs to place j of the group, all by default.
 
-    The last rows of an uneven buffer are shorter, as if it were padded. `given`: a
-    contiguous tensor, or some columns of a table of shape [N, k]. Rows are cut when
-    they are used: there may be thousands.
+    A row is 1-D and has `size` = ceil(n/N) elements. The last rows of an uneven buffer
+    are shorter, as if it were padded. `given`: a contiguous tensor, or some columns of
+    a table of shape [N, k]. Rows are cut when they are used: there may be thousands.
+
+    `flat`: all rows as one tensor, if they are contiguous; else None.
+    `whole`: the same, if they are also equally long. `own`: this rank's row.
     """
 
-    flat: Tensor | None  # all rows as one tensor, if they are contiguous
-
-    def __init__(self, given: Tensor, count: int) -> None:
-        self.ranks, self.given, self.numel = count, given, given.numel()
-        self.flat = flat(given) if given.is_contiguous() else None
-        self.size = -(-self.numel // count)
-        columns = given.dim() == 2 and len(given) == count and given.stride(1) == 1
+    def __init__(self, given: Tensor, group: Group | None = None) -> None:
+        self.group, self.given = group or everyone(), given.detach()
+        n, self.numel = self.group.size, given.numel()
+        self.size = -(-self.numel // n)
+        self.flat = self.given.view(-1) if given.is_contiguous() else None
+        self.whole = self.flat if self.numel == n * self.size else None
+        columns = given.dim() == 2 and len(given) == n and given.stride(1) == 1
         if self.flat is None and not columns:
             raise ValueError(
                 f"a collective needs a contiguous tensor, not one of shape "
                 f"{tuple(given.shape)} and strides {given.stride()}; call .contiguous()"
             )
+        self.own: Tensor = self[self.group.rank]
 
     def __len__(self) -> int:
-        return self.ranks
+        return self.group.size
 
     def __getitem__(self, j: Any) -> Any:
-        if not 0 <= j < self.ranks:
+        if not 0 <= j < len(self):
             raise IndexError(j)
         if self.flat is None:
-            return self.given[j].detach()
+            return self.given[j]
         return self.flat[j * self.size : (j + 1) * self.size]
-
-    @property
-    def whole(self) -> Tensor | None:
-        """All rows as one contiguous tensor, if they are one and equally long."""
-        return self.flat if self.numel == self.ranks * self.size else None
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """As one dimension, and no part of a graph."""
-    return tensor.detach() if tensor.dim() == 1 else tensor.detach().view(-1)
-
-
-def store(out: Tensor, row: Tensor) -> None:
-    """Write a row, unless it is there; where it is shorter than `out`, zeros follow."""
-    there = row.untyped_storage()._cdata == out.untyped_storage()._cdata
-    if not there or row.storage_offset() != out.storage_offset():
-        out[: row.numel()].copy_(row)
-    if row.numel() < out.numel():
-        out[row.numel() :].zero_()
-
-
-@cache
-def _backends(config: str) -> dict[str, str]:
-    """The backend of each type of device, as in "cpu:gloo,cuda:nccl"."""
-    pairs = (part.partition(":") for part in config.split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 def backend_of(tensor: Tensor) -> str:
     """What moves this tensor: "gloo", "nccl"; "" for a process that is alone."""
     if (world := dist.group.WORLD) is None:
         return ""
-    return _backends(dist.get_backend_config(world)).get(tensor.device.type, "")
+    pairs = dist.get_backend_config(world).split(",")  # as in "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in pairs).get(tensor.device.type, "")
 
 
 def is_staged(tensor: Tensor) -> bool:
@@ -227,17 +201,15 @@ def exchange(
     All messages are posted at once. A receive takes a message of its sender and tag.
     """
     ranks = (group or everyone()).ranks
-    wanted = {ranks[p]: t for p, t in receives.items() if t.numel()}
-    arriving = {
-        peer: torch.empty_like(t, device="cpu") if is_staged(t) else t
-        for peer, t in wanted.items()
-    }
-    # a row that goes to all peers is staged once
-    rows = {id(t): t for t in sends.values() if t.numel()}
-    host = {key: t.cpu() if is_staged(t) else t for key, t in rows.items()}
-    leaving = {ranks[p]: host[id(t)] for p, t in sends.items() if t.numel()}
+    leaving = {ranks[p]: t for p, t in sends.items() if t.numel()}
+    arriving = wanted = {ranks[p]: t for p, t in receives.items() if t.numel()}
     if not (leaving or arriving):
         return lambda: None
+    if is_staged(next(iter([*leaving.values(), *arriving.values()]))):
+        # a row that goes to all peers is copied once
+        host = {row: row.cpu() for row in {*leaving.values()}}
+        leaving = {peer: host[row] for peer, row in leaving.items()}
+        arriving = {p: torch.empty_like(t, device="cpu") for p, t in wanted.items()}
     works = _post(leaving, arriving, tag)
     _under_way[id(works)] = works, leaving, arriving
 
@@ -246,8 +218,7 @@ def exchange(
         while works:
             works.pop(0).wait()
         for peer, t in arriving.items():
-            if t is not wanted[peer]:
-                wanted[peer].copy_(t)
+            wanted[peer].copy_(t)  # nothing, where they are the same
 
     return finish
 
@@ -283,41 +254,34 @@ def communicator(group: Group) -> dist.ProcessGroup:
     return _communicator(dist.group.WORLD, group.ranks, beside)
 
 
-def backend_reduce_scatter(
-    out: Tensor, inp: Rows, tag: int, average: bool, group: Group
-) -> Finish:
+def backend_reduce_scatter(out: Tensor, inp: Rows, tag: int, average: bool) -> Finish:
     """The backend's own. It takes one contiguous input with equal rows."""
-    equal, to = inp.whole, communicator(group)
+    equal, to, n = inp.whole, communicator(inp.group), len(inp)
     if equal is None:
-        missing = inp.size * group.size - inp.numel
-        equal = pad(flat(inp.given.contiguous()), (0, missing))
+        equal = pad(inp.given.reshape(-1), (0, inp.size * n - inp.numel))
     if backend_of(out) != "gloo":
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return _reduce_scatter(out, equal, op, to, async_op=True).wait
-    equal = equal / group.size if average else equal
+    equal = equal / n if average else equal
     target = torch.empty_like(out)  # gloo has no place for an input in its output
     work = _reduce_scatter(target, equal, group=to, async_op=True)
 
     def finish() -> None:
         work.wait()
-        store(out, target[: inp[group.rank].numel()])
+        out.copy_(target)
 
     return finish
 
 
-def backend_all_gather(out: Rows, inp: Tensor, tag: int, group: Group) -> Finish:
+def backend_all_gather(out: Rows, inp: Tensor, tag: int) -> Finish:
     """The backend's own, into `out` itself where that is contiguous and even."""
-    own = inp[: out[group.rank].numel()]
-    own = pad(own, (0, out.size - own.numel())) if own.numel() < out.size else own
-    target = out.whole
-    arrived = own.new_empty(out.size * group.size) if target is None else target
-    work = _all_gather(arrived, own, communicator(group), async_op=True)
+    arrived = inp.new_empty(out.size * len(out)) if out.whole is None else out.whole
+    work = _all_gather(arrived, inp, communicator(out.group), async_op=True)
 
     def finish() -> None:
         work.wait()
-        if target is None:
-            given = out.given.detach()
-            given.copy_(arrived[: out.numel].view_as(given))
+        if out.whole is None:
+            out.given.copy_(arrived[: out.numel].view_as(out.given))
 
     return finish
 

@@ -123,14 +123,13 @@ class DataParallel(Net):
         The norms of all N shards are added in one order, whoever has them.
         """
         with comm.phase("step", unit="gradient norm"):
-            means, n = self._means(), self.group.size
-            norms = [
-                torch.linalg.vector_norm(
-                    mean.view(-1, flat.padded // n), dim=1,
-                    dtype=torch.promote_types(mean.dtype, torch.float32),
-                )  # fmt: skip
-                for flat, mean in zip(self.trained, means, strict=True)
-            ]
+            norms, n = [], self.group.size
+            for flat, mean in zip(self.trained, self._means(), strict=True):
+                wide = torch.promote_types(mean.dtype, torch.float32)
+                shards = mean.view(-1, flat.padded // n)
+                # one by one: a GPU adds several rows in another order
+                each = [torch.linalg.norm(s, dtype=wide) for s in shards]
+                norms.append(torch.stack(each))
             every = self.all_rows(torch.stack(norms, dim=1))
             return self.precision.unscale_norm(every.square().sum().sqrt())
 

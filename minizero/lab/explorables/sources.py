@@ -34,16 +34,16 @@ LINES: dict[str, tuple[Function, str]] = {
     "read": (SwapFile.read, "return"),
     "write": (SwapFile.write, "return"),
     "gradient norm": (DataParallel.grad_norm, "norms"),
-    "all_gather": (comm.all_gather, "return begin("),
+    "all_gather": (comm.all_gather, "work = Work("),
     "all_gather forward": (ShardedFlat._launch, "work = comm.all_gather("),
     "all_gather backward": (ShardedFlat._launch, "work = comm.all_gather("),
     "all_gather step": (ZeRO1.publish, "work = comm.all_gather("),
     "all_reduce": (comm.all_reduce, "return all_reduce_whole("),
     "all_reduce backward": (DataParallel.reduce, "work = comm.all_reduce("),
-    "reduce_scatter": (comm.reduce_scatter, "return begin("),
+    "reduce_scatter": (comm.reduce_scatter, "start = partial(begin"),
     "reduce_scatter backward": (ZeRO1.reduce, "work = comm.reduce_scatter("),
     "broadcast": (comm.broadcast, "return exchange("),
-    "barrier": (comm.barrier, "return direct_all_gather("),
+    "barrier": (comm.barrier, "all_gather("),
 }
 
 

@@ -194,7 +194,7 @@ def one_step(stage: int = 3, overlap: bool = True) -> Trace:
     """A step of a small GPT on this rank, recorded; the step before it is not."""
     config = GPTConfig(layers=3, hidden=64, heads=2, sequence=32)
     torch.manual_seed(0)
-    model = GPT(config)
+    model = GPT(config).to(minizero.ranks.device())
     net = minizero.parallelize(
         model,
         torch.optim.AdamW(model.parameters(), fused=True),

@@ -90,6 +90,6 @@ class Pipeline:
         receives = {} if arrives is None else {peer: arrives}
         with comm.phase(unit="pipeline"):
             for t in sends.values():
-                comm.enter("send", t, t.numel(), t.numel(), self.group)
+                comm.enter("send", t, t.numel(), self.group)
             comm.exchange(sends, receives, group=self.group)()
         return arrives

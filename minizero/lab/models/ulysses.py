@@ -25,7 +25,7 @@ class Swap(torch.autograd.Function):
         del sends[me], receives[me]
         with comm.phase(unit="ulysses"):
             sent = x.numel() - x[me].numel()
-            comm.enter("all_to_all", x[me], x.numel(), sent, group)
+            comm.enter("all_to_all", x, sent, group)
             comm.exchange(sends, receives, group=group)()
         return out
 

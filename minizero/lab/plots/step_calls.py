@@ -88,7 +88,6 @@ def changed(kind: type[DataParallel]) -> set[str]:
 def small_step(stage: int, *seams: str) -> tuple[DataParallel, list[StepCall]]:
     """One step of a matrix on this process: the net, which has one unit, and its calls.
 
-    On a GPU backward has threads of its own, whose calls would not be seen.
     seams: which of "schedule", "storage" and "precision" to show, too.
     """
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -118,7 +117,9 @@ def small_step(stage: int, *seams: str) -> tuple[DataParallel, list[StepCall]]:
 
     sys.setprofile(see)
     try:
-        net.backward(net(torch.ones(2, 4, requires_grad=True)).sum())
+        # a GPU's backward would run in a thread of its own, unseen
+        with torch.autograd.set_multithreading_enabled(False):
+            net.backward(net(torch.ones(2, 4, requires_grad=True)).sum())
         net.step()
     finally:
         sys.setprofile(None)
