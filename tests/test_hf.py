@@ -106,7 +106,7 @@ def trained(stage: int, *args: Any, **more: Any) -> list[float]:
 def weights(of: Any) -> dict[str, Tensor]:
     """Whole, on rank 0."""
     found = of.accelerator.get_state_dict(of.model)
-    return {k: v.detach().clone() for k, v in found.items()}
+    return {k: v.detach().clone().cpu() for k, v in found.items()}
 
 
 # plans, dtypes, homes
