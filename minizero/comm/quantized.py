@@ -26,7 +26,6 @@ BLOCK = 128  # elements that share a scale, which is one byte
 class Quantized:
     """Integers of `bits`, 8 or 4, times a power of two for each block.
 
-    The power is the smallest with which the block's largest value fits.
     `segment`: blocks begin anew after so many elements; None: never.
     """
 
@@ -44,42 +43,39 @@ class Quantized:
         """The largest integer: 127 or 7."""
         return 2 ** (self.bits - 1) - 1
 
+    def blocks(self, row: Tensor) -> Tensor:
+        """A row, [n], as [blocks, BLOCK]; zeros fill each segment's last."""
+        x = row.view(-1, self.segment or max(row.numel(), 1))
+        return F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
+
     def nbytes(self, elements: int) -> int:
         """Bytes of a quantized row, scales and padding included."""
-        segment = self.segment or elements
-        segments = elements // segment if segment else 0
-        blocks = -(-segment // BLOCK) * segments
+        blocks = len(self.blocks(torch.empty(elements, device="meta")))
         return blocks * (BLOCK * self.bits // 8 + 1)
 
     # continued: code-encode
 
     def encode(self, row: Tensor) -> Tensor:
-        """A row, [n], as bytes: all integers, then all scales."""
-        x = row.float().view(-1, self.segment or max(row.numel(), 1))
-        x = F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
-        least, power = torch.frexp(x.abs().amax(1) / self.most)
-        power = (power - (least == 0.5).int()).clamp(-126, 127)
-        q = torch.ldexp(x, -power[:, None]).round()
-        q = q.clamp(-self.most, self.most).nan_to_num(0)
-        minus_zero = (x == 0) & x.signbit()
-        q = torch.where(minus_zero, -self.most - 1, q).to(torch.int8)
-        scale = torch.where(least.isfinite(), power + 127, 255)
-        code = q.view(torch.uint8)
+        """A row, [n], as bytes: a block's integers, then its scale."""
+        x = self.blocks(row.float())
+        most = x.abs().amax(1, keepdim=True)
+        power = torch.frexp(most).exponent - (self.bits - 1)
+        power = power.clamp(-126, 127)
+        q = torch.ldexp(x, -power).round().clamp(-self.most, self.most)
+        q = q.nan_to_num(0).to(torch.int8).view(torch.uint8)
         if self.bits == 4:
-            code = (code[:, ::2] & 15) | (code[:, 1::2] << 4)
-        return torch.cat([code.flatten(), scale.to(torch.uint8)])
+            q = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
+        scale = torch.where(most.isfinite(), power + 127, 255)
+        return torch.cat([q, scale.to(torch.uint8)], 1).flatten()
 
     def decode(self, code: Tensor, out: Tensor) -> Tensor:
         """The inverse, into `out`, [n]."""
-        width = BLOCK * self.bits // 8
-        blocks = code.numel() // (width + 1)
-        q = code[: blocks * width].view(blocks, width).view(torch.int8)
+        code = code.view(-1, BLOCK * self.bits // 8 + 1)
+        q, scale = code[:, :-1].view(torch.int8), code[:, -1:].int()
         if self.bits == 4:
-            q = torch.stack([(q << 4) >> 4, q >> 4], 2).flatten(1)
-        scale = code[blocks * width :].int()[:, None]
+            q = torch.stack([q << 4 >> 4, q >> 4], 2).flatten(1)
         most = torch.finfo(out.dtype).max  # what was rounded up may exceed it
         x = torch.ldexp(q.float(), scale - 127).clamp(-most, most)
-        x = torch.where(q == -self.most - 1, -0.0, x)
         x = torch.where(scale == 255, torch.nan, x)
         rows = out.view(-1, self.segment or max(out.numel(), 1))
         x = x.view(-1, -(-rows.shape[1] // BLOCK) * BLOCK)
@@ -109,7 +105,7 @@ def quantized_reduce_scatter(
 
     return finish
 
-
+# %% ../../notebooks/17_beyond.ipynb #code-gather
 def quantized_all_gather(
     how: Quantized, gather: Callable[[Rows, Tensor, int], Finish],
     out: Rows, inp: Tensor, tag: int,

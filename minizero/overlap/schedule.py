@@ -10,77 +10,83 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..memory.plan import Plan
+from .checks import check_fits, check_settings
 from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
 # %% auto #0
-__all__ = ['Order', 'Overlap']
+__all__ = ['Pass', 'Order', 'Overlap']
 
 # %% ../../notebooks/08_overlap.ipynb #overlap-order
-class Order:
-    """Predicts the order in which units are needed, one pass at a time.
+class Pass:
+    """A forward or a backward: the units that it should need, in order.
 
-    A pass is a forward or a backward. A forward is expected to be like the
-    one before, at first in the order of the units. A backward is expected to
-    be as it was after a forward like this one, since frozen units may have
-    none; if there was no such forward, to be the reverse of this one.
+    `seen`: those that it has needed so far.
+    """
+
+    def __init__(self, expected: Sequence[Unit] = ()) -> None:
+        self.expected, self.place = list(expected), 0
+        self.seen: list[Unit] = []
+
+    def upcoming(self) -> list[Unit]:
+        """The units that are expected from here on, the next one first."""
+        return self.expected[self.place :]
+
+    def note(self, unit: Unit) -> list[Unit]:
+        """Record that `unit` is needed now; returns the units left out."""
+        self.seen.append(unit)
+        coming = self.upcoming()
+        if unit not in coming:  # a surprise: keep the prediction
+            return []
+        skipped = coming[: coming.index(unit)]
+        self.place += len(skipped) + 1
+        return [u for u in skipped if u not in self.upcoming()]
+
+# %% ../../notebooks/08_overlap.ipynb #overlap-order-note
+class Order:
+    """Predicts the order in which each forward and backward needs units.
+
+    A forward is expected to be like the one before, at first in the order of
+    the units. A backward is expected to be the reverse of this forward; or,
+    if the forward was like the last one, to be like the last backward.
 
     `running`: "forward", "backward", or "" outside of both.
-    `left`: the units in the order in which a forward leaves them.
+    `left`: the units in the order in which the forward left them.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
-        self.running = ""
+        self.running, self.current = "", Pass()
         self.left: list[Unit] = []
-        self._expected: Sequence[Unit] = ()
-        self._place = 0  # in `_expected`: everything before it is past
-        self._seen: list[Unit] = []
         self._forward: Sequence[Unit] = units
-        self._backward: tuple[list[Unit], list[Unit]] = ([], [])
+        self._last: tuple[list[Unit], list[Unit]] = [], []  # left, backward
 
     def begin(self, running: str) -> None:
-        """A pass begins; predict its order."""
+        """A pass begins; predict it."""
         self.end()
-        left, followed = self._backward
-        backward = followed if left == self.left else self.left[::-1]
-        self.running = running
-        self._expected = self._forward if running == "forward" else backward
+        left, backward = self._last
+        if left != self.left:
+            backward = self.left[::-1]
+        expected = self._forward if running == "forward" else backward
+        self.running, self.current = running, Pass(expected)
+
+    def leave(self, unit: Unit, is_last: bool) -> None:
+        """Nothing uses the unit any more; or, if it is the last, any unit."""
+        if self.running == "forward" and torch.is_grad_enabled():
+            self.left.append(unit)
+        if self.running == "forward" and is_last:
+            self.end()
 
     def end(self) -> None:
-        """The pass has ended; remember the order in which it needed units."""
+        """The pass has ended; remember what it needed."""
         if self.running == "forward":
-            self._forward = self._seen
+            self._forward = self.current.seen
         elif self.running == "backward":
-            self._backward, self.left = (self.left, self._seen), []
-        self.running, self._expected, self._place, self._seen = "", (), 0, []
-
-    # continued: overlap-order-note
-    def upcoming(self) -> list[Unit]:
-        """The units that are expected from here on, next one first."""
-        return list(self._expected[self._place :])
-
-    def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed now; returns the units left out.
-
-        If the unit is expected later, the pass continues behind it. A unit
-        that is not expected any more leaves the prediction as it is.
-        """
-        self._seen.append(unit)
-        try:
-            found = self._expected.index(unit, self._place)
-        except ValueError:
-            return []
-        skipped = self._expected[self._place : found]
-        self._place = found + 1
-        return [u for u in skipped if u not in self._expected[self._place :]]
+            self._last, self.left = (self.left, self.current.seen), []
+        self.running, self.current = "", Pass()
 
 # %% ../../notebooks/08_overlap.ipynb #overlap
 class Overlap(Schedule):
     """Launch early, wait late; every setting counts elements.
-
-    A unit's gradients are reduced while those of the next unit are computed.
-    Sharded parameters are gathered ahead of their use, in the order that
-    `Order` predicts.
 
     `prefetch_bucket_size`: most elements gathered ahead of their use. A unit
         is gathered as a whole or not at all; 0 gathers nothing ahead.
@@ -105,130 +111,28 @@ class Overlap(Schedule):
         self.prefetch_bucket_size = prefetch_bucket_size
         self.max_live_parameters = max_live_parameters
         self.param_persistence_threshold = param_persistence_threshold
-        for name, value in vars(self).items():
-            least = int(name == "max_live_parameters")
-            if isinstance(value, bool) or value < least or value % 1:
-                raise ValueError(
-                    f"{name} counts elements: it must be a whole number "
-                    f"of at least {least}, not {value!r}"
-                )
+        check_settings(vars(self))
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
-        self._live: dict[Unit, None] = {}  # unsharded, in order of launch
-        self._ahead: set[Unit] = set()  # of these: gathered, not yet needed
-        self._in_use: set[Unit] = set()  # of these: needed, not yet done
+        # unsharded units: "in use", "ahead" of their use, or "kept"
+        self._live: dict[Unit, str] = {}
         self._reducing: list[Unit] = []  # at most one
+
+    # continued: late
+    def grads_ready(self, unit: Unit) -> list[Action]:
+        """Launch the unit's reduction when the one before has ended."""
+        before, self._reducing = self._reducing, [unit]
+        return [*(Action("wait", u) for u in before), Action("reduce", unit)]
 
     # continued: overlap-attach
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Measure the units; ValueError if it has a net already."""
         if self._elements:
-            raise ValueError(
-                "this Overlap belongs to another net already; make one for "
-                "each call of parallelize"
-            )
+            raise ValueError("this Overlap belongs to another net already")
         self.order = Order(units)
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-
-    # continued: late
-    def grads_ready(self, unit: Unit) -> list[Action]:
-        """Launch the unit's reduction when the one before has ended.
-
-        So the gradients of at most two units exist unsharded: one unit's are
-        being reduced, the next one's are being computed.
-        """
-        before, self._reducing = self._reducing, [unit]
-        return [*(Action("wait", u) for u in before), Action("reduce", unit)]
-
-    def updated(self, unit: Unit) -> list[Action]:
-        """Publish the updated shards; gather again what is kept unsharded."""
-        actions = [Action("publish", unit)]
-        if unit in self._live and unit.trainable:
-            actions += [Action("release", unit), Action("gather", unit)]
-        return actions
-
-    # continued: prefetch
-    def needed(self, unit: Unit) -> list[Action]:
-        """Gather the unit and the next ones; wait for this one only."""
-        self._check_fits(unit)
-        skipped = [] if unit in self._in_use else self.order.note(unit)
-        freed = self._make_room(unit, skipped)
-        self._live[unit] = None
-        self._ahead.discard(unit)
-        self._in_use.add(unit)
-        return [
-            *(Action("release", u) for u in freed),
-            *(Action("gather", u) for u in (unit, *self._gather_ahead())),
-            Action("wait", unit),
-        ]
-
-    # continued: prefetch-done
-    def done(self, unit: Unit) -> list[Action]:
-        """Free the unit, unless it is small."""
-        if unit in self._in_use:
-            self._in_use.remove(unit)
-            if self.order.running == "forward":
-                if torch.is_grad_enabled():
-                    self.order.left.append(unit)
-                if not self._in_use:
-                    self.order.end()
-        if self._elements[unit] < self.param_persistence_threshold:
-            return []
-        self._free(unit)
-        return [Action("release", unit)]
-
-    # continued: limits
-    def _check_fits(self, unit: Unit) -> None:
-        """Raise ValueError if the unit does not fit beside those in use."""
-        size, used = self._elements[unit], self._sum(self._in_use - {unit})
-        if used + size > self.max_live_parameters:
-            busy = [u.name for u in self._live if u in self._in_use - {unit}]
-            raise ValueError(
-                f"unit {unit.name!r} has {size:,} elements, and {used:,} of "
-                f"other units are in use {busy}, but max_live_parameters is "
-                f"{self.max_live_parameters:,}; set it to {used + size:,} or "
-                "more, or make smaller units"
-            )
-
-    def _make_room(self, unit: Unit, skipped: list[Unit]) -> list[Unit]:
-        """Choose what is freed before `unit` is gathered.
-
-        First units that were gathered ahead in vain. Then, if the limit
-        demands it, the last units gathered ahead, and then kept ones.
-        """
-        freed = [u for u in skipped if u in self._ahead]
-        for u in freed:
-            self._free(u)
-        missing = 0 if unit in self._live else self._elements[unit]
-        idle = [u for u in self._live if u not in self._in_use | {unit}]
-        idle.sort(key=lambda u: u in self._ahead)
-        while self._sum(self._live) + missing > self.max_live_parameters:
-            freed.append(idle.pop())
-            self._free(freed[-1])
-        return freed
-
-    # continued: limits-ahead
-    def _gather_ahead(self) -> list[Unit]:
-        """Choose the next units, up to the first that breaks a limit."""
-        chosen: list[Unit] = []
-        ahead = self.prefetch_bucket_size - self._sum(self._ahead)
-        room = min(ahead, self.max_live_parameters - self._sum(self._live))
-        for unit in self.order.upcoming():
-            if unit not in self._live:
-                room -= self._elements[unit]
-                if room < 0:
-                    break
-                self._live[unit] = None
-                self._ahead.add(unit)
-                chosen.append(unit)
-        return chosen
-
-    # continued: passes
-    def upcoming(self) -> list[Unit]:
-        """The units expected next; a disk may read their shards ahead."""
-        return self.order.upcoming()
 
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
@@ -237,10 +141,76 @@ class Overlap(Schedule):
         self._reducing = []
         self.order.end()
 
-    def _free(self, unit: Unit) -> None:
-        """The unit is sharded again."""
-        self._live.pop(unit, None)
-        self._ahead.discard(unit)
+    def upcoming(self) -> list[Unit]:
+        """The units expected next; a disk may read their shards ahead."""
+        return self.order.current.upcoming()
+
+    # continued: prefetch
+    def needed(self, unit: Unit) -> list[Action]:
+        """Gather the unit and the next ones; wait for this one only."""
+        others = [u for u in self._those("in use") if u is not unit]
+        limit = self.max_live_parameters
+        check_fits(unit, others, self._elements, limit)
+        freed = self._make_room(unit)
+        self._live[unit] = "in use"
+        gathered = [unit, *self._gather_ahead()]
+        return [
+            *(Action("release", u) for u in freed),
+            *(Action("gather", u) for u in gathered),
+            Action("wait", unit),
+        ]
+
+    def _those(self, state: str) -> list[Unit]:
+        return [unit for unit, now in self._live.items() if now == state]
 
     def _sum(self, units: Iterable[Unit]) -> int:
         return sum(self._elements[unit] for unit in units)
+
+    # continued: limits-ahead
+    def _gather_ahead(self) -> list[Unit]:
+        """Choose the next units, up to the first that breaks a limit."""
+        chosen: list[Unit] = []
+        ahead = self.prefetch_bucket_size - self._sum(self._those("ahead"))
+        room = min(ahead, self.max_live_parameters - self._sum(self._live))
+        for unit in self.upcoming():
+            if unit not in self._live:
+                room -= self._elements[unit]
+                if room < 0:
+                    break
+                self._live[unit] = "ahead"
+                chosen.append(unit)
+        return chosen
+
+    # continued: limits
+    def _make_room(self, unit: Unit) -> list[Unit]:
+        """Choose what is freed before `unit` is gathered."""
+        is_new = self._live.get(unit) != "in use"
+        skipped = self.order.current.note(unit) if is_new else []
+        freed = [u for u in skipped if self._live.get(u) == "ahead"]
+        for u in freed:
+            del self._live[u]
+        missing = 0 if unit in self._live else self._elements[unit]
+        idle = self._those("kept") + self._those("ahead")
+        idle = [u for u in idle if u is not unit]
+        while self._sum(self._live) + missing > self.max_live_parameters:
+            freed.append(idle.pop())
+            del self._live[freed[-1]]
+        return freed
+
+    # continued: prefetch-done
+    def done(self, unit: Unit) -> list[Action]:
+        """Free the unit, unless it is small."""
+        if unit in self._those("in use"):
+            self._live[unit] = "kept"
+            self.order.leave(unit, is_last=not self._those("in use"))
+        if self._elements[unit] < self.param_persistence_threshold:
+            return []
+        self._live.pop(unit, None)
+        return [Action("release", unit)]
+
+    def updated(self, unit: Unit) -> list[Action]:
+        """Publish the updated shards; gather again what is kept unsharded."""
+        actions = [Action("publish", unit)]
+        if unit in self._live and unit.trainable:
+            actions += [Action("release", unit), Action("gather", unit)]
+        return actions

@@ -209,7 +209,7 @@ def trained(
     with ToyGPU(1e12) as gpu:
         engine = built(gpt, config, checkpointing)
         for step in range(steps):
-            mean = torch.zeros(1)
+            mean = torch.zeros(1, device=device())
             mine = batch(step, count, rank(), world_size())
             for x in mine.split(engine.train_micro_batch_size_per_gpu()):
                 loss = engine(x, x)

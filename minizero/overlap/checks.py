@@ -1,0 +1,27 @@
+"""What `Overlap` refuses: settings that count nothing, limits that are too small."""
+
+from __future__ import annotations
+
+from ..zero.flat import Unit
+
+
+def check_settings(settings: dict[str, int]) -> None:
+    """Each must count elements, and a limit at least one."""
+    for name, value in settings.items():
+        least = int(name == "max_live_parameters")
+        if isinstance(value, bool) or value < least or value % 1:
+            what = f"a whole number of at least {least}, not {value!r}"
+            raise ValueError(f"{name} counts elements: it must be {what}")
+
+
+def check_fits(
+    unit: Unit, busy: list[Unit], sizes: dict[Unit, int], limit: int
+) -> None:
+    """The unit must fit beside the others that are in use."""
+    size, used = sizes[unit], sum(sizes[u] for u in busy)
+    if used + size > limit:
+        raise ValueError(
+            f"unit {unit.name!r} has {size:,} elements, and {used:,} of other units are "
+            f"in use {[u.name for u in busy]}, but max_live_parameters is {limit:,}; "
+            f"set it to {used + size:,} or more, or make smaller units"
+        )
