@@ -1,17 +1,23 @@
-"""The bus between device and host: copies in each direction, and memory for them."""
+"""The bus between device and host: copies, memory for them, and placeholders."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
 from ..memory.labels import aligned, host_empty
+from ..memory.plan import Plan
 from ..ranks import device
+from ..zero.flat import Flat
+from ..zero.seams import Precision, Storage
 
 
 class CopyStream:
@@ -101,3 +107,59 @@ class DoubleBuffer:
         start, self._used = self._used, self._used + aligned(like.nbytes)
         part = self.blocks[0][start : start + like.nbytes]
         return part.view(like.dtype).view(like.shape)
+
+
+class HostStorage(Storage):
+    """The bookkeeping of storages that use the bus: what a placeholder stands for.
+
+    `at`: "device" or "cpu", where the optimizer works. `down`, `up`: the two directions.
+    """
+
+    _under_way: dict[Any, Any] = {}  # units that a thread is updating
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.at = "device" if plan.optimizer.on == "device" else "cpu"
+        self.down, self.up = CopyStream(), CopyStream()
+        self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of placeholders
+
+    def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
+        """The precision's copy, where the optimizer works; or the shard."""
+        if copy is not None:
+            return copy if self.at == "device" else self.store(copy, "optimizer")
+        if self.plan.parameters.on == self.at:
+            return flat.shard
+        master = placeholder(flat.shard, self.at)
+        self._stored[master] = flat.shard
+        return master
+
+    def refresh(self, flat: Flat, precision: Precision) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                "parameters were written to while an update was under way, which would "
+                "undo that; call net.synchronize() first, or write inside zero."
+                "GatheredParameters(..., modifier_rank=0)"
+            )
+        if self._stored.get(flat.master) is not flat.shard:
+            master = self.read_shard(flat.master)
+            precision.shard_to_master(master, self.read_shard(flat.shard))
+            self.write_shard(flat.master, master)
+
+    def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
+        for stream in (self.down, self.up):
+            stream.event().synchronize()  # the host reads what they copy
+        return super().read_shard(self._stored.get(shard, shard), a, b)
+
+    def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
+        super().write_shard(self._stored.get(shard, shard), values, a)
+
+
+def frozen(optimizer: Optimizer, precision: Precision) -> tuple[Optimizer, Precision]:
+    """Both as they are now, so that a thread may use them later; states are shared."""
+    # fetches its factor, for which the thread would wait until the device is idle
+    precision.cast_grad(torch.zeros((), device="cpu"))
+    # learning rate schedulers look for this before they warn
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer, groups = copy.copy(optimizer), optimizer.param_groups
+    optimizer.param_groups = [dict(group) for group in groups]
+    return optimizer, copy.copy(precision)

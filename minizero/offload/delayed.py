@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +15,7 @@ from ..memory.labels import host_empty
 from ..memory.plan import Plan
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision
+from .bus import frozen
 from .host import Offload
 
 # %% auto #0
@@ -29,27 +28,24 @@ class Delayed(Offload):
     A thread makes the update of step t during the forward and backward of
     step t + 1; its parameters arrive at the end of that. A gradient is thus
     computed from parameters that lack the update before. The first `start`
-    steps wait for their update; this object counts them (`steps`), so a run
-    that is resumed after them passes 0.
+    steps of this object wait for it; pass 0 to resume a run after them.
 
-    Host memory holds a second set of gradients, and of parameters (in mixed
-    precision, of the rounded ones). An error in the thread is raised by the
-    next `step`, `synchronize` or `state_dict`.
+    An error in the thread is raised by the next `step`, `synchronize` or
+    `state_dict`.
     """
 
     def __init__(self, plan: Plan, start: int = 0) -> None:
+        super().__init__(plan)
         if plan.optimizer.on != "cpu":
             raise ValueError(
-                "a delayed update runs on the host beside the device, but "
-                f"the plan's optimizer is on {plan.optimizer.on!r}; use "
-                "Plan.stage(..., offload_optimizer='cpu')"
+                f"the optimizer is on {plan.optimizer.on!r}, but a delayed "
+                "update is the host's: use offload_optimizer='cpu'"
             )
-        super().__init__(plan)
         self.start, self.steps = start, 0
         self._thread = ThreadPoolExecutor(1, "update")
         # the update under way: of each unit, the thread's result
         self._under_way: dict[Unit, Future[None]] = {}
-        # the second set: gradients, and rounded shards
+        # the second set, on the host: gradients, and shards (rounded)
         self._grads: dict[Flat, Tensor] = {}
         self._shards: dict[Flat, Tensor] = {}
 
@@ -68,16 +64,7 @@ class Delayed(Offload):
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
         self._take_gradients([f for unit in units for f in unit.trainable])
-        # fetch the factor that it multiplies gradients with: in the thread
-        # that would wait for all that the device computes meanwhile
-        precision.cast_grad(torch.zeros((), device="cpu"))
-        # learning rate schedulers look for this before they warn
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        # the same states, but options that no scheduler or loss scale changes
-        # before the thread has read them
-        optimizer, groups = copy.copy(optimizer), optimizer.param_groups
-        optimizer.param_groups = [dict(group) for group in groups]
-        precision = copy.copy(precision)
+        optimizer, precision = frozen(optimizer, precision)
         for unit in [unit for unit in units if unit.trainable]:
             for flat in unit.trainable:
                 flat.staged_grad = self._grads[flat]
@@ -102,7 +89,6 @@ class Delayed(Offload):
                 self._grads[flat], flat.mean = flat.mean, self._grads[flat]
             else:
                 self.down.copy(self._grads[flat], flat.mean)
-        # and for what the last `flush` sent: the thread may overwrite it
         self.down.event().synchronize()
 
     # continued: delayed-flush
@@ -120,12 +106,3 @@ class Delayed(Offload):
             del flat.staged_shard
         self.up.event().wait()
         return [*under_way]
-
-    def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._under_way:
-            raise RuntimeError(
-                "parameters were written to while an update was under way, "
-                "which would undo that; call net.synchronize() first, or "
-                "write inside zero.GatheredParameters(..., modifier_rank=0)"
-            )
-        super().refresh(flat, precision)

@@ -11,36 +11,32 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
 from ..memory.labels import aligned
 from ..memory.plan import Plan
 from ..zero.flat import Flat, Unit
-from ..zero.seams import Precision, Storage
-from .bus import CopyStream, DoubleBuffer, placeholder
+from ..zero.seams import Precision
+from .bus import DoubleBuffer, HostStorage, placeholder
 
 # %% auto #0
 __all__ = ['Offload']
 
 # %% ../../notebooks/10_offload.ipynb #host-offload
-class Offload(Storage):
+class Offload(HostStorage):
     """Keeps in host memory what the plan places on "cpu".
 
-    The optimizer works where its states are stored, so they never cross the
-    bus: gradients do, one way, and updated parameters, the other (Ren et al.
-    2021, sec. 3). `at`: "device" or "cpu", where the optimizer works. `down`,
-    `up`: copies to the host and to the device; they count the bytes.
+    The optimizer works where its states are stored. Gradients and updated
+    parameters cross the bus, the states never (Ren et al. 2021, sec. 3).
     """
 
     places: tuple[str, ...] = ("device", "cpu")
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.at = "device" if plan.optimizer.on == "device" else "cpu"
         self.moves_parameters = plan.parameters.on != self.at
         self.moves_gradients = plan.gradients.on != self.at
-        self.down, self.up = CopyStream(), CopyStream()
+        # the directions of the bus as the optimizer sees them
         self._inward, self._outward = self.down, self.up
         if self.at == "device":
             self._inward, self._outward = self.up, self.down
@@ -49,22 +45,6 @@ class Offload(Storage):
         self._landing = DoubleBuffer("cpu")
         # under way: (shard, copy of its mean, source kept alive, event)
         self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
-        # of a placeholder, the tensor that it stands for
-        self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
-        """The precision's copy, where the optimizer works; or the shard.
-
-        A shard that is stored elsewhere is represented by a placeholder.
-        """
-        if copy is not None:
-            is_there = self.at == "device"
-            return copy if is_there else self.store(copy, "optimizer")
-        if not self.moves_parameters:
-            return flat.shard
-        master = placeholder(flat.shard, self.at)
-        self._stored[master] = flat.shard
-        return master
 
     # continued: host-load
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
@@ -91,42 +71,34 @@ class Offload(Storage):
         if self.plan.gradients.on == "device":
             shard.add_(mean)
             return
-        nbytes = aligned(mean.nbytes)
-        if self._landing.nbytes < nbytes:
+        if self._landing.nbytes < aligned(mean.nbytes):
             self.wait_for_copies()
-            self._landing.reserve(nbytes)
+            self._landing.reserve(aligned(mean.nbytes))
         if len(self._arriving) == 2:
             self._add_oldest()
         self._landing.turn()
         copied = self._landing.take(mean)
-        # the copy comes later, and a device frees the mean when we return
         kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)
         self._arriving.append((shard, copied, kept, self.down.event()))
-
-    def wait_for_copies(self) -> None:
-        while self._arriving:
-            self._add_oldest()
 
     def _add_oldest(self) -> None:
         shard, copied, _, event = self._arriving.pop(0)
         event.synchronize()
         shard.add_(copied)
 
+    def wait_for_copies(self) -> None:
+        while self._arriving:
+            self._add_oldest()
+
     # continued: host-update
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
-
-        def crossing(flat: Flat) -> int:
-            gradient = flat.shard.numel() * flat.grad_dtype.itemsize
-            nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
-            return nbytes + aligned(gradient) * self.moves_gradients
-
         units = [unit for unit in units if unit.trainable]
-        rooms = [sum(map(crossing, unit.trainable)) for unit in units]
+        rooms = (sum(map(self._crossing, unit.trainable)) for unit in units)
         self._staging.reserve(max(rooms, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
@@ -137,6 +109,12 @@ class Offload(Storage):
             self._unstage(unit)
             yield [unit]
         self._outward.event().wait()
+
+    def _crossing(self, flat: Flat) -> int:
+        """Bytes that its update copies in."""
+        gradient = flat.shard.numel() * flat.grad_dtype.itemsize
+        nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
+        return nbytes + aligned(gradient) * self.moves_gradients
 
     # continued: host-stage
     def _stage(self, unit: Unit) -> Callable[[], None]:
@@ -159,6 +137,7 @@ class Offload(Storage):
         copied = self._inward.event()
         return copied.synchronize if self.at == "cpu" else copied.wait
 
+    # continued: host-unstage
     def _unstage(self, unit: Unit) -> None:
         """Launch copies of the updated shards to where they are stored."""
         labels.mark("out", unit.name)
@@ -170,22 +149,4 @@ class Offload(Storage):
                 flat.master.data = placeholder(flat.master, self.at)
             del flat.staged_shard
         if self.at == "cpu":
-            # the publication reads the shards
-            self._outward.event().wait()
-
-    # continued: host-read-write
-    def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._stored.get(flat.master) is not flat.shard:
-            master = self.read_shard(flat.master)
-            precision.shard_to_master(master, self.read_shard(flat.shard))
-            self.write_shard(flat.master, master)
-
-    def read_shard(
-        self, shard: Tensor, a: int = 0, b: int | None = None
-    ) -> Tensor:
-        for stream in (self.down, self.up):
-            stream.event().synchronize()  # the host reads what they copy
-        return super().read_shard(self._stored.get(shard, shard), a, b)
-
-    def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
-        super().write_shard(self._stored.get(shard, shard), values, a)
+            self._outward.event().wait()  # the publication reads shards
