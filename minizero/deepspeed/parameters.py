@@ -150,9 +150,7 @@ def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
     if not net.unsynced:
         return total
     # what is not reduced yet: a sum of this rank's own
-    own = view.slot.view(flat.grad_buffer()).to(torch.float32, copy=True)
-    if p in flat.uninitialized:
-        own.zero_()
+    own = view.slot.view(flat.full_grad()).to(torch.float32, copy=True)
     with comm.phase("view", view.unit.name):
         comm.all_reduce(own, average=True, group=net.group)
     return own if total is None else own + total

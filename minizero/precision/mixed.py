@@ -5,158 +5,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from .. import comm
 from ..memory.labels import label
+from .settings import MixedSettings
 from ..ranks import device
 from ..zero.flat import Flat
-from ..zero.seams import Precision
 
 # %% auto #0
-__all__ = ['LossScale', 'DynamicLossScale', 'MixedPrecision', 'has_overflow']
+__all__ = ['MixedPrecision', 'has_overflow']
 
-# %% ../../notebooks/04_precision.ipynb #precision-loss-scale
-class LossScale:
-    """A static loss scale: the loss is multiplied by it before backward.
+# %% ../../notebooks/04_precision.ipynb #precision-copies
+class MixedPrecision(MixedSettings):
+    """16-bit training and fp32 masters (Micikevicius et al. 2018)."""
 
-    Gradients carry the scale until the update, which divides them by it. A
-    step whose gradients are not finite is skipped.
-    """
-
-    saved: tuple[str, ...] = ("scale",)
-
-    def __init__(self, scale: float = 1.0) -> None:
-        if not 0 < scale < float("inf"):
-            raise ValueError(
-                f"the loss scale must be above 0 and finite, not {scale!r}"
-            )
-        self.scale = float(scale)
-
-    def update(self, overflow: bool) -> None:
-        """Called once a step, on every rank with the same `overflow`."""
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs, as plain numbers."""
-        return {name: getattr(self, name) for name in self.saved}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """The inverse. Raises ValueError if the names differ."""
-        if state.keys() != set(self.saved):
-            raise ValueError(
-                f"this is another loss scale's state: {', '.join(state)}"
-            )
-        vars(self).update(state)
-
-# %% ../../notebooks/04_precision.ipynb #precision-dynamic
-class DynamicLossScale(LossScale):
-    """A loss scale that adapts, by DeepSpeed's rules and under its names.
-
-    The first `hysteresis` - 1 overflows only skip their step. Each one after
-    that halves the scale too; at `min_loss_scale` it raises OverflowError.
-    After `loss_scale_window` + 1 steps without overflow, and every window
-    after those, the scale doubles and the tolerance is restored (with
-    `consecutive_hysteresis`: after each step without overflow).
-    """
-
-    saved = ("scale", "lives", "good_steps")
-
-    def __init__(
-        self,
-        initial_scale_power: float = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_loss_scale: float = 1.0,
-    ) -> None:
-        super().__init__(2.0**initial_scale_power)
-        counts = min(loss_scale_window, hysteresis)
-        if counts < 1 or not 0 < min_loss_scale <= self.scale:
-            raise ValueError(
-                "loss_scale_window and hysteresis must be at least 1, and "
-                "min_loss_scale above 0 and at most the first scale, not "
-                f"{loss_scale_window}, {hysteresis} and {min_loss_scale}"
-            )
-        self.loss_scale_window = loss_scale_window
-        self.hysteresis = self.lives = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.min_loss_scale = float(min_loss_scale)
-        self.good_steps = 0  # since the last overflow
-
-    # continued: precision-dynamic-update
-    def update(self, overflow: bool) -> None:
-        """Lower the scale after an overflow, raise it after a window."""
-        if overflow:
-            self.good_steps = 0
-            if self.lives > 1:
-                self.lives -= 1
-            elif self.scale > self.min_loss_scale:
-                self.scale = max(self.scale / 2, self.min_loss_scale)
-            else:
-                raise OverflowError(
-                    "gradients are not finite at the minimal loss scale, "
-                    f"{self.scale:g}; look for the first inf or NaN in the "
-                    "model or the data, or train in bf16"
-                )
-            return
-        # the first step after an overflow does not count
-        counted, self.good_steps = self.good_steps, self.good_steps + 1
-        is_full = counted > 0 and counted % self.loss_scale_window == 0
-        if is_full or self.consecutive_hysteresis:
-            self.lives = self.hysteresis
-        if is_full:
-            self.scale *= 2
-
-# %% ../../notebooks/04_precision.ipynb #precision-dtypes
-class MixedPrecision(Precision):
-    """16-bit training with a loss scale (Micikevicius et al. 2018, sec. 3).
-
-    The model may come in any floating-point dtype. One object serves one run,
-    under any plan.
-
-    `parameters`: dtype of the parameters, of floating-point inputs of the
-        model and, with ZeRO-3, of what is gathered.
-    `reduce`: dtype in which gradients are kept, added up over micro-batches
-        and reduced over ranks; by default that of the parameters.
-    `buffers`: dtype of the model's floating-point buffers. By default those
-        of a module with parameters of its own get the parameters' dtype,
-        which torch's kernels demand (batch norm); others stay as they are
-        (the frequencies of a rotary embedding).
-    `loss_scale`: by default a `DynamicLossScale` if gradients pass through
-        fp16, else none; without one, no step looks for overflow.
-    """
-
-    def __init__(
-        self,
-        parameters: torch.dtype = torch.bfloat16,
-        reduce: torch.dtype | None = None,
-        buffers: torch.dtype | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        self.parameters, self.buffers = parameters, buffers
-        self.reduce = parameters if reduce is None else reduce
-        for dtype in (self.parameters, self.reduce, buffers or parameters):
-            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(
-                    "a precision is made of torch.float32, torch.bfloat16 "
-                    f"and torch.float16, not of {dtype!r}"
-                )
-        if loss_scale is None and torch.float16 in (parameters, self.reduce):
-            loss_scale = DynamicLossScale()
-        self.scaler = loss_scale
-        self._clip_factor: Tensor | float = 1.0  # until the update
-        self._grad_factor: Tensor | float = 1.0  # of this update's gradients
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the next loss."""
-        return 1.0 if self.scaler is None else self.scaler.scale
-
-    # continued: precision-copies
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
         """Make an fp32 copy of this rank's shard; then round the buffer."""
         if not flat.full.is_floating_point():
@@ -169,98 +33,47 @@ class MixedPrecision(Precision):
         flat.grad_dtype = self.reduce
         return master
 
-    def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
-        """Cast a buffer of `module` in place: others may hold it too."""
-        own = module.parameters(recurse=False)
-        dtype = self.buffers
-        if dtype is None and any(p.is_floating_point() for p in own):
-            dtype = self.parameters
-        if dtype is not None and buffer.is_floating_point():
-            buffer.data = label(buffer.to(dtype), "buffers")
-
-    # continued: precision-casts
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast floating-point tensors to the parameters' dtype."""
-
-        def cast(x: Any) -> Any:
-            is_float = isinstance(x, Tensor) and x.is_floating_point()
-            return x.to(self.parameters) if is_float else x
-
-        return tree_map(cast, super().inputs(args, kwargs))
-
-    def cast_grad(self, grad: Tensor) -> Tensor:
-        """The gradient in fp32, unscaled and clipped there, by one factor."""
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        if grad.dtype != wide:
-            grad = label(grad.to(wide), "gradients")
-        factor = self._grad_factor
-        if isinstance(factor, Tensor):  # to the optimizer's device, once
-            factor = self._grad_factor = factor.to(grad.device)
-        is_one = isinstance(factor, float) and factor == 1
-        return grad if is_one else grad.mul_(factor)
-
-    def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
-        """Take over values that were written to the shard.
-
-        Only where the shard is not its master's rounding: the other masters
-        keep all their digits.
-        """
-        if master is shard:
-            return
-        new = shard.to(master.device)
-        same = master.to(shard.dtype) == new
-        master.copy_(torch.where(same, master, new))
-
     # continued: precision-class
+    grad_factor: Tensor | float = 1.0  # of this update's gradients
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32 because fp16 may overflow."""
-        if isinstance(self._clip_factor, Tensor):
-            raise RuntimeError(
-                "backward was called between clip_grad_norm and step; clip "
-                "once, after the last micro-batch, or call zero_grad first"
-            )
+        self.check_unclipped()
         return loss if self.scaler is None else loss.float() * self.loss_scale
 
     def unscale_norm(self, norm: Tensor) -> Tensor:
         """The norm after unscaling and clipping."""
-        return norm / self.loss_scale * self._clip_factor
+        return norm / self.loss_scale * self.clip_factor
 
     def clip(self, grads: list[Tensor], factor: Tensor) -> None:
         """Keep the factor for `cast_grad`: 16 bit rounds small numbers."""
-        self._clip_factor = factor * self._clip_factor
+        self.clip_factor = factor * self.clip_factor
 
+    def cast_grad(self, grad: Tensor) -> Tensor:
+        """The gradient in fp32, unscaled and clipped there, by one factor."""
+        if grad.dtype != torch.float32:
+            grad = label(grad.float(), "gradients")
+        factor = self.grad_factor
+        if isinstance(factor, Tensor):  # to the optimizer's device, once
+            factor = self.grad_factor = factor.to(grad.device)
+        elif factor == 1:
+            return grad
+        return grad.mul_(factor)
+
+    def grads_cleared(self) -> None:
+        """The next step clips anew."""
+        self.clip_factor = 1.0
+
+    # continued: precision-can-step
     def can_step(self, grads: list[Tensor]) -> bool:
         """Whether all ranks' gradients are finite; updates the scale."""
-        # before the scale changes: these gradients carry the old one
-        self._grad_factor = self._clip_factor / self.loss_scale
+        self.grad_factor = self.clip_factor / self.loss_scale  # the old one
         if self.scaler is None:
             return True
         overflow = has_overflow(grads)
         self.skipped_steps += overflow
         self.scaler.update(overflow)
         return not overflow
-
-    # continued: precision-state
-    def grads_cleared(self) -> None:
-        """The next step clips anew."""
-        self._clip_factor = 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Loss scale and counts; masters belong to the optimizer's state."""
-        scale = self.scaler and self.scaler.state_dict()
-        return super().state_dict() | {"loss_scale": scale}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. Raises ValueError if only one run has a loss scale."""
-        saved = state["loss_scale"]
-        if (saved is None) != (self.scaler is None):
-            raise ValueError(
-                f"the saved run had {'no' if saved is None else 'a'} loss "
-                "scale, unlike this one; make it with the same loss_scale"
-            )
-        super().load_state_dict(state)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved)
 
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
 def has_overflow(grads: list[Tensor]) -> bool:

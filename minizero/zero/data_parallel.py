@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,6 @@ class DataParallel(Net):
     collectives; `Unit.wait` waits for them.
     """
 
-    def gather(self, unit: Unit) -> None:
-        """Launch the all-gather of the unit's parameters: not needed here."""
-
-    def release(self, unit: Unit) -> None:
-        """Free what `gather` has allocated."""
-
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the unit's gradients over ranks."""
         for flat in unit.trainable:
@@ -53,10 +47,54 @@ class DataParallel(Net):
         mean = self.owned(flat.full_grad(), flat)
         flat.mean = mean if flat.mean is None else flat.mean.add_(mean)
 
+    # continued: zero-data-parallel-nothing
+    def gather(self, unit: Unit) -> None:
+        """Launch the all-gather of the unit's parameters: not needed here."""
+
+    def release(self, unit: Unit) -> None:
+        """Free what `gather` has allocated."""
+
     def publish(self, unit: Unit) -> None:
         """Launch what sends updated shards: not needed here."""
 
+    # continued: zero-data-parallel-order
+    def _on_grad(self, p: nn.Parameter) -> None:
+        """Called by a hook: autograd has left a gradient in `p.grad`."""
+        unit, flat, slot = self.where[p]
+        flat.collect(slot)
+        unit.missing.discard(p)
+        self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Reduce complete units, in one order on every rank."""
+        while self.syncing and self._left and not self._left[-1].missing:
+            self._reduce(self._left.pop())
+
+    def _reduce(self, unit: Unit) -> None:
+        self._reduced.add(unit)
+        self.run(self.schedule.grads_ready(unit))
+
     # continued: zero-data-parallel-backward
+    def _begin_backward(self) -> None:
+        """Every parameter's gradient is missing, and no unit is reduced."""
+        self.has_gradients = True
+        self.schedule.pass_begins("backward")
+        self._left = list(self.units)  # the last unit's gradients come first
+        self._reduced.clear()
+        for unit in self.units:
+            unit.missing = {p for f in unit.trainable for p in f.parameters}
+        self._set_aside()
+
+    def _end_backward(self) -> None:
+        """Reduce the units that never became complete, with zeros."""
+        self.unsynced = not self.syncing
+        for unit in reversed(self.units) if self.syncing else ():
+            if unit not in self._reduced:
+                self._reduce(unit)
+        self.wait()
+        self.schedule.backward_ends()
+
+    # continued: zero-data-parallel-calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         args, kwargs = self.precision.inputs(args, kwargs)
@@ -76,46 +114,6 @@ class DataParallel(Net):
             loss.backward(retain_graph=retain_graph)
             self._end_backward()
 
-    def _begin_backward(self) -> None:
-        """Every parameter's gradient is missing, and no unit is reduced."""
-        self.has_gradients = True
-        self.schedule.pass_begins("backward")
-        self._left = list(self.units)  # the last unit's gradients come first
-        self._reduced.clear()
-        for unit in self.units:
-            unit.missing = {p for f in unit.trainable for p in f.parameters}
-        self._set_aside()
-
-    def _on_grad(self, p: nn.Parameter) -> None:
-        """Called by a hook: autograd has left a gradient in `p.grad`."""
-        unit, flat, slot = self.where[p]
-        flat.collect(slot)
-        unit.missing.discard(p)
-        self._reduce_complete()
-
-    # continued: zero-data-parallel-order
-    def _reduce_complete(self) -> None:
-        """Reduce complete units, in one order on every rank.
-
-        Without that order, ranks that use different parameters would reduce
-        different units at the same moment.
-        """
-        while self.syncing and self._left and not self._left[-1].missing:
-            self._reduce(self._left.pop())
-
-    def _reduce(self, unit: Unit) -> None:
-        self._reduced.add(unit)
-        self.run(self.schedule.grads_ready(unit))
-
-    def _end_backward(self) -> None:
-        """Reduce the units that never became complete, with zeros."""
-        self.unsynced = not self.syncing
-        for unit in reversed(self.units) if self.syncing else ():
-            if unit not in self._reduced:
-                self._reduce(unit)
-        self.wait()
-        self.schedule.backward_ends()
-
     # continued: zero-data-parallel-clip
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, the same on every rank and plan.
@@ -133,6 +131,7 @@ class DataParallel(Net):
             every = self.all_rows(torch.stack(norms, dim=1))
             return self.precision.unscale_norm(every.square().sum().sqrt())
 
+    # continued: zero-data-parallel-clipping
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`.
 
@@ -156,14 +155,8 @@ class DataParallel(Net):
             means = self._means()
             self.before_update()
             ready = self.precision.can_step(means)
-            due = self.units if ready else []
-            update = self.storage.update(due, self.optimizer, self.precision)
-            with closing(update):  # type: ignore[type-var]
-                for arrived in update:
-                    self._updated(arrived)
-            labels.label_states(self.optimizer)
+            self._update(self.units if ready else [])
         self.zero_grad()
-        self.note_writes()
         labels.mark("step")
         return ready
 
@@ -178,7 +171,7 @@ class DataParallel(Net):
 
     def clear_grads(self, flat: Flat) -> None:
         """Clear the gradients that stay allocated between steps."""
-        flat.mark_uninitialized()
+        flat.full_grad().zero_()
         flat.mean = None
 
     # continued: zero-data-parallel-means
@@ -200,12 +193,13 @@ class DataParallel(Net):
         finally:
             self.syncing = before
 
+    # continued: zero-data-parallel-late
     def _set_aside(self) -> None:
         """Move means of earlier micro-batches out of the gradient buffers."""
         for flat in self.trained if not self.unsynced else ():
             if flat.mean is not None and flat.grad is not None:
                 flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.mark_uninitialized()
+                flat.full_grad().zero_()
 
     def _means(self) -> list[Tensor]:
         """The mean gradients, when all reductions are done."""

@@ -40,7 +40,7 @@ class Slot(NamedTuple):
         part = buffer[self.offset : self.offset + self.numel]
         return part.view(self.shape)
 
-
+# %% ../../notebooks/03_data_parallel.ipynb #zero-flat-order
 def in_order(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
     """Lay parameters one after the other, in a buffer of n equal shards.
 
@@ -58,7 +58,6 @@ class Flat:
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
-    `uninitialized`: parameters whose part of `grad` has no values yet.
     `mean`: the gradient averaged over ranks; [size] where a plan shards it.
     `shard`: the values that this rank updates, stored between steps; they
         begin at element `start` of `full`.
@@ -69,8 +68,9 @@ class Flat:
     mean: Tensor | None = None
     grad: Tensor | None = None
     start = 0
+    # the rest is for `Net` and `Storage`
     known_writes: Any = None  # to parameters, as of the last step
-    staged_shard: Tensor  # these two where the optimizer works, in a step
+    staged_shard: Tensor  # while it is updated, where that is done
     staged_grad: Tensor
 
     # continued: zero-flat-init
@@ -93,7 +93,6 @@ class Flat:
         like = named[0][1]
         self.group, self.trainable = group, like.requires_grad
         self.grad_dtype = like.dtype
-        self.uninitialized: set[nn.Parameter] = set()
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
         self.shard = self.master = full.new_empty(0)
@@ -111,10 +110,7 @@ class Flat:
         return [slot.view(self.full) for slot in self.slots]
 
     def point(self, tensors: list[Tensor]) -> None:
-        """Let the parameters use these tensors' memory from now on.
-
-        By `.data`, since modules, optimizers and hooks hold the parameters.
-        """
+        """Let the parameters use these tensors' memory from now on."""
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.parameter.data = tensor
 
@@ -122,6 +118,22 @@ class Flat:
         """Call it after an update: then autograd refuses older graphs."""
         torch.autograd.graph.increment_version(self.parameters)
 
+    # continued: zero-flat-gradients
+    def full_grad(self) -> Tensor:
+        """This rank's gradients, [padded]; zeros where there are none yet."""
+        if self.grad is None:
+            grad = torch.zeros_like(self.full, dtype=self.grad_dtype)
+            self.grad = label(grad, "gradients")
+        return self.grad
+
+    def collect(self, slot: Slot) -> None:
+        """Add the gradient that autograd has left in `.grad`."""
+        p = slot.parameter
+        assert p.grad is not None
+        grad, p.grad = p.grad.to_dense(), None
+        slot.view(self.full_grad()).add_(grad)
+
+    # continued: zero-flat-pieces
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's shard of a buffer, [size]."""
         return buffer[self.place * self.size : (self.place + 1) * self.size]
@@ -131,47 +143,6 @@ class Flat:
         width = max(1, bucket_size // self.ranks.size)
         for start in range(0, self.size, width):
             yield slice(start, min(start + width, self.size))
-
-    # continued: zero-flat-gradients
-    def grad_buffer(self) -> Tensor:
-        """The gradient buffer; allocates it, without values, if need be."""
-        if self.grad is None:
-            grad = torch.empty_like(self.full, dtype=self.grad_dtype)
-            self.grad = label(grad, "gradients")
-            self.mark_uninitialized()
-        return self.grad
-
-    def mark_uninitialized(self) -> None:
-        """Let the next gradients replace what is in the buffer."""
-        grad, end = self.grad_buffer(), 0
-        for slot in sorted(self.slots, key=lambda slot: slot.offset):
-            grad[end : slot.offset].zero_()  # padding between parameters
-            end = slot.offset + slot.numel
-        grad[end:].zero_()
-        self.uninitialized = {*self.parameters}
-
-    def collect(self, slot: Slot) -> None:
-        """Move the gradient that autograd has left in `.grad` to the buffer.
-
-        The first one is copied: zeroing and adding would read it twice.
-        """
-        p, view = slot.parameter, slot.view(self.grad_buffer())
-        assert p.grad is not None
-        grad, p.grad = p.grad.to_dense(), None
-        if p in self.uninitialized:
-            self.uninitialized.remove(p)
-            view.copy_(grad)
-        else:
-            view.add_(grad)
-
-    def full_grad(self) -> Tensor:
-        """The gradient buffer, with zeros for unused parameters: [padded]."""
-        grad = self.grad_buffer()
-        for slot in self.slots:
-            if slot.parameter in self.uninitialized:
-                slot.view(grad).zero_()
-        self.uninitialized.clear()
-        return grad
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-flat-unit
 @dataclass(eq=False)

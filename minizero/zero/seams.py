@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -313,7 +313,7 @@ class Net:
     def place(self, flat: Flat) -> None:
         """Allocate what this plan keeps of a buffer between steps."""
         if flat.trainable:
-            flat.grad_buffer()
+            flat.full_grad()
 
     def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
         """The part of a buffer that this rank updates: here, all of it."""
@@ -377,6 +377,16 @@ class Net:
                 comm.all_gather(every, mine, group=ranks)
                 mine = every
         return mine
+
+    def _update(self, units: list[Unit]) -> None:
+        """Let the optimizer update these units; publish each when it is ready."""
+        update = self.storage.update(units, self.optimizer, self.precision)
+        with closing(update):  # type: ignore[type-var]
+            for arrived in update:
+                self._updated(arrived)
+        labels.label_states(self.optimizer)
+        self.wait()
+        self.note_writes()
 
     def _updated(self, units: list[Unit], frozen: bool = False) -> None:
         """Publish units whose shards, maybe the frozen ones too, have new values."""

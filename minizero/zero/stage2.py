@@ -41,6 +41,5 @@ class ZeRO2(ZeRO1):
     def clear_grads(self, flat: Flat) -> None:
         """Clear the shard, and free what a failed backward has left."""
         flat.grad = None
-        flat.uninitialized.clear()
         if flat.mean is not None:
             flat.mean.zero_()
