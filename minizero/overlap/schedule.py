@@ -186,7 +186,7 @@ class Overlap(Schedule):
         """Choose what is freed before `unit` is gathered."""
         is_new = self._live.get(unit) != "in use"
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in skipped if self._live.get(u) == "ahead"]
+        freed = [u for u in self._those("ahead") if u in skipped]
         for u in freed:
             del self._live[u]
         missing = 0 if unit in self._live else self._elements[unit]
