@@ -52,6 +52,7 @@ def pool() -> Iterator[Pool]:
 
 REPEATED = {*(f"groups at stage {s}" for s in (1, 2)), "groups, accumulated"}
 REPEATED |= {"groups, Muon", "groups, offloaded", "parameters in groups"}
+REPEATED |= {"parameters in groups, Muon", "quantized in groups"}
 
 
 @pytest.mark.parametrize("name", some(EQUAL, lambda name: name in REPEATED))
