@@ -28,7 +28,7 @@ from minizero.memory import Placement
 from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS as BYTES
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks import Pool, rank
+from minizero.ranks import Pool, device, rank
 from minizero.zero import Storage
 
 RANKS = (2, 3)  # with --all
@@ -73,6 +73,7 @@ def measure(
         mixed = PRECISIONS[precision]()
         net = parallelize(model, optimizer, plan, storage=kept, precision=mixed)
         x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
+        x = x.to(device())
         for _ in range(2):
             down, up = kept.down.nbytes, kept.up.nbytes
             net.backward(net(x, x))
