@@ -21,7 +21,7 @@ __all__ = ['Pass', 'Order', 'Overlap']
 class Pass:
     """A forward or a backward: the units that it should need, in order.
 
-    `seen`: those that it has needed so far.
+    `place`: how far it has come in them. `seen`: what it has needed so far.
     """
 
     def __init__(self, expected: Sequence[Unit] = ()) -> None:
@@ -33,7 +33,7 @@ class Pass:
         return self.expected[self.place :]
 
     def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed now; returns the units left out."""
+        """Record that `unit` is needed; returns those left out for good."""
         self.seen.append(unit)
         coming = self.upcoming()
         if unit not in coming:  # a surprise: keep the prediction
@@ -70,7 +70,7 @@ class Order:
         self.running, self.current = running, Pass(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
-        """Nothing uses the unit any more; or, if it is the last, any unit."""
+        """Nothing uses the unit any more; the last one ends a forward."""
         if self.running == "forward" and torch.is_grad_enabled():
             self.left.append(unit)
         if self.running == "forward" and is_last:
@@ -186,7 +186,7 @@ class Overlap(Schedule):
         """Choose what is freed before `unit` is gathered."""
         is_new = self._live.get(unit) != "in use"
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in skipped if self._live.get(u) == "ahead"]
+        freed = [u for u in self._those("ahead") if u in skipped]
         for u in freed:
             del self._live[u]
         missing = 0 if unit in self._live else self._elements[unit]
