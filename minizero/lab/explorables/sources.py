@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 LINES: dict[str, tuple[Function, str]] = {
     "forward": (DataParallel.__call__, "return self.model("),
     "backward": (DataParallel.backward, "loss = self.precision.scale_loss(loss)"),
-    "update": (DataParallel.step, "for"),
+    "update": (DataParallel._update, "for"),
     "launch": (comm.Work.__init__, "self._finish"),
     "wait": (comm.Work.wait, "finish()"),
     "release": (ShardedFlat.free, "self.full.untyped_storage().resize_(0)"),
