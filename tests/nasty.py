@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import minizero
-from minizero import Overlap, Plan, parallelize
+from minizero import Overlap, Placement, Plan, parallelize
 from minizero.activations import Offloaded, Recompute, recompute_units
 from minizero.precision import DynamicLossScale, MixedPrecision
-from minizero.ranks import rank, world_size
+from minizero.ranks import device, rank, world_size
 from minizero.zero import DataParallel, Muon, Storage
 
 # A test with one of these marks runs on each rank of a pool (see conftest).
 on_each_rank = pytest.mark.usefixtures("pool")
 on_two_ranks = pytest.mark.usefixtures("two")
+# What it expects holds for CPUs: a GPU rounds otherwise, and gloo moves none of its
+# memory.
+on_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def some(names: Iterable[str], left: Callable[[str], bool]) -> list[Any]:
@@ -104,6 +108,25 @@ def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return Muon([{**matrices, "use_muon": True, "lr": 0.02}, others])
 
 
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def plans(*places: str) -> list[Plan]:
+    """Every plan that keeps something on the last of these places, ZeRO-1 to 3."""
+    found = []
+    for stage, on in product((1, 2, 3), product(places, repeat=3)):
+        pairs = list(zip((stage == 3, stage >= 2, True), on, strict=True))
+        allowed = all(s or o == "device" for s, o in pairs) and on[1] != "nvme"
+        if allowed and places[-1] in on:
+            found.append(Plan(*(Placement(*pair) for pair in pairs)))
+    return found
+
+
+def name_of(plan: Plan) -> str:
+    placed = [getattr(plan, category) for category in STATE]
+    return " ".join([f"zero{sum(p.sharded for p in placed)}", *(p.on for p in placed)])
+
+
 @dataclass(frozen=True)
 class Case:
     """How to train: the arithmetic first, then what must change no bit of it."""
@@ -125,12 +148,19 @@ class Case:
     bucket_size: int = 500
 
     def reference(self) -> Case:
-        """Data parallelism in the same arithmetic."""
+        """Data parallelism in the same arithmetic.
+
+        A GPU and its host round differently: there, gradients and optimizer state are
+        where this case has them.
+        """
         plan, storage = Plan.stage(0), None
         if self.storage == "Delayed":
             plan, storage = Plan.stage(1, "cpu"), "Delayed"
+        places = {self.plan.gradients.on, self.plan.optimizer.on}
         if any(self.bits):
             plan = self.plan
+        elif torch.cuda.is_available() and places != {"device"}:
+            plan = replace(self.plan, parameters=Placement())
         elif self.plan.group and self.precision != "fp32":
             plan = Plan.stage(1, group=2)  # 16-bit sums round after each group
         return Case(
@@ -178,8 +208,8 @@ class Case:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """The same names, and tensors that are equal bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    """The same names, and tensors that are equal bit for bit, on whatever device."""
+    return a.keys() == b.keys() and all(torch.equal(a[k].cpu(), b[k].cpu()) for k in a)
 
 
 def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
@@ -192,12 +222,12 @@ def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def batches(steps: int, micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """The global batches, the same on every rank; `rows` for each rank."""
+    """The global batches on the device, the same on every rank; `rows` for each."""
     generator = torch.Generator().manual_seed(7)
     size = (steps * micro_batches, world_size() * rows, 5)
     x = torch.randint(VOCABULARY, size, generator=generator)
     y = torch.randint(VOCABULARY, size, generator=generator)
-    return list(zip(x, y, strict=True))
+    return list(zip(x.to(device()), y.to(device()), strict=True))
 
 
 def own(t: Tensor, rows: int) -> Tensor:

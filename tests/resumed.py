@@ -30,7 +30,7 @@ class Small(Nasty):
         self.register_buffer("mean", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         for index in (0, 1, 0):
             h = self.dropout(self.blocks[index](h, gain=0.5))
         if self.training:

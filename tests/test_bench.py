@@ -79,7 +79,7 @@ def test_gpu_parts(
     """What needs more GPUs than there are is left out."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     gpu.main([])
-    _, *lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [*gpu.PARTS]
     assert all("left out: 0 GPUs of" in line for line in lines)
     with pytest.raises(ValueError, match="there is no part speed"):

@@ -34,7 +34,7 @@ from minizero.checkpoint import (
     read_extra,
     save,
 )
-from minizero.ranks import Pool, rank
+from minizero.ranks import Pool, device, rank
 from minizero.zero import DataParallel
 
 WIDTH = 6
@@ -207,7 +207,7 @@ def test_odd_names_groups_and_modules(tmp_path: Path) -> None:
     net.model["extra"].get_buffer("a/b buffer").fill_(7j)
     for n, group in enumerate(net.optimizer.param_groups):
         group.update(lr=0.1 / (1 + n), initial_lr=0.9, foreach=True)
-    net.backward(net.model["extra"](torch.ones(2)))
+    net.backward(net.model["extra"](torch.ones(2, device=device())))
     net.step()
     save(net, tmp_path, "a")
     load(other, tmp_path)

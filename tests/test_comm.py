@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from nasty import on_each_rank, on_two_ranks
+from nasty import on_cpu_only, on_each_rank, on_two_ranks
 from torch import Tensor
 
 from minizero import comm
@@ -280,6 +280,7 @@ def mixed() -> None:
             comm.check_sequence()
 
 
+@on_cpu_only
 def test_calls_that_the_backend_mixes_are_found() -> None:
     with Pool(2) as pool:  # of its own: the calls of its ranks differ from now on
         pool.run(mixed)

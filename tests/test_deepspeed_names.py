@@ -46,7 +46,7 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> list[bool]:
-    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+    return [torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True)]
 
 
 def test_names_are_the_things_themselves() -> None:

@@ -138,7 +138,7 @@ def test_peaks_and_ledger_are_those_of_real_ranks(runs: Runs, ranks: int) -> Non
             config,
             world_size=ranks,
             batch=(TOKENS, TOKENS),
-            device="cpu",
+            device="cuda" if torch.cuda.is_available() else "cpu",
             rank=rank,
         )
         got = found.peaks, found.peak, found.host, found.between, calls_of(found.calls)

@@ -237,7 +237,7 @@ def test_state_dicts_have_no_holes() -> None:
     assert weights.keys() - some.keys() == (frozen if weights else set())
     with minizero.zero.GatheredParameters(engine.module.parameters()):
         inside = {k: v.clone() for k, v in engine.state_dict().items()}
-    assert all(torch.equal(inside[f"module.{k}"], v) for k, v in weights.items())
+    assert all(torch.equal(inside[f"module.{k}"].cpu(), v) for k, v in weights.items())
     for module in (engine, engine.module, engine.module.blocks[0].up):
         with pytest.raises(RuntimeError, match="engine.module_state_dict()"):
             module.state_dict()
@@ -256,7 +256,7 @@ def test_loaded_weights_outlive_an_update(stage: int) -> None:
     feed(engine, *batches(1, 1, rows=2)[0])
     assert engine.was_step_applied()
     got, names = engine.module_state_dict(), dict(engine.module.named_parameters())
-    assert all(torch.equal(v, new[k]) for k, v in got.items() if k in names)
+    assert same(*({name: state[name] for name in names} for state in (got, new)))
 
 
 def test_whole_weights_in_one_file(two: Pool, tmp_path: Path) -> None:
@@ -442,8 +442,7 @@ def test_what_is_loaded(tmp_path: Path) -> None:
     other, stream = dropping(placed(3))
     other.load_checkpoint(tmp_path, load_module_only=True)
     assert other.global_steps == 0 and not any(other.optimizer.state.values())
-    got = other.module_state_dict()
-    assert all(torch.equal(v, weights[k]) for k, v in got.items())
+    assert same(other.module_state_dict(), weights) or rank() > 0
     assert other.training_dataloader.seen in (None, 0)
     other.load_checkpoint(tmp_path, load_optimizer_states=False)
     assert other.global_steps == 2

@@ -247,20 +247,23 @@ def test_fingers_do_as_well(gallery: Gallery) -> None:
 
 # --- Numbers, and the live widget ---
 
+
+def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:
+    """A config with these keys, a path beside "nvme"."""
+    blocks = {
+        name: {"device": on} | ({"nvme_path": "files"} if on == "nvme" else {})
+        for name, on in (("offload_optimizer", state), ("offload_param", param))
+    }
+    zero = {"stage": stage, **blocks}
+    return {"train_batch_size": 1024, "zero_optimization": zero, **more}
+
+
 CONFIGS = [
     json.dumps(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {
-                "stage": stage,
-                "offload_optimizer": {"device": state, "nvme_path": "files"},
-                "offload_param": {"device": param, "nvme_path": "files"},
-            },
-            "bf16": {"enabled": half},
-            "optimizer": {"type": optimizer, "params": {"lr": 1}},
-        }
+        config(*places, bf16={"enabled": half}, optimizer={"type": optimizer})
+        | {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1}
     )
-    for stage, state, param, half, optimizer in product(
+    for *places, half, optimizer in product(
         range(4), ("cpu", "nvme"), ("cpu", "nvme"), (True, False), ("Adam", "SGD")
     )
 ]
@@ -431,16 +434,6 @@ def test_a_prediction_returns_where_its_answer_is(browser: Any, show: Show) -> N
     until(browser, lambda: find(browser, there).text == said)
     find(find(browser, FRAME).shadow_root, ".tools button").click()
     until(browser, lambda: not find(browser, there).is_displayed())
-
-
-def config(stage: Any, state: str, param: str, **more: Any) -> dict[str, Any]:
-    """A config with these keys, a path beside "nvme"."""
-    blocks = {
-        name: {"device": on} | ({"nvme_path": "files"} if on == "nvme" else {})
-        for name, on in (("offload_optimizer", state), ("offload_param", param))
-    }
-    zero = {"stage": stage, **blocks}
-    return {"train_batch_size": 1024, "zero_optimization": zero, **more}
 
 
 SAID = {

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nasty
 import pytest
 import torch
-from nasty import Case, muon, on_each_rank, same, some
+from nasty import Case, muon, on_each_rank, some
+from resumed import Small, equal, resumed, steps, unbroken
 from test_equal import ALL, at, both, check, reference
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ from minizero import (
     estimate,
     zero,
 )
-from minizero.checkpoint import load, save
 from minizero.comm.quantized import BLOCK
 from minizero.config import read
 from minizero.ranks import Pool
@@ -53,6 +52,7 @@ def pool() -> Iterator[Pool]:
 
 REPEATED = {*(f"groups at stage {s}" for s in (1, 2)), "groups, accumulated"}
 REPEATED |= {"groups, Muon", "groups, offloaded", "parameters in groups"}
+REPEATED |= {"parameters in groups, Muon", "quantized in groups"}
 
 
 @pytest.mark.parametrize("name", some(EQUAL, lambda name: name in REPEATED))
@@ -86,47 +86,21 @@ def test_bytes(pool: Pool, secondary: bool) -> None:
         assert 0 <= live["optimizer"] - expected.optimizer <= 16 * 4 * 4
 
 
-def steps(net: Any, first: int, last: int) -> Tensor:
-    data, losses = nasty.batches(20, 1, rows=2), []
-    for step in range(first, last):
-        net.model.step = step
-        x, y = data[step]
-        losses.append(net(nasty.own(x, 2), nasty.own(y, 2)))
-        net.backward(losses[-1])
-        net.clip_grad_norm(0.5)
-        net.step()
-    return torch.stack(losses).detach()
-
-
-def resumed(
-    folder: Path, plan: Plan, tag: str, as_tag: str | None = None
-) -> dict[str, Tensor]:
-    """Weights after a second step; the first is made here, and saved, or loaded."""
-    net = Case(plan).build()
-    if as_tag is None:
-        steps(net, 0, 1)
-        save(net, folder, tag)
-    else:
-        load(net, folder, as_tag)
-    steps(net, 1, 2)
-    return net.state_dict()
-
-
 def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     """From groups to none and back; each shard is in one file, once."""
-    plans = {
-        "flat": Plan.stage(2),
-        "grouped": Plan.stage(3, group=GROUP),
-        "secondary": SECONDARY,
+    cases = {
+        "flat": Case(Plan.stage(2)),
+        "grouped": Case(Plan.stage(3, group=GROUP)),
+        "secondary": Case(SECONDARY),
     }
-    pairs: list[tuple[str, str | None]] = [(tag, None) for tag in plans]
-    pairs += [("secondary", "flat"), ("flat", "grouped"), ("grouped", "secondary")]
-    runs = [pool.run(resumed, tmp_path, plans[a], a, b)[0] for a, b in pairs]
-    for run in runs:
-        assert same(run, runs[0])
+    how = 1, 1, tmp_path
+    runs = [pool.run(unbroken, cases[tag], *how, tag) for tag in cases]
+    pairs = ("secondary", "flat"), ("flat", "grouped"), ("grouped", "secondary")
+    runs += [pool.run(resumed, cases[a], *how, tag) for a, tag in pairs]
+    assert all(equal(run, runs[0]) for run in runs)
     sizes = [
         sum(f.stat().st_size for f in (tmp_path / tag).glob("*.safetensors"))
-        for tag in plans
+        for tag in cases
     ]
     assert max(sizes) - min(sizes) < 200 * 4
 
@@ -184,17 +158,17 @@ def test_hard_values(bits: int, dtype: torch.dtype) -> None:
             assert back.isfinite().all() and close.all(), (value, n)
 
 
-def quantized(plan: Plan) -> tuple[Any, ...]:
-    """Losses, parameters as gathered, and whether own shards are and stay exact."""
-    net = Case(plan, bits=(8, None)).build()
-    losses = steps(net, 0, 2)
+def quantized(plan: Plan) -> tuple[list[Tensor], bool]:
+    """Parameters as gathered, and whether own shards are and stay exact."""
+    net = Case(plan, bits=(8, None)).build(Small)
+    steps(net, 0, 2)
     before = [flat.shard.clone() for flat in net.flats]
     with zero.GatheredParameters(net.model.parameters(), modifier_rank=0):
         whole = [flat.full.clone() for flat in net.flats]
     kept = all(map(torch.equal, before, (flat.shard for flat in net.flats)))
     form = comm.Quantized(8)
     sent = [form.decode(form.encode(w), torch.empty_like(w)) for w in before]
-    return losses, whole, kept and not any(map(torch.equal, before, sent))
+    return whole, kept and not any(map(torch.equal, before, sent))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +177,6 @@ def quantized(plan: Plan) -> tuple[Any, ...]:
 def test_ranks_agree_on_quantized_weights(pool: Pool, plan: Plan) -> None:
     """All gather the same values; the shards stay as the optimizer made them."""
     every = pool.run(quantized, plan)
-    for _, whole, kept in every:
+    for whole, kept in every:
         assert kept
-        assert all(map(torch.equal, whole, every[0][1]))
+        assert all(map(torch.equal, whole, every[0][0]))

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from nasty import same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minizero import Offload, Plan, parallelize
 from minizero.precision import MixedPrecision
-from minizero.ranks import Pool, launch, rank
+from minizero.ranks import Pool, device, launch, rank
 from minizero.zero import DataParallel, GatheredParameters, Init
 
 STAGES = (0, 1, 2, 3)
@@ -40,7 +41,7 @@ def wrap(stage: int, made: nn.Module | None = None, **options: Any) -> DataParal
 
 
 def rows() -> Tensor:
-    return torch.ones(3, 4) + torch.arange(4)
+    return (torch.ones(3, 4) + torch.arange(4)).to(device())
 
 
 def loss(net: Any) -> Tensor:
@@ -97,8 +98,7 @@ def after_write(stage: int, write: Write, copies: str, early: bool) -> Any:
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_writes_are_taken_over(stage: int, copies: str) -> None:
     for write in WRITES:
-        got, expected = (after_write(stage, write, copies, e) for e in (False, True))
-        assert [k for k in got if not torch.equal(got[k], expected[k])] == []
+        assert same(*(after_write(stage, write, copies, e) for e in (False, True)))
 
 
 def written_at_once(stage: int) -> dict[str, Tensor]:
@@ -115,8 +115,7 @@ def written_at_once(stage: int) -> dict[str, Tensor]:
 def test_one_rank_writes_for_all(two: Pool) -> None:
     expected = two.run(written_at_once, 0)[0]
     for stage in (1, 2, 3):
-        got = two.run(written_at_once, stage)[0]
-        assert all(torch.equal(got[k], expected[k]) for k in expected)
+        assert same(two.run(written_at_once, stage)[0], expected)
 
 
 # refused
@@ -136,7 +135,7 @@ def frozen_late(net: Any) -> None:
 
 def set_grad(net: Any) -> None:
     net.backward(loss(net))
-    net.model[0].bias.grad = torch.zeros(6)
+    net.model[0].bias.grad = torch.zeros(6, device=device())
     net.step()
 
 
@@ -154,7 +153,7 @@ def late_gradient(net: Any) -> None:
 
 
 def trained_before(net: Any) -> None:
-    made = model()
+    made = model().to(device())
     optimizer = torch.optim.Adam(made.parameters())
     loss(made).backward()
     optimizer.step()
@@ -196,7 +195,7 @@ def freed_write(net: Any) -> None:
 
 
 def freed_exchange(net: Any) -> None:
-    net.model[0].weight.data = torch.zeros(6, 4)
+    net.model[0].weight.data = torch.zeros(6, 4, device=device())
     net(rows())
 
 
@@ -254,7 +253,7 @@ def test_a_gathered_model_is_copied_and_saved() -> None:
         expected = {k: v.clone() for k, v in net.model.state_dict().items()}
     file.seek(0)
     for made in (other, torch.load(file, weights_only=False)):
-        assert all(torch.equal(v, expected[k]) for k, v in made.state_dict().items())
+        assert same(made.state_dict(), expected)
         assert made(rows()).isfinite().all()
     assert net.model[0].weight.isnan().all()
 

@@ -15,7 +15,7 @@ from minizero import Plan, initialize, parallelize
 from minizero import zero as zero_
 from minizero.comm import ordered_sum
 from minizero.kernels import muon_options
-from minizero.ranks import Pool, rank, world_size
+from minizero.ranks import Pool, device, rank, world_size
 from minizero.zero import Muon
 from minizero.zero.muon import muon_groups
 
@@ -50,12 +50,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + part)
-    return tuple(torch.randint(17, (2, 2, 6), generator=draw))  # type: ignore[return-value]
+    return tuple(torch.randint(17, (2, 2, 6), generator=draw).to(device()))  # type: ignore[return-value]
 
 
 def alone(n: int) -> dict[str, Tensor]:
     """What torch's own Muon and AdamW make of the mean, summed in the ranks' order."""
-    model = build()
+    model = build().to(device())
     first, second, rest = (
         {k: v for k, v in group.items() if k != "use_muon"} for group in groups(model)
     )

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload import CONFIG, STATE, measure, name, padded, plans
+from nasty import STATE, plans
+from nasty import name_of as name
+from test_offload import CONFIG, measure, padded
 
 from minizero import NVMe, Plan, estimate, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig

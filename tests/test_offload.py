@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,8 @@ from typing import Any
 import nasty
 import pytest
 import torch
-from nasty import Case, Nasty, batches, muon, own, same, some
+from nasty import STATE, Case, Nasty, batches, muon, on_cpu_only, own, plans, same, some
+from nasty import name_of as name
 from test_equal import train
 from torch import Tensor, nn
 
@@ -28,33 +28,15 @@ from minizero.memory import Placement
 from minizero.memory.labels import aligned
 from minizero.memory.plan import PRECISIONS as BYTES
 from minizero.precision import LossScale, MixedPrecision
-from minizero.ranks import Pool, rank
+from minizero.ranks import Pool, device, rank
 from minizero.zero import Storage
 
 RANKS = (2, 3)  # with --all
-STATE = ("parameters", "gradients", "optimizer")
 CONFIG = GPTConfig(layers=3, hidden=24, heads=2, sequence=16, vocabulary=50)
 PRECISIONS: dict[str, Callable[[], Any]] = {
     "fp32": lambda: None,
     "bf16": MixedPrecision,
 }
-
-
-def plans(*places: str) -> list[Plan]:
-    """Every plan that keeps something on the last of these places, ZeRO-1 to 3."""
-    found = []
-    for stage, on in itertools.product((1, 2, 3), itertools.product(places, repeat=3)):
-        sharded = (stage == 3, stage >= 2, True)
-        pairs = list(zip(sharded, on, strict=True))
-        allowed = all(s or o == "device" for s, o in pairs) and on[1] != "nvme"
-        if allowed and places[-1] in on:
-            found.append(Plan(*(Placement(*pair) for pair in pairs)))
-    return found
-
-
-def name(plan: Plan) -> str:
-    stage = sum(getattr(plan, c).sharded for c in STATE)
-    return f"zero{stage} " + " ".join(getattr(plan, c).on for c in STATE)
 
 
 PLANS = plans("device", "cpu")
@@ -91,6 +73,7 @@ def measure(
         mixed = PRECISIONS[precision]()
         net = parallelize(model, optimizer, plan, storage=kept, precision=mixed)
         x = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(1))
+        x = x.to(device())
         for _ in range(2):
             down, up = kept.down.nbytes, kept.up.nbytes
             net.backward(net(x, x))
@@ -263,6 +246,7 @@ class Late(Storage):
             group["lr"] = rate
 
 
+@on_cpu_only
 @pytest.mark.parametrize("bf16, optimizer", [(False, muon), (True, nasty.adamw)])
 def test_delay_is_one_step(
     two: Pool, tmp_path: Path, bf16: bool, optimizer: Any
@@ -304,6 +288,7 @@ def stepping(plan: Plan, make: Callable[[Plan], Storage], look: bool = False) ->
     return losses, net.state_dict()
 
 
+@on_cpu_only
 def test_an_update_keeps_the_options_of_its_step(two: Pool) -> None:
     """And nothing is late where a step waits."""
     got, expected = (
@@ -363,11 +348,11 @@ def test_on_a_gpu(plan: Plan) -> None:
 
     def losses(storage: Storage | None) -> Tensor:
         torch.manual_seed(0)
-        model = GPT(CONFIG).cuda()
+        model = GPT(CONFIG)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         used = storage.plan if storage else Plan.stage(3)
         net = parallelize(model, optimizer, used, storage=storage)
-        x, seen = torch.arange(16, device="cuda")[None], []
+        x, seen = torch.arange(16)[None], []
         for _ in range(8):
             seen.append(net(x, x))
             net.backward(seen[-1])

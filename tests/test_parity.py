@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Run
 from nasty import some
 from parity.cases import CASES, RECORD
 from parity.compare import Seen, differs, flatten
@@ -99,16 +98,9 @@ def test_a_difference_is_found() -> None:
 
 
 @pytest.mark.thorough
-def test_the_script_runs_as_it_stands(root: Path) -> None:
+def test_the_script_runs_as_it_stands(root: Path, tool: Run) -> None:
     """Under torchrun, with the module's name as its only difference."""
-    script = root / "tests" / "parity" / "script.py"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, script, "minizero.deepspeed", "sgd-2"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)["seen"]
-    assert not differs(CASES["sgd-2"], seen, THEIRS["sgd-2"])
+    script = root / "tests" / "parity" / "script.py", "minizero.deepspeed", "sgd-2"
+    out = tool("torchrun", "--standalone", "--nproc_per_node", 2, *script)
+    (line,) = (line for line in out.splitlines() if line.startswith('{"case"'))
+    assert not differs(CASES["sgd-2"], json.loads(line)["seen"], THEIRS["sgd-2"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minizero import Plan, comm, parallelize, zero
 from minizero.precision import DynamicLossScale, LossScale, MixedPrecision
-from minizero.ranks import Pool, rank, world_size
+from minizero.ranks import Pool, device, rank, world_size
 from minizero.zero import DataParallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -112,7 +112,7 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
     """
     n = world_size()
     torch.manual_seed(0)
-    model = Nasty()
+    model = Nasty().to(device())
     model16 = copy.deepcopy(model).to(dtype)
     both = zip(model.parameters(), model16.parameters(), strict=True)
     trained = [(p, q) for p, q in both if p.requires_grad]
@@ -139,7 +139,7 @@ def by_hand(dtype: torch.dtype, scale: float) -> Run:
         with torch.no_grad():
             for p, q in trained:
                 q.copy_(p)
-    run.weights = {k: v.detach() for k, v in model16.state_dict().items()}
+    run.weights = {k: v.cpu() for k, v in model16.state_dict().items()}
     return run
 
 
@@ -212,10 +212,11 @@ class Mixed(nn.Module):
 def dtypes() -> dict[str, Any]:
     torch.manual_seed(rank())
     model = Mixed()
-    originals = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    originals = [p.detach().clone().to(device()) for p in trained]
     for p in originals:
         comm.broadcast(p)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW(trained)
     precision = MixedPrecision(BF16, reduce=FP32, buffers=FP16)
     net = parallelize(model, optimizer, Plan.stage(3), precision=precision)
     first = [m.clone() for m in masters(net)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import nbformat
 import pytest
 import yaml
+from conftest import Run
 from packaging.requirements import Requirement
 
 from minizero import estimate
@@ -148,7 +147,7 @@ assert after < before / 2 and engine.global_steps == 8, (before, after)
 """
 
 
-def test_the_example_trains(root: Path, tmp_path: Path) -> None:
+def test_the_example_trains(root: Path, tmp_path: Path, tool: Run) -> None:
     """The README's config and loop, by its torchrun command, on two ranks."""
     (config,), (script, *_) = blocks(root, "json"), blocks(root, "python")
     (tmp_path / "ds_config.json").write_text(config)
@@ -156,27 +155,19 @@ def test_the_example_trains(root: Path, tmp_path: Path) -> None:
     text = (root / "README.md").read_text()
     [words] = re.findall(r"^\$ torchrun (--standalone .*)$", text, re.M)
     words = words.replace("--nproc-per-node=4", "--nproc-per-node=2")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+    tool("torchrun", *words.split(), cwd=tmp_path)
     assert (tmp_path / "checkpoints/latest").read_text().strip() == "global_step8"
 
 
 @pytest.mark.thorough
-def test_commands_of_the_package(root: Path, tmp_path: Path) -> None:
+def test_commands_of_the_package(root: Path, tmp_path: Path, tool: Run) -> None:
     """Each `python -m minizero` line runs, in the README's order."""
     text = (root / "README.md").read_text()
     lines = re.findall(r"^\$ python -m (minizero .*?)(?: +#.*)?$", text, re.M)
     assert len(lines) >= 5
     for line in lines:
         extra = "--steps 3 --save-every 3 --out ." if " train " in line else ""
-        done = subprocess.run(
-            [sys.executable, "-m", *line.split(), *extra.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert not done.returncode, (line, done.stderr)
+        tool("python", "-m", *line.split(), *extra.split(), cwd=tmp_path)
 
 
 HUGGING_FACE = """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from nasty import Case, muon
+from nasty import Case, muon, on_cpu_only, same
 from resumed import Run, Small, close, equal, near, resumed, steps, unbroken
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ def contents(path: Path) -> list[dict[str, Tensor]]:
     return [{k: v for k, v in f.items() if k[:7] != "values/"} for f in files]
 
 
+@on_cpu_only
 @pytest.mark.thorough  # chapter 12 does it with nine kinds
 def test_every_kind_loads_what_every_other_has_saved(
     pools: dict[int, Any], tmp_path: Path
@@ -89,9 +90,7 @@ def test_every_kind_loads_what_every_other_has_saved(
             # saving did not change the run
             assert equal([run[kind] for run in runs], expected[ranks]), kind
             others = contents(tmp_path / f"{ranks} {kind}")
-            for mine, its in zip(files, others, strict=True):
-                assert mine.keys() == its.keys()
-                assert all(torch.equal(mine[k], its[k]) for k in mine), kind
+            assert all(map(same, files, others)) and len(files) == len(others), kind
     for ranks, pool in pools.items():
         for saved_on in pools:
             first = 3 * (saved_on - 1) + ranks  # other kinds for each pair
@@ -115,17 +114,17 @@ high = {"precision": "fp16", "scale_power": 22}  # so that steps are skipped
 
 # steps before the save, the run that saves, the one that loads
 RESUMES: dict[str, tuple[int, Case, Case]] = {
-    "fp16": (4, Case(at(3, "nvme", "nvme"), **high), Case(at(0), **high)),
+    "fp16": (4, Case(at(3, "nvme", "nvme"), **high), Case(at(2, "cpu"), **high)),
     "no states": (4, Case(at(1), optimizer=sgd), Case(at(3), optimizer=sgd)),
     # states that the loading run has made are dropped
     "at the start": (0, Case(at(2), "bf16"), Case(at(3), "bf16")),
     # with states that are numbers
-    "nadam": (4, Case(at(1), optimizer=nadam), Case(at(2, "cpu"), optimizer=nadam)),
+    "nadam": (4, Case(at(1), optimizer=nadam), Case(at(3), optimizer=nadam)),
     "muon": (4, Case(at(1), optimizer=muon), Case(at(3), optimizer=muon)),
     "dropout": (4, Case(at(1), optimizer=fused), Case(at(3), optimizer=fused)),
     # an update that is under way arrives when the run is saved
     "late": (
-        4, Case(at(1, "cpu"), storage="Delayed"),
+        4, Case(at(2, "cpu"), storage="Delayed"),
         Case(at(3, "cpu", "cpu"), storage="Delayed"),
     ),
 }  # fmt: skip

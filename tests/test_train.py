@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Run
 from safetensors.torch import load_file
 
 from minizero.__main__ import main
@@ -84,14 +85,11 @@ def test_other_precisions_and_places(options: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_another_stage_under_torchrun_learns_the_same(
-    stage_3: tuple[Path, str], tmp_path: Path
+    stage_3: tuple[Path, str], tmp_path: Path, tool: Run
 ) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "minizero", "train", "--stage", "0"]
-    command += [*SMALL, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("yes") == 4 and "NO" not in done.stdout
+    words = "--standalone --nproc-per-node 2 -m minizero train --stage 0".split()
+    out = tool("torchrun", *words, *SMALL, "--out", tmp_path)
+    assert out.count("yes") == 4 and "NO" not in out
     a, b = report(tmp_path), report(stage_3[0])
     for key in ("losses", "valid_loss", "sample"):
         assert a[key] == b[key], key

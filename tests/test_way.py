@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -128,31 +128,28 @@ def files_of_a_checkpoint(folder: str) -> tuple[list[str], list[str]]:
     )
 
 
-def first(two: Pool, function: Callable[..., Any], *arguments: Any) -> Any:
-    return two.run(function, *arguments)[0]
-
-
 def test_a_step_enters_few_files(two: Pool) -> None:
     """ZeRO-3 with overlap, offload to the host, and bf16."""
-    found = first(two, files_of_a_step)
+    aside = "checks.py", "settings.py"  # which no weight passes
+    found = [name for name in two.run(files_of_a_step)[0] if not name.endswith(aside)]
     print("\n".join(found))
     assert len(found) <= 20, found
 
 
 def test_a_hook_is_near_its_collective(two: Pool) -> None:
-    found = first(two, frames_above_gathers)
+    found = two.run(frames_above_gathers)[0]
     assert found
     longest = max(found, key=len)
     assert len(longest) <= 6, longest
 
 
 def test_a_gather_enters_few_files(two: Pool) -> None:
-    found = first(two, files_below_a_gather)
+    found = two.run(files_below_a_gather)[0]
     assert 0 < len(found) <= 6, found
 
 
 def test_a_checkpoint_enters_few_files(two: Pool, tmp_path: Path) -> None:
-    saving, loading = first(two, files_of_a_checkpoint, str(tmp_path))
+    saving, loading = two.run(files_of_a_checkpoint, str(tmp_path))[0]
     assert 0 < len(saving) <= 6, saving
     assert 0 < len(loading) <= 6, loading
 

@@ -160,6 +160,7 @@ class DataParallel(Net):
         labels.mark("step")
         return ready
 
+    # continued: zero-data-parallel-zero
     def zero_grad(self) -> None:
         """Clear all gradients; `step` does it, an abandoned step needs it."""
         self.wait()
@@ -181,12 +182,7 @@ class DataParallel(Net):
 
         RuntimeError where gradients are sharded: a sum has no place to stay.
         """
-        if self.plan.gradients.sharded:
-            raise RuntimeError(
-                f"{type(self).__name__} shards gradients, so every "
-                "micro-batch is reduced; leave no_sync out, or use "
-                "stage 0 or 1"
-            )
+        self.check_postponable()
         before, self.syncing = self.syncing, False
         try:
             yield

@@ -468,6 +468,14 @@ class Net:
                     "minizero.utils.safe_set_full_grad after backward"
                 )
 
+    def check_postponable(self) -> None:
+        """RuntimeError if a reduction cannot be postponed, as in `no_sync`."""
+        if self.plan.gradients.sharded:
+            raise RuntimeError(
+                f"{type(self).__name__} shards gradients, so every micro-batch is "
+                "reduced; leave no_sync out, or use stage 0 or 1"
+            )
+
     def before_update(self) -> None:
         """Take over what the script has written, and end an update under way."""
         self.check_unchanged()

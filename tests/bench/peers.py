@@ -166,6 +166,8 @@ def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
     }
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    elif stage in (1, 2):  # DDP computes no norm; at other stages DeepSpeed always does
+        zero["compute_grad_norm"] = False
     engine, *_ = library.initialize(
         model=model,
         optimizer=_adam(model.parameters()),
@@ -217,13 +219,9 @@ def _on_the_wire() -> int:
 
 
 def _resident(word: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since `_forget_peak`."""
+    """Bytes of this process: VmRSS now, VmHWM at most since the peak was forgotten."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition(f"{word}:")[2].split()[0]) * 1024
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def speed(cases: str, job: Job) -> dict[str, Measured]:
@@ -264,7 +262,7 @@ def memory(cases: str, name: str, job: Job) -> Measured:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step = CASES[cases][name](job)
         step()
-        _forget_peak()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         with torch.profiler.record_function("second"):
             step()
         resident = _resident("VmHWM") - before

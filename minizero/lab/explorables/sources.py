@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 LINES: dict[str, tuple[Function, str]] = {
     "forward": (DataParallel.__call__, "return self.model("),
     "backward": (DataParallel.backward, "loss = self.precision.scale_loss(loss)"),
-    "update": (DataParallel.step, "for"),
+    "update": (DataParallel.step, "self._update("),
     "launch": (comm.Work.__init__, "self._finish"),
     "wait": (comm.Work.wait, "finish()"),
     "release": (ShardedFlat.free, "self.full.untyped_storage().resize_(0)"),
@@ -33,7 +33,7 @@ LINES: dict[str, tuple[Function, str]] = {
     "out": (Offload._unstage, "self._outward.copy("),
     "read": (SwapFile.read, "return"),
     "write": (SwapFile.write, "return"),
-    "gradient norm": (DataParallel.grad_norm, "norms"),
+    "gradient norm": (DataParallel.grad_norm, "each = ["),
     "all_gather": (comm.all_gather, "work = Work("),
     "all_gather forward": (ShardedFlat._launch, "work = comm.all_gather("),
     "all_gather backward": (ShardedFlat._launch, "work = comm.all_gather("),
