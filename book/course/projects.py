@@ -64,7 +64,6 @@ class MyZeRO2(ZeRO1):
 
     def clear_grads(self, flat):
         flat.grad = None
-        flat.uninitialized.clear()
         if flat.mean is not None:
             flat.mean.zero_()
 """

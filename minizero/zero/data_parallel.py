@@ -172,7 +172,7 @@ class DataParallel(Net):
 
     def clear_grads(self, flat: Flat) -> None:
         """Clear the gradients that stay allocated between steps."""
-        flat.full_grad().zero_()
+        flat.mark_uninitialized()
         flat.mean = None
 
     # continued: zero-data-parallel-means
@@ -195,7 +195,7 @@ class DataParallel(Net):
         for flat in self.trained if not self.unsynced else ():
             if flat.mean is not None and flat.grad is not None:
                 flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.full_grad().zero_()
+                flat.mark_uninitialized()
 
     def _means(self) -> list[Tensor]:
         """The mean gradients, when all reductions are done."""

@@ -58,6 +58,7 @@ class Flat:
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
+    `uninitialized`: parameters whose part of `grad` has no values yet.
     `mean`: the gradient averaged over ranks; [size] where a plan shards it.
     `shard`: the values that this rank updates, stored between steps; they
         begin at element `start` of `full`.
@@ -68,7 +69,6 @@ class Flat:
     mean: Tensor | None = None
     grad: Tensor | None = None
     start = 0
-    # the rest is for `Net` and `Storage`
     known_writes: Any = None  # to parameters, as of the last step
     staged_shard: Tensor  # while it is updated, where that is done
     staged_grad: Tensor
@@ -119,19 +119,42 @@ class Flat:
         torch.autograd.graph.increment_version(self.parameters)
 
     # continued: zero-flat-gradients
-    def full_grad(self) -> Tensor:
-        """This rank's gradients, [padded]; zeros where there are none yet."""
+    def grad_buffer(self) -> Tensor:
+        """The gradient buffer; allocates it, without values, if need be."""
         if self.grad is None:
-            grad = torch.zeros_like(self.full, dtype=self.grad_dtype)
+            grad = torch.empty_like(self.full, dtype=self.grad_dtype)
             self.grad = label(grad, "gradients")
+            self.mark_uninitialized()
         return self.grad
 
+    def mark_uninitialized(self) -> None:
+        """Let the next gradients replace what is in the buffer."""
+        grad, end = self.grad_buffer(), 0
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            grad[end : slot.offset].zero_()  # padding between parameters
+            end = slot.offset + slot.numel
+        grad[end:].zero_()
+        self.uninitialized = {*self.parameters}
+
     def collect(self, slot: Slot) -> None:
-        """Add the gradient that autograd has left in `.grad`."""
-        p = slot.parameter
+        """Move the gradient that autograd has left in `.grad` here."""
+        p, view = slot.parameter, slot.view(self.grad_buffer())
         assert p.grad is not None
         grad, p.grad = p.grad.to_dense(), None
-        slot.view(self.full_grad()).add_(grad)
+        if p in self.uninitialized:
+            self.uninitialized.remove(p)
+            view.copy_(grad)
+        else:
+            view.add_(grad)
+
+    def full_grad(self) -> Tensor:
+        """The gradient buffer, with zeros for unused parameters: [padded]."""
+        grad = self.grad_buffer()
+        for slot in self.slots:
+            if slot.parameter in self.uninitialized:
+                slot.view(grad).zero_()
+        self.uninitialized.clear()
+        return grad
 
     # continued: zero-flat-pieces
     def own(self, buffer: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ class Net:
     def place(self, flat: Flat) -> None:
         """Allocate what this plan keeps of a buffer between steps."""
         if flat.trainable:
-            flat.full_grad()
+            flat.grad_buffer()
 
     def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
         """The part of a buffer that this rank updates: here, all of it."""
