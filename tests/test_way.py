@@ -130,8 +130,7 @@ def files_of_a_checkpoint(folder: str) -> tuple[list[str], list[str]]:
 
 def test_a_step_enters_few_files(two: Pool) -> None:
     """ZeRO-3 with overlap, offload to the host, and bf16."""
-    aside = "checks.py", "settings.py"  # which no weight passes
-    found = [name for name in two.run(files_of_a_step)[0] if not name.endswith(aside)]
+    found = two.run(files_of_a_step)[0]
     print("\n".join(found))
     assert len(found) <= 20, found
 

@@ -14,14 +14,13 @@ def check_settings(settings: dict[str, int]) -> None:
             raise ValueError(f"{name} counts elements: it must be {what}")
 
 
-def check_fits(
+def does_not_fit(
     unit: Unit, busy: list[Unit], sizes: dict[Unit, int], limit: int
-) -> None:
-    """The unit must fit beside the others that are in use."""
+) -> ValueError:
+    """The error when a unit does not fit beside the others that are in use."""
     size, used = sizes[unit], sum(sizes[u] for u in busy)
-    if used + size > limit:
-        raise ValueError(
-            f"unit {unit.name!r} has {size:,} elements, and {used:,} of other units are "
-            f"in use {[u.name for u in busy]}, but max_live_parameters is {limit:,}; "
-            f"set it to {used + size:,} or more, or make smaller units"
-        )
+    return ValueError(
+        f"unit {unit.name!r} has {size:,} elements, and {used:,} of other units are in "
+        f"use {[u.name for u in busy]}, but max_live_parameters is {limit:,}; set it to "
+        f"{used + size:,} or more, or make smaller units"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..memory.plan import Plan
-from .checks import check_fits, check_settings
+from .checks import check_settings, does_not_fit
 from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
@@ -150,7 +150,8 @@ class Overlap(Schedule):
         """Gather the unit and the next ones; wait for this one only."""
         others = [u for u in self._those("in use") if u is not unit]
         limit = self.max_live_parameters
-        check_fits(unit, others, self._elements, limit)
+        if self._sum([unit, *others]) > limit:
+            raise does_not_fit(unit, others, self._elements, limit)
         freed = self._make_room(unit)
         self._live[unit] = "in use"
         gathered = [unit, *self._gather_ahead()]

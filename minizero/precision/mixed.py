@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .. import comm
 from ..memory.labels import label
-from .settings import MixedSettings
+from .settings import DynamicLossScale, MixedSettings
 from ..ranks import device
 from ..zero.flat import Flat
 
@@ -33,12 +36,26 @@ class MixedPrecision(MixedSettings):
         flat.grad_dtype = self.reduce
         return master
 
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast floating-point tensors to the parameters' dtype."""
+
+        def cast(x: Tensor) -> Tensor:
+            return x.to(self.parameters) if x.is_floating_point() else x
+
+        return tree_map_only(Tensor, cast, super().inputs(args, kwargs))
+
     # continued: precision-class
     grad_factor: Tensor | float = 1.0  # of this update's gradients
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32 because fp16 may overflow."""
-        self.check_unclipped()
+        if isinstance(self.clip_factor, Tensor):
+            self.refuse_backward()
         return loss if self.scaler is None else loss.float() * self.loss_scale
 
     def unscale_norm(self, norm: Tensor) -> Tensor:
@@ -72,7 +89,8 @@ class MixedPrecision(MixedSettings):
             return True
         overflow = has_overflow(grads)
         self.skipped_steps += overflow
-        self.scaler.update(overflow)
+        if isinstance(self.scaler, DynamicLossScale):
+            self.scaler.update(overflow)
         return not overflow
 
 # %% ../../notebooks/04_precision.ipynb #precision-overflow

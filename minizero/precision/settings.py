@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..memory.labels import label
 from ..zero.seams import Precision
@@ -25,9 +24,6 @@ class LossScale:
         if not 0 < scale < float("inf"):
             raise ValueError(f"the loss scale must be above 0 and finite, not {scale!r}")
         self.scale = float(scale)
-
-    def update(self, overflow: bool) -> None:
-        """Called once a step, on every rank with the same `overflow`."""
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs, as plain numbers."""
@@ -98,7 +94,7 @@ class DynamicLossScale(LossScale):
 
 
 class MixedSettings(Precision):
-    """Dtypes and loss scale, the casts that follow from them alone, and what is saved.
+    """Dtypes and loss scale, and what a checkpoint keeps of them.
 
     The model may come in any floating-point dtype. One object serves one run.
 
@@ -132,18 +128,12 @@ class MixedSettings(Precision):
             loss_scale = DynamicLossScale()
         self.scaler = loss_scale
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the next loss."""
-        return 1.0 if self.scaler is None else self.scaler.scale
-
-    def check_unclipped(self) -> None:
-        """Raise RuntimeError if gradients have been clipped already."""
-        if isinstance(self.clip_factor, Tensor):
-            raise RuntimeError(
-                "backward was called between clip_grad_norm and step; clip once, after "
-                "the last micro-batch, or call zero_grad first"
-            )
+    def refuse_backward(self) -> None:
+        """Called by a backward after gradients have been clipped."""
+        raise RuntimeError(
+            "backward was called between clip_grad_norm and step; clip once, after "
+            "the last micro-batch, or call zero_grad first"
+        )
 
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
         """Cast a buffer of `module` in place: others may hold it too."""
@@ -153,14 +143,6 @@ class MixedSettings(Precision):
             dtype = self.parameters
         if dtype is not None and buffer.is_floating_point():
             buffer.data = label(buffer.to(dtype), "buffers")
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast floating-point tensors to the parameters' dtype."""
-
-        def cast(x: Tensor) -> Tensor:
-            return x.to(self.parameters) if x.is_floating_point() else x
-
-        return tree_map_only(Tensor, cast, super().inputs(args, kwargs))
 
     def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
         """Take over only what was written: other masters keep all their digits."""
