@@ -124,6 +124,16 @@ def test_clipping_in_any_precision(kind: str, stage: int) -> None:
     torch.testing.assert_close(net.grad_norm(), norm * 0.1 / (norm + 1e-6))
 
 
+def test_complex_parameters_stay_complex_in_mixed_precision() -> None:
+    make, data, make_optimizer = MODELS["complex"]
+    model = build(make)
+    optimizer = make_optimizer(model.parameters())
+    net = parallelize(model, optimizer, Plan.stage(2), precision=MixedPrecision())
+    net.backward(loss_of(net(data())))
+    net.step()
+    assert (net.state_dict()["weight"] - build(make).weight).imag.all()
+
+
 def test_a_script_says_what_its_units_are() -> None:
     def names(policy: Any) -> list[str]:
         engine, *_ = minizero.initialize(

@@ -68,8 +68,9 @@ class MixedPrecision(MixedSettings):
 
     def cast_grad(self, grad: Tensor) -> Tensor:
         """The gradient in fp32, unscaled and clipped there, by one factor."""
-        if grad.dtype != torch.float32:
-            grad = label(grad.float(), "gradients")
+        wide = torch.promote_types(grad.dtype, torch.float32)  # or complex
+        if grad.dtype != wide:
+            grad = label(grad.to(wide), "gradients")
         factor = self.grad_factor
         if isinstance(factor, Tensor):  # to the optimizer's device, once
             factor = self.grad_factor = factor.to(grad.device)
