@@ -38,9 +38,10 @@ class Pass:
         coming = self.upcoming()
         if unit not in coming:  # a surprise: keep the prediction
             return []
-        skipped = coming[: coming.index(unit)]
-        self.place += len(skipped) + 1
-        return [u for u in skipped if u not in self.upcoming()]
+        at = coming.index(unit)
+        self.place += at + 1
+        later = coming[at + 1 :]
+        return [u for u in coming[:at] if u not in later]
 
 # %% ../../notebooks/08_overlap.ipynb #overlap-order-note
 class Order:

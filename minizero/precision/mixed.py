@@ -45,6 +45,7 @@ class MixedPrecision(MixedSettings):
         return tree_map_only(Tensor, cast, super().inputs(args, kwargs))
 
     # continued: precision-class
+    clip_factor: Tensor | float = 1.0  # until the update
     grad_factor: Tensor | float = 1.0  # of this update's gradients
 
     @property

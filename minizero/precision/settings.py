@@ -107,8 +107,6 @@ class MixedSettings(Precision):
         none; without one, no step looks for overflow.
     """
 
-    clip_factor: Tensor | float = 1.0  # until the update
-
     def __init__(
         self,
         parameters: torch.dtype = torch.bfloat16,
