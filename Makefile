@@ -40,7 +40,7 @@ book: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
-test-all: ARGS += --all
+test-all: override ARGS += --all
 test-all: test
 
 # Beside the environment, not in it: this path is searched first. Needs a network.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -115,8 +115,9 @@ class Overlap(Schedule):
         check_settings(vars(self))
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
-        # unsharded units: "in use", "ahead" of their use, or "kept"
-        self._live: dict[Unit, str] = {}
+        states = "sharded", "ahead", "in use", "kept"
+        self._units: dict[str, dict[Unit, None]] = {s: {} for s in states}
+        self._live = 0  # elements of the units that are not sharded
         self._reducing: list[Unit] = []  # at most one
 
     # continued: late
@@ -134,6 +135,7 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
+            self._units["sharded"][unit] = None
 
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
@@ -149,12 +151,11 @@ class Overlap(Schedule):
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
-        others = [u for u in self._those("in use") if u is not unit]
+        others = [u for u in self._units["in use"] if u is not unit]
         limit = self.max_live_parameters
         if self._sum([unit, *others]) > limit:
             raise does_not_fit(unit, others, self._elements, limit)
         freed = self._make_room(unit)
-        self._live[unit] = "in use"
         gathered = [unit, *self._gather_ahead()]
         return [
             *(Action("release", u) for u in freed),
@@ -162,57 +163,58 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
-    def _those(self, state: str) -> list[Unit]:
-        return [unit for unit, now in self._live.items() if now == state]
+    def _move(self, unit: Unit, state: str) -> None:
+        """Put the unit into another state."""
+        old = next(s for s, units in self._units.items() if unit in units)
+        del self._units[old][unit]
+        self._units[state][unit] = None
+        change = (old == "sharded") - (state == "sharded")
+        self._live += change * self._elements[unit]
 
     def _sum(self, units: Iterable[Unit]) -> int:
         return sum(self._elements[unit] for unit in units)
 
     # continued: limits-ahead
-    def _gather_ahead(self) -> list[Unit]:
+    def _gather_ahead(self) -> Iterator[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
-        chosen: list[Unit] = []
-        ahead = self.prefetch_bucket_size - self._sum(self._those("ahead"))
-        room = min(ahead, self.max_live_parameters - self._sum(self._live))
+        ahead = self.prefetch_bucket_size - self._sum(self._units["ahead"])
+        room = min(ahead, self.max_live_parameters - self._live)
         for unit in self.upcoming():
-            if unit not in self._live:
+            if unit in self._units["sharded"]:
                 room -= self._elements[unit]
                 if room < 0:
-                    break
-                self._live[unit] = "ahead"
-                chosen.append(unit)
-        return chosen
+                    return
+                self._move(unit, "ahead")
+                yield unit
 
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:
         """Choose what is freed before `unit` is gathered."""
-        is_new = self._live.get(unit) != "in use"
+        is_new = unit not in self._units["in use"]
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in self._those("ahead") if u in skipped]
+        freed = [u for u in self._units["ahead"] if u in skipped]
         for u in freed:
-            del self._live[u]
-        missing = 0 if unit in self._live else self._elements[unit]
-        idle = self._those("kept") + self._those("ahead")
-        idle = [u for u in idle if u is not unit]
-        while self._sum(self._live) + missing > self.max_live_parameters:
-            freed.append(idle.pop())
-            del self._live[freed[-1]]
+            self._move(u, "sharded")
+        self._move(unit, "in use")
+        while self._live > self.max_live_parameters:
+            freed.append([*self._units["kept"], *self._units["ahead"]][-1])
+            self._move(freed[-1], "sharded")
         return freed
 
     # continued: prefetch-done
     def done(self, unit: Unit) -> list[Action]:
         """Free the unit, unless it is small."""
-        if unit in self._those("in use"):
-            self._live[unit] = "kept"
-            self.order.leave(unit, is_last=not self._those("in use"))
+        if unit in self._units["in use"]:
+            self._move(unit, "kept")
+            self.order.leave(unit, is_last=not self._units["in use"])
         if self._elements[unit] < self.param_persistence_threshold:
             return []
-        self._live.pop(unit, None)
+        self._move(unit, "sharded")
         return [Action("release", unit)]
 
     def updated(self, unit: Unit) -> list[Action]:
         """Publish the updated shards; gather again what is kept unsharded."""
         actions = [Action("publish", unit)]
-        if unit in self._live and unit.trainable:
+        if unit not in self._units["sharded"] and unit.trainable:
             actions += [Action("release", unit), Action("gather", unit)]
         return actions
