@@ -40,10 +40,10 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
             ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ):
             self.config.setdefault(ours, "auto")
-            # only where it is "auto"
             self.fill_only(ours, getattr(args, theirs))
         super().trainer_config_process(args, *more)
 
+    # continued: config-finished
     def finished(
         self, args: Any, model: Any, steps: int | None = None
     ) -> dict[str, Any]:

@@ -56,9 +56,9 @@ def _starting() -> Iterator[None]:
 
     With cloudpickle functions travel, and a script needs no `__name__ == "__main__"`.
     """
-    modules = ["torch", "cloudpickle", __name__]  # imported once, not by each rank
-    if torch.version.cuda is None:  # else it may use a GPU, before the fork
-        modules.append("torch._dynamo")
+    # imported once, not by each rank; with a GPU they might use it, before the fork
+    core = [m for m in sys.modules if re.match(r"minizero\.(?!lab)", m)]
+    modules = ["torch._dynamo", *core] if torch.version.cuda is None else [__name__]
     multiprocessing.set_forkserver_preload(modules)
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
