@@ -1,4 +1,4 @@
-"""From what a script gives to an engine."""
+"""Makes an engine from what a script passes to `initialize`."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def loss_forward(
         x = tl.load(logits_at + at, mask=at < vocabulary, other=float("-inf"))
         x = x.to(tl.float32)
         new = tl.maximum(most, x)
-        # a lane that has seen nothing but -inf has no distance to it
+        # where a lane has only -inf: -inf minus -inf would be NaN
         away = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(most - away) + tl.exp(x - away)
         most = new

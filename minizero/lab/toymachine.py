@@ -1,4 +1,4 @@
-"""A toy machine: a data sheet that ranks on this computer are made to feel.
+"""A toy machine: a data sheet, and waits that make ranks here as slow as it says.
 
 A `ToyGPU` limits the memory of a rank, and `paced` the speed at which bytes move: over
 the link, over the slot to the host, and through memory in an update. Ranks wait, which

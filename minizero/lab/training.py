@@ -1,4 +1,4 @@
-"""`python -m minizero train`: a small GPT, trained by the engine and held to account.
+"""`python -m minizero train`: a small GPT trained by the engine, beside the formulas.
 
 The report puts the bytes that a rank held and the elements that it sent beside what the
 formulas of chapters 1 and 3 say.

@@ -1,4 +1,4 @@
-"""What a run in mixed precision is told: its dtypes and its loss scale."""
+"""The settings of a run in mixed precision: its dtypes and its loss scale."""
 
 from __future__ import annotations
 

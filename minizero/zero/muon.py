@@ -1,4 +1,4 @@
-"""Muon on shards: each matrix lies whole in the shard of one rank, which owns it.
+"""Muon on shards: each matrix lies complete in the shard of one rank, its owner.
 
 Muon orthogonalises the momentum of a weight matrix (Jordan et al. 2024), and so needs
 all of it. A flat buffer cut at any element would cut matrices. Here their buffer is laid

@@ -142,5 +142,5 @@ def peer_bars(values: Mapping[str, Sequence[float]], order: Iterable[str]) -> Fi
     colours = dict(zip(kinds.values(), LINES, strict=False))
     figure = bars(rows, colours, "{:,.0f}".format)
     for y, seen in enumerate(turns.values()):
-        figure.axes[0].plot([min(seen), max(seen)], [y, y], color=GREY, linewidth=1.4)
+        figure.axes[0].plot([min(seen), max(seen)], [y + 0.27] * 2, color=GREY, lw=1.4)
     return figure

@@ -149,10 +149,10 @@ def watched_step(net: Any) -> list[Interval]:
     ):
         net.step()
     for lane, found in transfers.items():
-        for i, transfer in enumerate(found):
-            unit = units[i * len(units) // len(found)]
-            times = transfer.started, transfer.finished
-            bars.append(Interval(lane, lane, unit, *times))
+        each = len(found) // len(units) or 1
+        for i in range(0, len(found), each):
+            ended = max(transfer.finished for transfer in found[i : i + each])
+            bars.append(Interval(lane, lane, units[i // each], found[i].started, ended))
     return bars
 
 
