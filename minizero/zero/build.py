@@ -153,7 +153,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if isinstance(optimizer, Muon) and group["use_muon"]:
             continue
-        problem = "it would update the pieces of a matrix otherwise than the matrix"
+        problem = "it would update a matrix and its pieces differently"
         try:
             if _same_on_pieces(optimizer, group):
                 continue

@@ -123,11 +123,11 @@ class ShardedFlat(Flat):
             self.let_go()
 
     def let_go(self) -> None:
-        """Free it after a script has seen it, which may have kept views."""
+        """Free it; views that a script has kept keep the old memory."""
         self.holders -= 1
         if not self.used and not self.holders:
             self.hide()
-            self.full = self.full[:0].clone()  # frees it, if nobody has
+            self.full = self.full[:0].clone()  # drops the old memory
             self.full = label(self.full.new_empty(self.padded), "parameters")
             self.free()
 
@@ -219,7 +219,7 @@ class ZeRO3(ZeRO2):
             self.run(self.schedule.needed(unit))
             if torch.is_grad_enabled():
                 # what checkpointing computes again has no backward of its own
-                self._expected[unit] += not self.in_backward
+                self._expected[unit] += 0 if self.in_backward else 1
                 done = partial(self._after_backward, unit)
                 return mark_inputs(done, args, kwargs)
         return args, kwargs
