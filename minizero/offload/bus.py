@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory import labels
@@ -115,8 +113,6 @@ class HostStorage(Storage):
     `at`: "device" or "cpu", where the optimizer works. `down`, `up`: the two directions.
     """
 
-    _under_way: dict[Any, Any] = {}  # units that a thread is updating
-
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.at = "device" if plan.optimizer.on == "device" else "cpu"
@@ -134,12 +130,6 @@ class HostStorage(Storage):
         return master
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._under_way:
-            raise RuntimeError(
-                "parameters were written to while an update was under way, which would "
-                "undo that; call net.synchronize() first, or write inside zero."
-                "GatheredParameters(..., modifier_rank=0)"
-            )
         if self._stored.get(flat.master) is not flat.shard:
             master = self.read_shard(flat.master)
             precision.shard_to_master(master, self.read_shard(flat.shard))
@@ -152,14 +142,3 @@ class HostStorage(Storage):
 
     def write_shard(self, shard: Tensor, values: Tensor, a: int = 0) -> None:
         super().write_shard(self._stored.get(shard, shard), values, a)
-
-
-def frozen(optimizer: Optimizer, precision: Precision) -> tuple[Optimizer, Precision]:
-    """Both as they are now, so that a thread may use them later; states are shared."""
-    # fetches its factor, for which the thread would wait until the device is idle
-    precision.cast_grad(torch.zeros((), device="cpu"))
-    # learning rate schedulers look for this before they warn
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    optimizer, groups = copy.copy(optimizer), optimizer.param_groups
-    optimizer.param_groups = [dict(group) for group in groups]
-    return optimizer, copy.copy(precision)

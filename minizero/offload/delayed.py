@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +17,6 @@ from ..memory.labels import host_empty
 from ..memory.plan import Plan
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision
-from .bus import frozen
 from .host import Offload
 
 # %% auto #0
@@ -30,8 +31,7 @@ class Delayed(Offload):
     computed from parameters that lack the update before. The first `start`
     steps of this object wait for it; pass 0 to resume a run after them.
 
-    An error in the thread is raised by the next `step`, `synchronize` or
-    `state_dict`.
+    `step`, `synchronize` and `state_dict` raise an error of the thread.
     """
 
     def __init__(self, plan: Plan, start: int = 0) -> None:
@@ -64,7 +64,7 @@ class Delayed(Offload):
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
         self._take_gradients([f for unit in units for f in unit.trainable])
-        optimizer, precision = frozen(optimizer, precision)
+        optimizer, precision = self._as_now(optimizer, precision)
         for unit in [unit for unit in units if unit.trainable]:
             for flat in unit.trainable:
                 flat.staged_grad = self._grads[flat]
@@ -75,6 +75,27 @@ class Delayed(Offload):
         self.steps += 1
         if self.steps <= self.start:
             yield self.flush()
+
+    # continued: delayed-now
+    def _as_now(
+        self, optimizer: Optimizer, precision: Precision
+    ) -> tuple[Optimizer, Precision]:
+        """Copies with this step's settings; they share the states."""
+        # fetches its factor: the thread would wait for an idle device
+        precision.cast_grad(torch.zeros((), device="cpu"))
+        # learning rate schedulers look for this before they warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer = copy.copy(optimizer)
+        optimizer.param_groups = [dict(g) for g in optimizer.param_groups]
+        return optimizer, copy.copy(precision)
+
+    def refresh(self, flat: Flat, precision: Precision) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                "parameters were written to while an update was under way, "
+                "which would undo that; call net.synchronize() first"
+            )
+        super().refresh(flat, precision)
 
     # continued: delayed-take
     def _take_gradients(self, flats: list[Flat]) -> None:
