@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -100,6 +101,7 @@ def test_pages_are_those_of_the_toc(book: Path) -> None:
 
 def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None:
     dead = []
+    ids = cache(lambda path: {tag["id"] for tag in soup(path).find_all(id=True)})
     for page in written(book):
         for link in soup(page).find_all("a", href=True):
             url = urlsplit(attribute(link, "href"))
@@ -109,11 +111,8 @@ def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None
             target = page.parent.joinpath(unquote(url.path)).resolve()
             target = target if url.path else page
             anchor = unquote(url.fragment)
-            if not target.is_file() or (
-                anchor
-                and target.suffix == ".html"
-                and not soup(target).find(attrs={"id": anchor})
-            ):
+            is_page = target.suffix == ".html" and bool(anchor)
+            if not target.is_file() or (is_page and anchor not in ids(target)):
                 dead.append(f"{page.relative_to(book)}: {url.geturl()}")
     assert not dead
 

@@ -51,7 +51,7 @@ from minizero.zero import ZeRO1
 class MyZeRO2(ZeRO1):
     plan = Plan.stage(2)
 
-    def place(self, flat):
+    def allocate(self, flat):
         flat.shard = self.owned(flat.full, flat)
         if flat.trainable:
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)

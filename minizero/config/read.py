@@ -136,8 +136,8 @@ def _sentence(error: Any) -> str:
     where, kind, value = ".".join(map(str, error["loc"])), error["type"], error["input"]
     if kind == "missing":
         return f"{where} is missing; give it a value"
-    must = error["msg"].removeprefix("Input should be ").replace("'", '"')
-    hint = ""
+    must = error["msg"].removeprefix("Input should be ").split(", unable")[0]
+    must, hint = must.replace("'", '"'), ""
     if kind in ("model_type", "dict_type"):  # where a section belongs
         must = "an object in braces"
         switch = {bool: "enabled", str: "device" if "." in where else "type"}

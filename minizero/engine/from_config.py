@@ -16,23 +16,25 @@ from ..zero import DataParallel, Schedule, Storage, parallelize
 from ..zero.build import Policy
 
 # %% auto #0
-__all__ = ['loss_scale', 'precision', 'schedule', 'storage', 'wrap']
+__all__ = ['wrap', 'precision', 'schedule', 'storage', 'loss_scale']
 
-# %% ../../notebooks/13_engine.ipynb #wiring-scale
-def loss_scale(config: Config) -> LossScale | None:
-    """The factor of losses; None does not look for overflow."""
-    fp16 = config.fp16
-    if fp16.enabled and not fp16.loss_scale:
-        return DynamicLossScale(
-            fp16.initial_scale_power, fp16.loss_scale_window,
-            fp16.hysteresis, fp16.consecutive_hysteresis,
-            fp16.min_loss_scale,
-        )
-    if fp16.enabled:
-        return LossScale(fp16.loss_scale)
-    checks = config.bf16.enabled and config.bf16.check_grad_overflow
-    half = not config.bf16.enabled and "float16" in config.dtypes
-    return LossScale() if checks or half else None
+# %% ../../notebooks/13_engine.ipynb #wiring-wrap
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    config: Config, units: Policy | None = None,
+) -> DataParallel:
+    """The model in the plan of a config; frozen without an optimizer."""
+    if optimizer is None:
+        model.requires_grad_(False)
+        optimizer = torch.optim.SGD([{"params": []}])
+    weight_bits, gradient_bits = config.bits  # chapter 17
+    return parallelize(
+        model, optimizer, config.plan, units=units,
+        bucket_size=config.zero_optimization.reduce_bucket_size,
+        precision=precision(config), schedule=schedule(config),
+        storage=storage(config),
+        weight_bits=weight_bits, gradient_bits=gradient_bits,
+    )
 
 # %% ../../notebooks/13_engine.ipynb #wiring-objects
 def precision(config: Config) -> MixedPrecision | None:
@@ -67,20 +69,17 @@ def storage(config: Config) -> Storage | None:
     late = config.zero_optimization.offload_optimizer.delayed_update
     return Delayed(plan) if late else Offload(plan)
 
-# %% ../../notebooks/13_engine.ipynb #wiring-wrap
-def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None,
-    config: Config, units: Policy | None = None,
-) -> DataParallel:
-    """The model in the plan of a config; frozen without an optimizer."""
-    if optimizer is None:
-        model.requires_grad_(False)
-        optimizer = torch.optim.SGD([{"params": []}])
-    weight_bits, gradient_bits = config.bits  # chapter 17
-    return parallelize(
-        model, optimizer, config.plan, units=units,
-        bucket_size=config.zero_optimization.reduce_bucket_size,
-        precision=precision(config), schedule=schedule(config),
-        storage=storage(config),
-        weight_bits=weight_bits, gradient_bits=gradient_bits,
-    )
+# %% ../../notebooks/13_engine.ipynb #wiring-scale
+def loss_scale(config: Config) -> LossScale | None:
+    """The factor of losses; None does not look for overflow."""
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and fp16.loss_scale:
+        return LossScale(fp16.loss_scale)
+    if fp16.enabled:
+        return DynamicLossScale(
+            fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis,
+            fp16.consecutive_hysteresis, fp16.min_loss_scale,
+        )
+    half = "float16" in config.dtypes  # gradients may be, without fp16
+    looks = bf16.check_grad_overflow if bf16.enabled else half
+    return LossScale() if looks else None

@@ -93,7 +93,7 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     """Units with flat buffers that have rank 0's values, stored as a net's plan says.
 
     net: a `DataParallel` under construction; its `owned` says which part of a buffer
-        this rank updates, its `place` allocates what stays between steps.
+        this rank updates, its `allocate` makes what stays between steps.
     """
     group_of = groups_of(net.model, net.optimizer)
     modules, units = find_units(net.model, policy), []
@@ -115,7 +115,7 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 flat.start = int(own.storage_offset())
                 copy = net.precision.attach(flat, own)
                 flat.shard = net.owned(flat.full, flat)
-                net.place(flat)
+                net.allocate(flat)
                 flat.master = flat.shard
                 if flat.trainable:
                     flat.master = net.storage.master(flat, copy)

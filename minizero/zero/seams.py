@@ -310,7 +310,7 @@ class Net:
         self.schedule.attach(self.units, self.plan)
         self.note_writes()
 
-    def place(self, flat: Flat) -> None:
+    def allocate(self, flat: Flat) -> None:
         """Allocate what this plan keeps of a buffer between steps."""
         if flat.trainable:
             flat.grad_buffer()

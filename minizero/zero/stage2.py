@@ -25,7 +25,7 @@ class ZeRO2(ZeRO1):
 
     plan = Plan.stage(2)
 
-    def place(self, flat: Flat) -> None:
+    def allocate(self, flat: Flat) -> None:
         """Keep a shard of gradients, and no full buffer."""
         if flat.trainable:
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)

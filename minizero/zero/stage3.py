@@ -175,9 +175,9 @@ class ZeRO3(ZeRO2):
     plan = Plan.stage(3)
     flat_type = ShardedFlat
 
-    def place(self, flat: Any) -> None:
+    def allocate(self, flat: Any) -> None:
         """Keep a shard of the parameters."""
-        super().place(flat)
+        super().allocate(flat)
         flat.keep(self.storage)
 
     def gather(self, unit: Unit) -> None:
