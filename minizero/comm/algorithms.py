@@ -29,7 +29,7 @@ def ordered_sum(
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
     group of neighbors may add its own rows first. `out`: memory for the
-    result, used unless it is in fp32 for 16 bits.
+    result; not used for 16-bit rows, whose sum is in fp32.
     """
     n, first = len(parts), parts[0]
     narrow = first.is_floating_point() and first.itemsize < 4

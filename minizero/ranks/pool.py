@@ -58,7 +58,7 @@ def _starting() -> Iterator[None]:
     """
     # imported once, not by each rank; with a GPU they might use it, before the fork
     core = [m for m in sys.modules if re.match(r"minizero\.(?!lab)", m)]
-    modules = ["torch._dynamo", *core] if torch.version.cuda is None else [__name__]
+    modules = [__name__] if torch.cuda.is_available() else ["torch._dynamo", *core]
     multiprocessing.set_forkserver_preload(modules)
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:

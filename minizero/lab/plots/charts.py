@@ -86,7 +86,7 @@ def against(rates: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     low, high = ([share * n for n in ends] for share in (0.88, 1.12))
     axes.fill_between(ends, low, high, color=GREY, alpha=0.2, linewidth=0)
     axes.set_title("tokens a second and GPU", fontsize=9.5, loc="left")
-    axes.set_xlabel("measured")
+    axes.set_xlabel("published, or measured here")
     axes.set_ylabel("predicted")
     axes.legend(loc="upper left", fontsize=8.5)
     return figure
