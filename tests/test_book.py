@@ -110,9 +110,8 @@ def test_no_dead_link(book: Path, soup: Callable[[Path], BeautifulSoup]) -> None
                 continue
             target = page.parent.joinpath(unquote(url.path)).resolve()
             target = target if url.path else page
-            anchor = unquote(url.fragment)
-            is_page = target.suffix == ".html" and bool(anchor)
-            if not target.is_file() or (is_page and anchor not in ids(target)):
+            anchor = unquote(url.fragment) if target.suffix == ".html" else ""
+            if not target.is_file() or (anchor and anchor not in ids(target)):
                 dead.append(f"{page.relative_to(book)}: {url.geturl()}")
     assert not dead
 

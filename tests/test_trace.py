@@ -49,7 +49,7 @@ def step(net: Any) -> None:
     net.step()
 
 
-Recorded = tuple[Trace, list[Call], float, int, int, Trace]
+Recorded = tuple[Trace, list[Call], float, int, list[int], Trace]
 
 
 def record(path: str | None = None, *where: Any) -> Recorded:
@@ -63,9 +63,10 @@ def record(path: str | None = None, *where: Any) -> Recorded:
     if hasattr(net.storage, "close"):
         net.storage.close()
     mine = calls[1:]  # but for its own start
-    begin = run.trace.moments[0].time - run.shift  # writes may end until then
-    held = (sum(s.host.values()) for s in tracker.samples if s.time >= begin)
-    return run.trace, mine, run.shift, peak, max(held), aligned(run, path)
+    begin = run.trace.moments[0].time - run.shift
+    first = sum(s.time < begin for s in tracker.samples)
+    held = [sum(s.host.values()) for s in tracker.samples[max(first - 1, 0) :]]
+    return run.trace, mine, run.shift, peak, held, aligned(run, path)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +156,12 @@ def test_file_is_a_trace_that_perfetto_opens(recorded: Any) -> None:
 def test_copies_are_in_it(two: Pool, on: str, tmp_path: Path) -> None:
     lane = {"cpu": "to host", "nvme": "to disk"}[on]
     runs = two.run(record, None, 3, on, str(tmp_path))
-    for r, (trace, *_, peak, _) in enumerate(runs):
+    for r, (trace, *_, held, _) in enumerate(runs):
         copies = [s for s in trace.slices if s.lane == lane]
         assert copies and all(s.nbytes > 0 and s.end > s.begin for s in copies)
         assert {s.unit for s in copies} >= {"blocks.0", "blocks.1"}
-        assert trace.peak(r, "host") == peak
+        # a write of the step before may end just before the trace begins
+        assert trace.peak(r, "host") in (max(held), max(held[1:]))
 
 
 def test_every_source_is_a_line_of_its_file(recorded: Any) -> None:
