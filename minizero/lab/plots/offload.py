@@ -149,7 +149,7 @@ def watched_step(net: Any) -> list[Interval]:
     ):
         net.step()
     for lane, found in transfers.items():
-        each = len(found) // len(units) or 1
+        each = -(-len(found) // len(units)) or 1  # transfers of a slice
         for i in range(0, len(found), each):
             ended = max(transfer.finished for transfer in found[i : i + each])
             bars.append(Interval(lane, lane, units[i // each], found[i].started, ended))
