@@ -207,7 +207,7 @@ HOSTILE = {
     "closes a folder": "import os\nos.makedirs('a/b'); os.chmod('a', 0); os._exit(0)",
     "ends its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
 }
-TOLD = {"replaces what measures it": "replaces", "fills files without a name": "MB|Mem"}
+TOLD = {"replaces what measures it": "replaces", "fills files without a name": "MB"}
 LANDLOCK = {"edits the tests", "reads the reference", "ends its grader"}
 FEW = ("hangs", "forks", "fills memory", "reads the reference")
 
@@ -216,7 +216,7 @@ FEW = ("hangs", "forks", "fills memory", "reads the reference")
 def test_an_answer_harms_nobody(
     what: str, box: Sandbox, confined: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Once, and five times if everything is tested."""
+    """Once, and twenty times if everything is tested."""
     if what in LANDLOCK and not confined:
         pytest.skip("this system has no Landlock")
     sources = (ROOT / "book" / "course").glob("*.py")
@@ -224,12 +224,12 @@ def test_an_answer_harms_nobody(
     cases = EASY.cases("seed", "ada")
     right = box.run(EASY, EASY.reference, cases)
     seconds = 0.5 if what == "hangs" else 9  # others exceed another limit first
-    limits = Limits(seconds, memory=700 << 20, processes=12, disk=8 << 20)
-    for _ in range(5 if request.config.getoption("--all") else 1):
+    limits = Limits(seconds, memory=1 << 30, processes=12, disk=8 << 20)
+    for _ in range(20 if request.config.getoption("--all") else 1):
         seen = box.run(EASY, HOSTILE[what], cases, limits)
         assert len(seen) == len(cases)
         assert not any(map(exercise.equal, seen, right)), seen
-        assert re.search(TOLD.get(what, ""), str(seen[0]))
+        assert TOLD.get(what, "") in str(seen[0])
     assert box.run(EASY, EASY.reference, cases) == right
     assert box._process and not list(box._folder.iterdir())
     assert not psutil.Process(box._process.pid).children(recursive=True)
