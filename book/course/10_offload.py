@@ -1,11 +1,14 @@
 """Chapter 10: offload."""
 
+from dataclasses import replace
+
 import torch
 
-from minizero import Plan
+from minizero import Placement, Plan, parallelize
 from minizero.lab import hardware
 from minizero.lab.course import Exercise, Wrong, always_fails
 from minizero.lab.course.drivers import kills
+from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.labels import host_memory, label
 from minizero.offload import DoubleBuffer, Offload
 
@@ -59,16 +62,106 @@ def kept(params, ranks):
         ]
 
 
+class CrossesTheBus(Exercise):
+    label = "ex-offload-2"
+    answer = "crossed"
+    points = 8
+    starter = """
+def crossed(net, batches) -> list[float]:
+    # Makes one step of these micro-batches, pairs of tensors. How many bytes cross the
+    # bus meanwhile, down and up, per element of the rank's shards.
+    for x, y in batches:
+        net.backward(net(x, y) / len(batches))
+    net.step()
+    return [0.0, 0.0]
+"""
+    public = """
+from types import SimpleNamespace
+
+storage = SimpleNamespace(down=SimpleNamespace(nbytes=7), up=SimpleNamespace(nbytes=9))
+shard = SimpleNamespace(shard=SimpleNamespace(numel=lambda: 5))
+idle = SimpleNamespace(storage=storage, flats=[shard], step=lambda: None)
+assert list(crossed(idle, [])) == [0, 0]
+"""
+    reference = """
+def crossed(net, batches):
+    streams = net.storage.down, net.storage.up
+    before = [stream.nbytes for stream in streams]
+    for x, y in batches:
+        net.backward(net(x, y) / len(batches))
+    net.step()
+    mine = sum(flat.shard.numel() for flat in net.flats)
+    both = zip(before, streams, strict=True)
+    return [(stream.nbytes - nbytes) / mine for nbytes, stream in both]
+"""
+    wrong = (
+        Wrong(
+            "from the start",
+            "[stream.nbytes for stream in streams]",
+            "[0, 0]",
+            "You counted all steps so far: the counters are not reset by a step.",
+        ),
+        Wrong(
+            "bytes",
+            " / mine for",
+            " for",
+            "You returned bytes, not bytes per element of the rank's shards.",
+        ),
+        Wrong(
+            "up first",
+            "net.storage.down, net.storage.up",
+            "net.storage.up, net.storage.down",
+            "You gave first what goes up, then what goes down.",
+        ),
+        Wrong(
+            "without the update",
+            "    net.step()\n    mine = sum(flat.shard.numel() for flat in net.flats)\n"
+            "    both = zip(before, streams, strict=True)\n"
+            "    return [(stream.nbytes - nbytes) / mine for nbytes, stream in both]",
+            "    mine = sum(flat.shard.numel() for flat in net.flats)\n"
+            "    both = zip(before, streams, strict=True)\n"
+            "    found = [(stream.nbytes - nbytes) / mine for nbytes, stream in both]\n"
+            "    net.step()\n    return found",
+            "You counted before the step: the update moves bytes, too.",
+        ),
+    )
+    explain = "Which of the bytes grow with the micro-batches, and which do not."
+
+    def draw(self, rng):
+        plans = [("cpu", "device", None), ("cpu", "cpu", None), ("cpu", "cpu", "cpu")]
+        return [
+            {
+                "optimizer": optimizer, "gradients": gradients,
+                "parameters": parameters, "micro": rng.randint(2, 5),
+                "hidden": 16 * rng.randint(2, 6),
+            }
+            for optimizer, gradients, parameters in plans
+        ]  # fmt: skip
+
+    @staticmethod
+    def run(answer, optimizer, gradients, parameters, micro, hidden):
+        plan = Plan.stage(3, optimizer, parameters)
+        plan = replace(plan, gradients=Placement(True, gradients))
+        model = GPT(GPTConfig(2, hidden, 2, sequence=16, vocabulary=50))
+        adamw = torch.optim.AdamW(model.parameters())
+        net = parallelize(model, adamw, plan, storage=Offload(plan))
+        batches = [[torch.randint(50, (1, 16))] * 2 for _ in range(micro)]
+        answer(net, batches)  # the first step is like no other
+        down, up = answer(net, batches)
+        steps = {int(state["step"]) for state in net.optimizer.state.values()}
+        return {"down": down, "up": up, "steps": sorted(steps)}
+
+
 class DelayHurts(Exercise):
     label = "ex-offload-3"
     answer = "order"
     points = 6
     starter = """
 def order(learn, seeds: list[int]) -> list[str]:
-    # The names "at once", "delayed" and "from 20", the lowest mean of the last ten
+    # The names "at once", "delayed" and "after 20", the lowest mean of the last ten
     # losses first, over all seeds. `learn(delayed, start, seed)` trains for 60 steps
-    # and returns the losses; the update is delayed from step `start` on.
-    return ["at once", "delayed", "from 20"]
+    # and returns the losses; the update is delayed after step `start`.
+    return ["at once", "delayed", "after 20"]
 """
     public = """
 found = order(lambda delayed, start, seed: [1.0 + delayed] * 60, [0])
@@ -76,7 +169,7 @@ assert found[0] == "at once"
 """
     reference = """
 def order(learn, seeds):
-    ways = {"at once": (False, 0), "delayed": (True, 0), "from 20": (True, 20)}
+    ways = {"at once": (False, 0), "delayed": (True, 0), "after 20": (True, 20)}
 
     def mean(name):
         return sum(sum(learn(*ways[name], seed)[-10:]) for seed in seeds)

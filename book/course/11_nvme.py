@@ -261,7 +261,7 @@ def check_buffers(buffers):
 
 
 class Pipelined(Exercise):
-    label = "ex-nvme-5"
+    label = "ex-nvme-4"
     answer = "pipelined"
     points = 8
     starter = """
@@ -379,7 +379,7 @@ def pipelined(slices, count, read, update, write):
 
 
 class TokensForADisk(Exercise):
-    label = "ex-nvme-4"
+    label = "ex-nvme-5"
     answer = "sequences"
     points = 8
     book = {"read": 52e9, "flops": 395.6e12, "gpus": 8, "length": 4096, "goal": 0.9}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +15,11 @@ from ..comm import agreeing
 from ..ranks import rank, world_size
 from .files import CheckpointError, LazyTensor
 from .files import write_file, write_tensors
-from .layout import INDEX, LATEST, Index
-from .layout import checkpoints, latest_tag
-
-# what `save` calls its files: those of ranks, and an index on its way
-OURS = re.compile(r"rank-\d+-of-\d+.*\.safetensors|index\.json\.tmp")
+from .layout import INDEX, LATEST, Index, check_tag
+from .layout import checkpoints, latest_tag, sweep
 
 # %% auto #0
-__all__ = ['OURS', 'sync_folder', 'replace_file', 'prepare', 'commit', 'sweep', 'save_together']
+__all__ = ['sync_folder', 'replace_file', 'prepare', 'commit', 'save_together']
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-write
 def sync_folder(folder: Path) -> None:
@@ -45,12 +41,7 @@ def replace_file(path: Path, data: bytes) -> None:
 # %% ../../notebooks/12_checkpoint.ipynb #commit-prepare
 def prepare(folder: Path, tag: str) -> tuple[Path, str]:
     """Make a folder for a checkpoint; its path, and a mark for its files."""
-    bad = Path(tag).name != tag or tag in ("", "..", LATEST, f"{LATEST}.tmp")
-    if bad or tag.strip() != tag or not tag.isprintable():
-        raise CheckpointError(
-            f"the tag {tag!r} cannot name a folder beside `latest`; take "
-            "one such as 'step-100', without slashes"
-        )
+    check_tag(tag)
     sweep(folder)
     (folder / tag).mkdir(parents=True, exist_ok=True)
     return folder / tag, secrets.token_hex(4)
@@ -78,22 +69,6 @@ def commit(
         if tag != latest_tag(folder):
             (folder / tag / INDEX).unlink()
     sweep(folder)
-
-
-def sweep(folder: Path) -> None:
-    """Delete files of saves that no index lists, and folders left empty."""
-    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
-    indexes = dict(checkpoints(folder))
-    for path in [path for path in folder.glob("*") if path.is_dir()]:
-        index = indexes.get(path.name)
-        if index is None and (path / INDEX).exists():
-            continue  # a damaged index may list any of the files
-        listed = {name for name, *_ in index.files} if index else set()
-        for file in sorted(path.glob("*")):
-            if OURS.fullmatch(file.name) and file.name not in listed:
-                file.unlink()
-        if not any(path.iterdir()):
-            path.rmdir()
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-together
 def save_together(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,8 @@ from pathlib import Path
 from .files import CheckpointError
 
 INDEX, LATEST = "index.json", "latest"
+# what `save` calls its files: those of ranks, and an index on its way
+OURS = re.compile(r"rank-\d+-of-\d+.*\.safetensors|index\.json\.tmp")
 Folder = str | os.PathLike[str]
 
 
@@ -136,11 +139,32 @@ def find(folder: Path, tag: str | None = None) -> tuple[str, bytes]:
     return tag, (folder / tag / INDEX).read_bytes()
 
 
-def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The shards of `size` elements that hold elements a to b of a buffer.
+def check_tag(tag: str) -> None:
+    """Raise CheckpointError if no folder beside `latest` can have this name."""
+    bad = Path(tag).name != tag or tag in ("", "..", LATEST, f"{LATEST}.tmp")
+    if bad or tag.strip() != tag or not tag.isprintable():
+        why = "cannot name a folder beside `latest`; take one such as 'step-100'"
+        raise CheckpointError(f"the tag {tag!r} {why}, without slashes")
 
-    For each its number, and its first and last (exclusive) element.
-    """
+
+def sweep(folder: Path) -> None:
+    """Delete files of saves that no index lists, and folders left empty."""
+    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
+    indexes = dict(checkpoints(folder))
+    for path in [path for path in folder.glob("*") if path.is_dir()]:
+        index = indexes.get(path.name)
+        if index is None and (path / INDEX).exists():
+            continue  # a damaged index may list any of the files
+        listed = {name for name, *_ in index.files} if index else set()
+        for file in sorted(path.glob("*")):
+            if OURS.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+        if not any(path.iterdir()):
+            path.rmdir()
+
+
+def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Of each shard of `size` elements that has some of a to b: number, first, end."""
     while a < b:
         shard, first = divmod(a, size)
         last = min(size, first + b - a)

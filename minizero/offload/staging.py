@@ -19,7 +19,7 @@ from .swap_file import ALIGN, SwappedTensor
 from .swap_file import Transfer, aligned_buffer
 
 # %% auto #0
-__all__ = ['StagingBuffers', 'Slice', 'StagedTensor']
+__all__ = ['StagingBuffers', 'StagedTensor', 'Slice']
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -79,6 +79,50 @@ class StagingBuffers:
             use.synchronize()
         self.free.append(buffer)
 
+# %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
+class StagedTensor:
+    """Elements a to b of a tensor, while the host updates them.
+
+    `staged`: the elements, in host memory: they themselves, if `on` is
+    "cpu", else a copy in a staging buffer, of which it takes `room` bytes.
+    `swapped`: the tensor's place on disk, or None; a and b are then the
+    borders of a record. `read`, `written`: whether the update needs the old
+    values, and changes them.
+    """
+
+    def __init__(
+        self, tensor: Tensor, on: str, swapped: SwappedTensor | None,
+        a: int, b: int, read: bool = True, written: bool = True,
+    ) -> None:
+        self.tensor, self.swapped, self.a, self.b = tensor, swapped, a, b
+        self.read, self.written = read, written
+        self.record = a // swapped.step if swapped else 0
+        self.reading: Transfer | None = None
+        nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
+        self.room = 0 if on == "cpu" else nbytes
+
+    # continued: staging-staged-moves
+    def launch_read(self, section: Tensor) -> None:
+        """Launch what brings the elements to this section of a buffer."""
+        self.section = section
+        self.staged = stored = self.tensor[self.a : self.b]
+        if self.room:
+            self.staged = section.view(self.tensor.dtype)[: self.b - self.a]
+        if self.swapped is not None and self.read:
+            self.reading = self.swapped.read(self.record, section)
+        elif self.room and self.read:
+            self.staged.copy_(stored)
+
+    def launch_write(self) -> Transfer | None:
+        """Send the elements back; the transfer, if it is one to the disk."""
+        if not self.written:
+            return None
+        if self.swapped is not None:
+            return self.swapped.write(self.record, self.section)
+        if self.room:
+            self.tensor[self.a : self.b].copy_(self.staged)
+        return None
+
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
 @dataclass(eq=False)
 class Slice:
@@ -136,47 +180,3 @@ class Slice:
         del self.flat.staged_shard
         launched = [tensor.launch_write() for tensor in self.tensors]
         return [write for write in launched if write]
-
-# %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
-class StagedTensor:
-    """Elements a to b of a tensor, while the host updates them.
-
-    `staged`: the elements, in host memory: they themselves, if `on` is
-    "cpu", else a copy in a staging buffer, of which it takes `room` bytes.
-    `swapped`: the tensor's place on disk, or None; a and b are then the
-    borders of a record. `read`, `written`: whether the update needs the old
-    values, and changes them.
-    """
-
-    def __init__(
-        self, tensor: Tensor, on: str, swapped: SwappedTensor | None,
-        a: int, b: int, read: bool = True, written: bool = True,
-    ) -> None:
-        self.tensor, self.swapped, self.a, self.b = tensor, swapped, a, b
-        self.read, self.written = read, written
-        self.record = a // swapped.step if swapped else 0
-        self.reading: Transfer | None = None
-        nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
-        self.room = 0 if on == "cpu" else nbytes
-
-    # continued: staging-staged-moves
-    def launch_read(self, section: Tensor) -> None:
-        """Launch what brings the elements to this section of a buffer."""
-        self.section = section
-        self.staged = stored = self.tensor[self.a : self.b]
-        if self.room:
-            self.staged = section.view(self.tensor.dtype)[: self.b - self.a]
-        if self.swapped is not None and self.read:
-            self.reading = self.swapped.read(self.record, section)
-        elif self.room and self.read:
-            self.staged.copy_(stored)
-
-    def launch_write(self) -> Transfer | None:
-        """Send the elements back; the transfer, if it is one to the disk."""
-        if not self.written:
-            return None
-        if self.swapped is not None:
-            return self.swapped.write(self.record, self.section)
-        if self.room:
-            self.tensor[self.a : self.b].copy_(self.staged)
-        return None

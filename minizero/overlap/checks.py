@@ -14,13 +14,12 @@ def check_settings(settings: dict[str, int]) -> None:
             raise ValueError(f"{name} counts elements: it must be {what}")
 
 
-def does_not_fit(
-    unit: Unit, busy: list[Unit], sizes: dict[Unit, int], limit: int
-) -> ValueError:
+def does_not_fit(unit: Unit, used: dict[Unit, int], limit: int) -> ValueError:
     """The error when a unit does not fit beside the others that are in use."""
-    size, used = sizes[unit], sum(sizes[u] for u in busy)
+    size, total = used[unit], sum(used.values())
     return ValueError(
-        f"unit {unit.name!r} has {size:,} elements, and {used:,} of other units are in "
-        f"use {[u.name for u in busy]}, but max_live_parameters is {limit:,}; set it to "
-        f"{used + size:,} or more, or make smaller units"
+        f"unit {unit.name!r} has {size:,} elements, and {total - size:,} of other units "
+        f"are in use {[u.name for u in used if u is not unit]}, but "
+        f"max_live_parameters is {limit:,}; set it to {total:,} or more, or make "
+        "smaller units"
     )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -115,8 +115,9 @@ class Overlap(Schedule):
         check_settings(vars(self))
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
+        # of each state its units, the last one to enter it last: elements
         states = "sharded", "ahead", "in use", "kept"
-        self._units: dict[str, dict[Unit, None]] = {s: {} for s in states}
+        self._units: dict[str, dict[Unit, int]] = {s: {} for s in states}
         self._live = 0  # elements of the units that are not sharded
         self._reducing: list[Unit] = []  # at most one
 
@@ -135,7 +136,7 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-            self._units["sharded"][unit] = None
+        self._units["sharded"] = dict(self._elements)
 
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
@@ -148,13 +149,20 @@ class Overlap(Schedule):
         """The units expected next; a disk may read their shards ahead."""
         return self.order.current.upcoming()
 
+    def _move(self, unit: Unit, state: str) -> None:
+        """Put the unit into another state."""
+        old = next(s for s, units in self._units.items() if unit in units)
+        elements = self._units[old].pop(unit)
+        self._units[state][unit] = elements
+        change = (old == "sharded") - (state == "sharded")
+        self._live += change * elements
+
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
-        others = [u for u in self._units["in use"] if u is not unit]
-        limit = self.max_live_parameters
-        if self._sum([unit, *others]) > limit:
-            raise does_not_fit(unit, others, self._elements, limit)
+        used = self._units["in use"] | {unit: self._elements[unit]}
+        if sum(used.values()) > self.max_live_parameters:
+            raise does_not_fit(unit, used, self.max_live_parameters)
         freed = self._make_room(unit)
         gathered = [unit, *self._gather_ahead()]
         return [
@@ -163,22 +171,11 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
-    def _move(self, unit: Unit, state: str) -> None:
-        """Put the unit into another state."""
-        old = next(s for s, units in self._units.items() if unit in units)
-        del self._units[old][unit]
-        self._units[state][unit] = None
-        change = (old == "sharded") - (state == "sharded")
-        self._live += change * self._elements[unit]
-
-    def _sum(self, units: Iterable[Unit]) -> int:
-        return sum(self._elements[unit] for unit in units)
-
-    # continued: limits-ahead
     def _gather_ahead(self) -> Iterator[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
-        ahead = self.prefetch_bucket_size - self._sum(self._units["ahead"])
-        room = min(ahead, self.max_live_parameters - self._live)
+        ahead = sum(self._units["ahead"].values())
+        room = self.prefetch_bucket_size - ahead
+        room = min(room, self.max_live_parameters - self._live)
         for unit in self.upcoming():
             if unit in self._units["sharded"]:
                 room -= self._elements[unit]

@@ -57,9 +57,10 @@ def crossing(
 ROUND = ("in", "update", "out")
 """What happens to a unit on the host, in this order."""
 
-HUES = [CATEGORY_COLOURS[state] for state in ("gradients", "optimizer", "parameters")]
-LANES = dict(zip((*ROUND, "read", "step", "write"), 2 * HUES, strict=True))
-"""The colour of each lane; on a disk a unit is read, updated in a step, and written."""
+IN, OUT = CATEGORY_COLOURS["gradients"], CATEGORY_COLOURS["parameters"]
+UPDATE = CATEGORY_COLOURS["optimizer"]
+LANES = {"in": IN, "read": IN, "update": UPDATE, "out": OUT, "write": OUT}
+"""The colour of each lane; with a disk, units are read and written."""
 
 
 def rounds(
@@ -140,7 +141,7 @@ def watched_step(net: Any) -> list[Interval]:
         start = time.perf_counter()
         type(storage).step(storage, flats, *rest)
         units.append(names[flats[0]])
-        bars.append(Interval("step", "step", units[-1], start, time.perf_counter()))
+        bars.append(Interval("update", "update", units[-1], start, time.perf_counter()))
 
     with (
         mock.patch.object(storage, "step", step),
@@ -160,7 +161,8 @@ def watched_step(net: Any) -> list[Interval]:
 def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     """A panel for each run, and in it three lanes, in milliseconds.
 
-    A bar has the name of its unit where it fits. runs: intervals by label, in seconds.
+    A bar has the last part of its unit's name where that fits. runs: intervals by
+    label, in seconds.
     """
     seen = {interval.lane for run in runs.values() for interval in run}
     colours = {lane: colour for lane, colour in LANES.items() if lane in seen}
@@ -176,10 +178,8 @@ def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
             axes.barh(
                 y, width, 0.8, left, color=face, edgecolor="#FFFFFF", linewidth=0.8
             )
-            # a bar too narrow for its unit's name has the name's last part, or none
-            room = 85 * width / longest
-            names = (piece.unit, piece.unit.rpartition(".")[2])
-            text = next((name for name in names if len(name) < room), "")
+            text = piece.unit.rpartition(".")[2]
+            text = text if len(text) < 85 * width / longest else ""
             look = {"ha": "center", "va": "center", "color": ink(face)}
             axes.text(left + width / 2, y, text, fontsize=8.5, **look)
         ms = 1e3 * took[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 from minizero.lab.plots.style import (
     DOING_COLOURS,
     GREY,
+    LINED,
     STYLE,
-    WAITING,
     legend,
     name_rows,
     single,
@@ -62,7 +62,7 @@ def timeline(calls_by_rank: Sequence[Sequence[Call]]) -> Figure:
 def lanes(
     steps: Mapping[str, Sequence[Interval]], unit: str = "milliseconds"
 ) -> Figure:
-    """Two lanes a step: what the rank does (hatched: waiting), and the calls under way.
+    """Two lanes a step: what the rank does (lined: no computing), and calls under way.
 
     steps: intervals by label, as `Timeline.intervals` and `Step.intervals()` give
         them. All share one axis. A measured call is drawn until its wait ends, a
@@ -72,6 +72,7 @@ def lanes(
     if not any(steps.values()):
         raise ValueError("There is nothing to draw; give the intervals of a step.")
     figure, axes = single(0.9 + 0.62 * len(steps))
+    looks = {what: {"color": hue} for what, hue in DOING_COLOURS.items()} | LINED
     for row, intervals in enumerate(steps.values()):
         calls = [i for i in intervals if i.lane == "link"]
         calls.sort(key=lambda call: call.begin)
@@ -86,16 +87,13 @@ def lanes(
         ]
         for y, high, i in places:
             if i.end > i.begin:
-                face = {"color": DOING_COLOURS.get(i.what, GREY)}
-                look: Any = {"align": "edge", "linewidth": 0}
-                look |= WAITING if i.what == "wait" else face
                 left, right = i.begin * 1e3, i.end * 1e3
-                axes.barh(y, right - left, high, left, **look)
+                look = {"linewidth": 0} | looks.get(i.what, {"color": GREY})
+                axes.barh(y, right - left, high, left, align="edge", **look)
     name_rows(axes, steps)
     axes.set_xlabel(unit)
     used = {i.what for step in steps.values() for i in step if i.end > i.begin}
-    patches = [
-        Patch(facecolor=c, label=w) for w, c in DOING_COLOURS.items() if w in used
-    ]
-    legend(figure, [*patches, Patch(label="waiting", **WAITING)])
+    names = {what: f"{what}ing" for what in LINED}
+    patches = [Patch(label=names.get(w, w), **k) for w, k in looks.items() if w in used]
+    legend(figure, patches)
     return figure

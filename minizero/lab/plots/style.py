@@ -40,7 +40,6 @@ DOING_COLOURS = {
     "forward": "#BDBDBD",
     "backward": "#929292",
     "update": "#5A5A5A",
-    "launch": GREY,
     "all_gather": CATEGORY_COLOURS["parameters"],
     "reduce_scatter": CATEGORY_COLOURS["gradients"],
     "all_reduce": CATEGORY_COLOURS["gradients"],
@@ -49,8 +48,11 @@ DOING_COLOURS = {
 }
 """What a rank does: grey for computing, and for a call the hue of what it carries."""
 
-WAITING: Any = {"facecolor": "none", "edgecolor": GREY, "hatch": "//////"}
-"""How the time looks in which a rank waits."""
+LINED: Any = {
+    "launch": {"facecolor": "none", "edgecolor": GREY, "hatch": "||||||||"},
+    "wait": {"facecolor": "none", "edgecolor": GREY, "hatch": "//////"},
+}
+"""How the time looks in which a rank launches a call, or waits for one."""
 
 
 def luminance(colour: str) -> float:
