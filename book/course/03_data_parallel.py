@@ -56,6 +56,67 @@ def count(params, ranks):
         ]
 
 
+class FewerCalls(Exercise):
+    label = "ex-ddp-2"
+    answer = "count"
+    book = {
+        "sizes": [8640, 60, 392, 10800, 392, 10800],
+        "ranks": 4,
+        "bucket_size": 500,
+    }
+    starter = """
+def count(sizes: list[int], ranks: int, bucket_size: int) -> tuple[int, int]:
+    # All-reduces that a step makes with buffers of these sizes, in elements, and
+    # elements that each rank sends in them.
+    return 0, 0
+"""
+    public = """
+assert count([100], 1, 100) == (1, 0)
+"""
+    reference = """
+def count(sizes, ranks, bucket_size):
+    shards = [-(-size // ranks) for size in sizes]
+    width = max(1, bucket_size // ranks)
+    calls = sum(-(-shard // width) for shard in shards)
+    return calls, 2 * (ranks - 1) * sum(shards)
+"""
+    wrong = (
+        Wrong(
+            "across buffers",
+            "sum(-(-shard // width) for shard in shards)",
+            "-(-sum(shards) // width)",
+            "You cut all buffers in one go: each is cut by itself, and its last bucket "
+            "may be smaller.",
+        ),
+        Wrong(
+            "as wide as a bucket",
+            "max(1, bucket_size // ranks)",
+            "bucket_size",
+            "A bucket has an equal part of every shard: you took all of it from each.",
+        ),
+        Wrong(
+            "one pass",
+            "2 * (ranks - 1)",
+            "(ranks - 1)",
+            "An all-reduce sends twice: sums are collected, and then handed out.",
+        ),
+        Wrong(
+            "padding left out",
+            "2 * (ranks - 1) * sum(shards)",
+            "2 * (ranks - 1) * sum(sizes) // ranks",
+            "You left out the padding, which is sent too.",
+        ),
+    )
+
+    def draw(self, rng):
+        def case():
+            sizes = [rng.randint(50, 9000) for _ in range(4)]
+            size, ranks = 100 * rng.randint(3, 30), rng.choice([2, 3, 6, 8])
+            return {"sizes": sizes, "ranks": ranks, "bucket_size": size}
+
+        return self.telling(case, 3)
+
+
 class AClipThatWorks(Exercise):
     label = "ex-ddp-3"
     on_ranks = True

@@ -25,11 +25,11 @@ def ordered_sum(
     parts: Sequence[Tensor], average: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum of rows, or their mean, in one order; 16-bit rows in fp32.
+    """The sum of rows, or their mean, always in the same order.
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
-    group of neighbors may add its own rows first. `out`: memory for the
-    result; not used for 16-bit rows, whose sum is in fp32.
+    group of neighbors may add its own rows first. 16-bit rows give a new
+    tensor in fp32; other sums are written to `out`, if it is given.
     """
     n, first = len(parts), parts[0]
     narrow = first.is_floating_point() and first.itemsize < 4
@@ -56,13 +56,13 @@ def direct_reduce_scatter(
 
     def finish() -> None:
         wait()
-        parts = [received.get(j, own) for j in range(len(inp))]
+        versions = [received.get(j, own) for j in range(len(inp))]
         n = own.numel()
         width = CACHED if out.device.type == "cpu" else max(n, 1)
         for i in range(0, n, width):
             piece = slice(i, min(i + width, n))
-            to, rows = out[piece], [part[piece] for part in parts]
-            to.copy_(ordered_sum(rows, average, out=to))
+            to, parts = out[piece], [each[piece] for each in versions]
+            to.copy_(ordered_sum(parts, average, out=to))
         out[n:].zero_()
 
     return finish

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..memory.labels import aligned
-from ..zero.flat import Flat, Unit
+from ..zero.flat import Unit
 from .swap_file import ALIGN, SwappedTensor
 from .swap_file import Transfer, aligned_buffer
 
@@ -91,7 +91,7 @@ class Slice:
     """
 
     unit: Unit
-    flat: Flat
+    flat: Any  # a flat buffer
     values: StagedTensor
     grad: StagedTensor
     master: StagedTensor

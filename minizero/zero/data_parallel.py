@@ -47,7 +47,6 @@ class DataParallel(Net):
         mean = self.owned(flat.full_grad(), flat)
         flat.mean = mean if flat.mean is None else flat.mean.add_(mean)
 
-    # continued: zero-data-parallel-nothing
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters: not needed here."""
 
@@ -58,6 +57,15 @@ class DataParallel(Net):
         """Launch what sends updated shards: not needed here."""
 
     # continued: zero-data-parallel-order
+    def _begin_backward(self) -> None:
+        """Every parameter's gradient is missing, and no unit is reduced."""
+        self.has_gradients = True
+        self.schedule.pass_begins("backward")
+        self._unreduced = [*self.units]
+        for unit in self.units:
+            unit.missing = {p for f in unit.trainable for p in f.parameters}
+        self._set_aside()  # the means of earlier micro-batches
+
     def _on_grad(self, p: nn.Parameter) -> None:
         """Called by a hook: autograd has left a gradient in `p.grad`."""
         unit, flat, slot = self.where[p]
@@ -66,31 +74,20 @@ class DataParallel(Net):
         self._reduce_complete()
 
     def _reduce_complete(self) -> None:
-        """Reduce complete units, in one order on every rank."""
-        while self.syncing and self._left and not self._left[-1].missing:
-            self._reduce(self._left.pop())
+        """Reduce complete units, the last one first on every rank."""
+        left = self._unreduced
+        while self.syncing and left and not left[-1].missing:
+            self._reduce(left[-1])
 
     def _reduce(self, unit: Unit) -> None:
-        self._reduced.add(unit)
+        self._unreduced.remove(unit)
         self.run(self.schedule.grads_ready(unit))
-
-    # continued: zero-data-parallel-backward
-    def _begin_backward(self) -> None:
-        """Every parameter's gradient is missing, and no unit is reduced."""
-        self.has_gradients = True
-        self.schedule.pass_begins("backward")
-        self._left = list(self.units)  # the last unit's gradients come first
-        self._reduced.clear()
-        for unit in self.units:
-            unit.missing = {p for f in unit.trainable for p in f.parameters}
-        self._set_aside()
 
     def _end_backward(self) -> None:
         """Reduce the units that never became complete, with zeros."""
-        self.unsynced = not self.syncing
-        for unit in reversed(self.units) if self.syncing else ():
-            if unit not in self._reduced:
-                self._reduce(unit)
+        self.unsynced = not self.syncing  # by `no_sync`
+        while self.syncing and self._unreduced:
+            self._reduce(self._unreduced[-1])
         self.wait()
         self.schedule.backward_ends()
 
@@ -114,6 +111,35 @@ class DataParallel(Net):
             loss.backward(retain_graph=retain_graph)
             self._end_backward()
 
+    def step(self) -> bool:
+        """Update the parameters, and clear all gradients.
+
+        False if the precision found gradients that are not finite, on any
+        rank: then no rank has updated anything.
+        """
+        with comm.phase("step"):
+            means = self._means()
+            self.before_update()
+            ready = self.precision.can_step(means)
+            self._update(self.units if ready else [])
+        self.zero_grad()
+        labels.mark("step")
+        return ready
+
+    def zero_grad(self) -> None:
+        """Clear all gradients; `step` does it, an abandoned step needs it."""
+        self.wait()
+        self.storage.wait_for_copies()
+        for flat in self.trained:
+            self.clear_grads(flat)
+        self.unsynced = self.has_gradients = False
+        self.precision.grads_cleared()
+
+    def clear_grads(self, flat: Flat) -> None:
+        """Clear the gradients that stay allocated between steps."""
+        flat.mark_uninitialized()
+        flat.mean = None
+
     # continued: zero-data-parallel-clip
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, the same on every rank and plan.
@@ -131,7 +157,6 @@ class DataParallel(Net):
             every = self.all_rows(torch.stack(norms, dim=1))
             return self.precision.unscale_norm(every.square().sum().sqrt())
 
-    # continued: zero-data-parallel-clipping
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`.
 
@@ -143,37 +168,6 @@ class DataParallel(Net):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self.precision.clip(self._means(), factor)
         return norm
-
-    # continued: zero-data-parallel-step
-    def step(self) -> bool:
-        """Update the parameters, and clear all gradients.
-
-        False if the precision found gradients that are not finite, on any
-        rank: then no rank has updated anything.
-        """
-        with comm.phase("step"):
-            means = self._means()
-            self.before_update()
-            ready = self.precision.can_step(means)
-            self._update(self.units if ready else [])
-        self.zero_grad()
-        labels.mark("step")
-        return ready
-
-    # continued: zero-data-parallel-zero
-    def zero_grad(self) -> None:
-        """Clear all gradients; `step` does it, an abandoned step needs it."""
-        self.wait()
-        self.storage.wait_for_copies()
-        for flat in self.trained:
-            self.clear_grads(flat)
-        self.unsynced = self.has_gradients = False
-        self.precision.grads_cleared()
-
-    def clear_grads(self, flat: Flat) -> None:
-        """Clear the gradients that stay allocated between steps."""
-        flat.mark_uninitialized()
-        flat.mean = None
 
     # continued: zero-data-parallel-means
     @contextmanager
@@ -189,7 +183,6 @@ class DataParallel(Net):
         finally:
             self.syncing = before
 
-    # continued: zero-data-parallel-late
     def _set_aside(self) -> None:
         """Move means of earlier micro-batches out of the gradient buffers."""
         for flat in self.trained if not self.unsynced else ():
@@ -201,8 +194,8 @@ class DataParallel(Net):
         """The mean gradients, when all reductions are done."""
         if self.unsynced:  # by `no_sync`
             self.unsynced = False
-            for unit in reversed(self.units):
-                self._reduce(unit)
+            while self._unreduced:
+                self._reduce(self._unreduced[-1])
             self.wait()
         self.storage.wait_for_copies()
         for flat in self.trained:

@@ -40,7 +40,7 @@ class Slot(NamedTuple):
         part = buffer[self.offset : self.offset + self.numel]
         return part.view(self.shape)
 
-# %% ../../notebooks/03_data_parallel.ipynb #zero-flat-order
+
 def in_order(params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
     """Lay parameters one after the other, in a buffer of n equal shards.
 
@@ -69,11 +69,7 @@ class Flat:
     mean: Tensor | None = None
     grad: Tensor | None = None
     start = 0
-    known_writes: Any = None  # to parameters, as of the last step
-    staged_shard: Tensor  # while it is updated, where that is done
-    staged_grad: Tensor
 
-    # continued: zero-flat-init
     def __init__(
         self,
         named: Named,
@@ -95,7 +91,7 @@ class Flat:
         self.grad_dtype = like.dtype
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        self.shard = self.master = full.new_empty(0)
+        self.shard = self.master = full.new_empty(0)  # set by the net
         self.fill()
 
     # continued: zero-flat-values
@@ -185,7 +181,7 @@ class Unit:
     changed: list[Any] = field(default_factory=list)
 
     @property
-    def trainable(self) -> list[Flat]:
+    def trainable(self) -> list[Any]:
         return [flat for flat in self.flats if flat.trainable]
 
     def wait(self) -> None:

@@ -198,7 +198,8 @@ class Storage:
         """Update these units; yields units whose shards are complete.
 
         All in one call of the optimizer; or one by one where gradients are cast for it,
-        so that few copies exist at a time.
+        so that few copies exist at a time. Meanwhile a buffer has `staged_shard` and
+        `staged_grad`: its shard and mean gradient, where they are updated.
         """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
@@ -211,7 +212,7 @@ class Storage:
             yield part
 
     def step(
-        self, flats: list[Flat], optimizer: Optimizer, precision: Precision
+        self, flats: list[Any], optimizer: Optimizer, precision: Precision
     ) -> None:
         """Let the optimizer update buffers that are staged."""
         for flat in flats:
@@ -300,7 +301,7 @@ class Net:
         self.storage.attach(self.plan, self.schedule, optimizer)
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
-        self._reduced: set[Unit] = set()
+        self._unreduced: list[Unit] = []
         self.units = build_units(self, units)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
@@ -445,7 +446,7 @@ class Net:
                 f"parameter {slot.name!r} was used outside of the forward of unit "
                 f"{unit.name!r}, where it is NaN; make one unit of all modules that use it"
             )
-        if unit in self._reduced:
+        if unit not in self._unreduced:
             raise RuntimeError(
                 f"a gradient of parameter {slot.name!r} came after its unit "
                 f"{unit.name!r} was reduced, as with reentrant checkpointing of a module "

@@ -248,7 +248,7 @@ class ZeRO3(ZeRO2):
         self._leave(unit)
         self._expected[unit] -= 1
         # below 0, as where a graph is used again: reduce it at the end
-        last = self._expected[unit] == 0 and unit not in self._reduced
+        last = self._expected[unit] == 0 and unit in self._unreduced
         if self.in_backward and last:
             self._reduce(unit)
 
