@@ -67,7 +67,7 @@ class StepLoop:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Call it after each micro-batch; the last one of a step updates.
 
-        An update clips, lets the optimizer work, then steps the scheduler
+        An update clips, steps the optimizer, then steps the scheduler
         (with `lr_kwargs`), unless gradients were not finite. Without any
         gradient nothing is updated.
         """
