@@ -77,11 +77,11 @@ def take_over(flat: ShardedFlat, modifier_rank: int) -> None:
 class Init(TorchFunctionMode):
     """Build a model that is never unsharded on any rank.
 
-    A parameter is sharded when it is registered: a rank holds its shards, and one
-    module's own parameters, on its device. Code inside the block that touches sharded
-    parameters sees their values: their buffers are gathered, and stay until code touches
-    others. Every rank runs the same code; rank 0's values are taken. A model on the meta
-    device is sharded as it is loaded, as by `from_pretrained` of transformers.
+    A parameter is sharded when the next module registers its own: a rank holds its
+    shards, and one module's parameters. Code inside the block that touches sharded ones
+    sees their values: their buffers are gathered, and stay until code touches others.
+    Every rank runs the same code; rank 0's values are taken. A model on the meta device
+    is sharded as it is loaded, as by `from_pretrained` of transformers.
 
     `config`: DeepSpeed's: a dict, a path, or JSON text. Below stage 3, and with
     `enabled=False`, the block does nothing. `storage`: stores the shards (default: on
@@ -107,6 +107,7 @@ class Init(TorchFunctionMode):
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
         self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
+        self._new: list[tuple[nn.Module, str, nn.Parameter, bool]] = []  # of one module
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -139,20 +140,28 @@ class Init(TorchFunctionMode):
                 self._registered(module, key, p)
 
     def _registered(self, module: nn.Module, name: str, p: Any) -> None:
-        """Shard a parameter.
+        """Shard a parameter, once its module has initialized it.
 
         If it takes the place of one on the meta device, it has been loaded: each rank
         keeps its shard of what it has read itself, so ranks may load in any order.
         """
         if p is None or p.is_meta or is_sharded(p):
             return
-        p.data = p.data.to(device())
-        refuse_sharded_state(module)
-        flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
+        if self._new and self._new[0][0] is not module:
+            self._shard_new()
         before = module._parameters.get(name)
-        if before is None or not before.is_meta:
-            comm.broadcast(flat.full)
-        flat.keep(self.storage)
+        self._new.append((module, name, p, before is not None and before.is_meta))
+
+    def _shard_new(self) -> None:
+        new, self._new = self._new, []
+        for module, name, p, loaded in new:
+            if not is_sharded(p):  # it may be here twice
+                refuse_sharded_state(module)
+                p.data = p.data.to(device())
+                flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
+                if not loaded:
+                    comm.broadcast(flat.full)
+                flat.keep(self.storage)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -169,6 +178,7 @@ class Init(TorchFunctionMode):
         """Unshard these, and shard those again that code touched before."""
         if flats and all(flat in self._held for flat in flats):
             return
+        self._shard_new()
         held, self._held = self._held, flats
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
