@@ -58,6 +58,7 @@ def run(notebook: Any, folder: Path) -> None:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         record_timing=False,
+        coalesce_streams=True,  # what a cell prints is one text, however it came
         store_widget_state=False,
         resources={"metadata": {"path": str(folder)}},
     ).execute()

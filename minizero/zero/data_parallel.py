@@ -61,7 +61,7 @@ class DataParallel(Net):
         """Every parameter's gradient is missing, and no unit is reduced."""
         self.has_gradients = True
         self.schedule.pass_begins("backward")
-        self._unreduced = [*self.units]
+        self._unreduced = dict.fromkeys(reversed(self.units))
         for unit in self.units:
             unit.missing = {p for f in unit.trainable for p in f.parameters}
         self._set_aside()  # the means of earlier micro-batches
@@ -75,19 +75,20 @@ class DataParallel(Net):
 
     def _reduce_complete(self) -> None:
         """Reduce complete units, the last one first on every rank."""
-        left = self._unreduced
-        while self.syncing and left and not left[-1].missing:
-            self._reduce(left[-1])
+        while self.syncing and (unit := next(iter(self._unreduced), None)):
+            if unit.missing:
+                break
+            self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        self._unreduced.remove(unit)
+        del self._unreduced[unit]
         self.run(self.schedule.grads_ready(unit))
 
     def _end_backward(self) -> None:
         """Reduce the units that never became complete, with zeros."""
         self.unsynced = not self.syncing  # by `no_sync`
-        while self.syncing and self._unreduced:
-            self._reduce(self._unreduced[-1])
+        for unit in [*self._unreduced] if self.syncing else ():
+            self._reduce(unit)
         self.wait()
         self.schedule.backward_ends()
 
@@ -194,8 +195,8 @@ class DataParallel(Net):
         """The mean gradients, when all reductions are done."""
         if self.unsynced:  # by `no_sync`
             self.unsynced = False
-            while self._unreduced:
-                self._reduce(self._unreduced[-1])
+            for unit in [*self._unreduced]:
+                self._reduce(unit)
             self.wait()
         self.storage.wait_for_copies()
         for flat in self.trained:

@@ -77,11 +77,10 @@ def take_over(flat: ShardedFlat, modifier_rank: int) -> None:
 class Init(TorchFunctionMode):
     """Build a model that is never unsharded on any rank.
 
-    A parameter is sharded when the next module registers its own: a rank holds its
-    shards, and one module's parameters. Code inside the block that touches sharded ones
-    sees their values: their buffers are gathered, and stay until code touches others.
-    Every rank runs the same code; rank 0's values are taken. A model on the meta device
-    is sharded as it is loaded, as by `from_pretrained` of transformers.
+    Parameters are sharded when the next module registers its own: a rank holds its
+    shards, and one module. Code inside the block that touches sharded ones sees their
+    values: they are gathered, until code touches others. Every rank runs the same code;
+    rank 0's values are taken. A model on the meta device is sharded as it is loaded.
 
     `config`: DeepSpeed's: a dict, a path, or JSON text. Below stage 3, and with
     `enabled=False`, the block does nothing. `storage`: stores the shards (default: on

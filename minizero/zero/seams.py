@@ -301,7 +301,7 @@ class Net:
         self.storage.attach(self.plan, self.schedule, optimizer)
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
-        self._unreduced: list[Unit] = []
+        self._unreduced: dict[Unit, None] = {}  # by this backward, in order
         self.units = build_units(self, units)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
