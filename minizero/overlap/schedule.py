@@ -115,7 +115,7 @@ class Overlap(Schedule):
         check_settings(vars(self))
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
-        # of each state its units, the last one to enter it last: elements
+        # by state: its units, the latest one last, and their elements
         states = "sharded", "ahead", "in use", "kept"
         self._units: dict[str, dict[Unit, int]] = {s: {} for s in states}
         self._live = 0  # elements of the units that are not sharded
