@@ -61,7 +61,7 @@ class DataParallel(Net):
         """Every parameter's gradient is missing, and no unit is reduced."""
         self.has_gradients = True
         self.schedule.pass_begins("backward")
-        self._unreduced = dict.fromkeys(reversed(self.units))
+        self._unreduced = dict.fromkeys(reversed(self.units))  # in order
         for unit in self.units:
             unit.missing = {p for f in unit.trainable for p in f.parameters}
         self._set_aside()  # the means of earlier micro-batches
@@ -75,7 +75,7 @@ class DataParallel(Net):
 
     def _reduce_complete(self) -> None:
         """Reduce complete units, the last one first on every rank."""
-        while self.syncing and (unit := next(iter(self._unreduced), None)):
+        for unit in [*self._unreduced] if self.syncing else ():
             if unit.missing:
                 break
             self._reduce(unit)
