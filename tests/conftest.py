@@ -44,6 +44,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "notebooks"))
+import local_kernel  # noqa: E402, F401  how notebooks get their kernels
+
 LOCAL = re.compile("(file|data|blob|chrome):")
 
 Run = Callable[..., str]
@@ -167,8 +170,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def network() -> Iterator[list[str]]:
     """Two network namespaces with a wire between them: 10.213.9.1 and 10.213.9.2."""
-    names = [f"mz{os.getpid()}n{i}" for i in range(2)]
-    wires = [f"mz{os.getpid()}w{i}" for i in range(2)]
+    names, wires = ([f"mz{os.getpid()}{x}{i}" for i in range(2)] for x in "nw")
     commands = [f"netns add {name}" for name in names]
     commands += [f"link add {wires[0]} type veth peer name {wires[1]}"]
     for i, (name, wire) in enumerate(zip(names, wires, strict=True), 1):

@@ -104,9 +104,8 @@ def table(results: Sequence[Comparison]) -> str:
             for sign, bound in (("at least", c.at_least), ("at most", c.at_most))
             if bound is not None
         ]
-        verdict = (
-            f"{', '.join(bounds)}: {'met' if c.met else 'MISSED'}" if bounds else ""
-        )
+        met = "met" if c.met else "MISSED"
+        verdict = f"{', '.join(bounds)}: {met}" if bounds else ""
         lines.append(f"{c.name} ({c.unit})")
         names = f"  {c.a} / {c.b}"
         numbers = "".join(f"{m:11.4g}" for m in medians)

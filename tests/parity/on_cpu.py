@@ -1,7 +1,6 @@
-"""Runs the script where DeepSpeed thinks that there is no fp16: on a CPU.
+"""Runs the script on a CPU, where DeepSpeed asks an Intel library for fast fp16.
 
-It asks an Intel library for fast fp16, and refuses to train without; torch itself
-has all that the model needs.
+Without that it refuses to train, though torch itself has all that the model needs.
 """
 
 from __future__ import annotations

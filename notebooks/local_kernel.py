@@ -1,4 +1,4 @@
-"""How the tests start a notebook's kernel."""
+"""How the tests start a notebook's kernel; their conftest imports this."""
 
 from __future__ import annotations
 
