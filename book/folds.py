@@ -58,11 +58,21 @@ def summary(source: str) -> str:
     elif named or not body:
         words = ", ".join(named) or lines[0]
     else:
-        words = "imports" if is_import(body[-1]) else lines[body[-1].lineno - 1]
+        words = does(body[-1]) or lines[body[-1].lineno - 1]
         words += "…)" if words.endswith("(") else ""
     if len(words) > 64:
         words = words[:64].rsplit(" ", 1)[0].rstrip(",:") + " …"
     return f"{words} · {len(lines)} line{'s'[: len(lines) - 1]}"
+
+
+def does(last: ast.stmt) -> str:
+    """What a cell's last statement does, where its first line would not say it."""
+    if is_import(last):
+        return "imports"
+    value = last.value if isinstance(last, ast.Expr) else None
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("print", "say"):
+        return "prints what follows"
+    return "draws the figure" if isinstance(value, ast.Name) else ""
 
 
 def signature(x: Any) -> str:
@@ -85,12 +95,15 @@ class Fold(SphinxPostTransform):
                 continue
             first: Any = cell.children[0]
             source = first.astext()
+            if source.startswith("%%ranks"):  # a magic, whose cell has no colours
+                first.children[0]["language"] = "python"
             if first.get("nb_element") == "cell_code_source" and (
                 cell.get("hide_mode") == "input"
                 or (not cell.get("hide_mode") and folds(source))
             ):
                 cell["hide_mode"] = "input"
-                cell["prompt_show"] = cell["prompt_hide"] = summary(source)
+                own = cell["cell_metadata"].get("mystnb", {}).get("code_prompt_show")
+                cell["prompt_show"] = cell["prompt_hide"] = own or summary(source)
 
 
 def switch(

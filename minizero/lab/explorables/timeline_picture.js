@@ -78,7 +78,8 @@ function curve(rows, base, { top, above }, [left, right], x, end, categories) {
       d="${stairs(upTo(i))}H${x(end)}V${base}H${x(rows[0].time)}Z"/>`).reverse();
   const away = ELSEWHERE.filter((place) => rows.some((row) => row[place])).map((place) =>
     `<path class="off ${place}" d="${stairs((row) => row[place])}H${x(end)}"/>
-      <text x="${right - 2}" y="${y(rows.at(-1)[place]) - 3}" text-anchor="end">${place}</text>`);
+      <text class="halo" x="${right - 2}" y="${y(rows.at(-1)[place]) - 3}" text-anchor="end">${
+        place}</text>`);
   const most = rows.reduce((a, b) => deviceBytes(b) > deviceBytes(a) ? b : a, rows[0]);
   const limit = above && `<path class="above" d="M${left} ${y(above)}H${right}"/>
     <text x="${right - 2}" y="${y(above) - 4}" text-anchor="end">data parallel, at most

@@ -41,9 +41,7 @@ def bars(
 
     rows: by label, the size of each part. colours: of the parts, in the legend's order;
     "none" leaves one clear. limit: drawn as a dashed line across the bars. inside: what
-    is written into a part where it fits.
-
-    Raises ValueError if there is nothing to draw.
+    is written into a part where it fits. Raises ValueError if there is nothing to draw.
     """
     if not rows:
         raise ValueError("There is nothing to draw; give at least one row.")
@@ -58,7 +56,8 @@ def bars(
             axes.barh(y, size, 0.66, left, **look)
             # A digit is about 1/12 inch, and the bars have some 4.4 inches.
             if text and size / longest * 4.4 > len(text) / 12 + 0.1:
-                centre: Any = {"ha": "center", "va": "center", "fontsize": 9}
+                box = {"facecolor": face, "linewidth": 0, "pad": 1}  # over the limit
+                centre: Any = {"ha": "center", "va": "center", "size": 9, "bbox": box}
                 axes.text(left + size / 2, y, text, color=ink(face), **centre)
             left += size
         hidden = limit is not None and 0 <= limit - total < 0.18 * longest
@@ -142,5 +141,5 @@ def peer_bars(values: Mapping[str, Sequence[float]], order: Iterable[str]) -> Fi
     colours = dict(zip(kinds.values(), LINES, strict=False))
     figure = bars(rows, colours, "{:,.0f}".format)
     for y, seen in enumerate(turns.values()):
-        figure.axes[0].plot([min(seen), max(seen)], [y + 0.27] * 2, color=GREY, lw=1.4)
+        figure.axes[0].plot([min(seen), max(seen)], [y + 0.41] * 2, color=GREY, lw=1.4)
     return figure

@@ -93,20 +93,14 @@ def against(rates: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 
 
 @rc_context(STYLE)
-def arrows(rows: Sequence[tuple[str, str, str]], titles: tuple[str, str]) -> Figure:
-    """A row each: code, an arrow, and to the right a name and what is said of it."""
-    figure, axes = single(0.65 + 0.46 * len(rows))
-    arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2}
-    for x, title in zip((0.0, 0.49), titles, strict=True):
-        axes.text(x, -0.85, title, fontstyle="italic")
+def arrows(rows: Sequence[tuple[str, str, str]]) -> Figure:
+    """For each row code, below it an arrow to a name, and what is said of it."""
+    figure, axes = single(0.3 + 0.75 * len(rows))
+    figure.set_figwidth(3.4)
     for y, (keys, made, what) in enumerate(rows):
-        code: Any = {"family": "monospace", "fontsize": 8.5, "va": "center"}
-        axes.text(0.0, y, keys, ha="left", **code)
-        axes.annotate(
-            "", (0.475, y), (0.425, y), arrowprops=arrow, annotation_clip=False
-        )
-        axes.text(0.49, y - 0.2, made, va="center", fontweight="bold")
-        axes.text(0.49, y + 0.2, what, va="center", fontsize=8.5)
-    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -1.1))
+        axes.text(0.0, y - 0.1, keys, va="bottom", family="monospace", fontsize=8.5)
+        axes.text(0.05, y + 0.1, f"\u2192 {made}", va="center", fontweight="bold")
+        axes.text(0.11, y + 0.35, what, va="center", fontsize=8.5)
+    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.6))
     axes.axis("off")
     return figure

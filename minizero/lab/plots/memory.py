@@ -101,14 +101,13 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
     ]
     if not named:
         return
-    inch = len(samples) / 5.6
     ends = [x for x, _ in named[1:]] + [len(samples)]
     crowded = any(
-        x + len(text) / 13 * inch > end
+        x + len(text) / 73 * len(samples) > end
         for (x, text), end in zip(named, ends, strict=True)
     )
     for x, text in named:
-        axes.axvline(x, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.axvline(x, ymax=0.89, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
         turn = {"rotation": 90, "ha": "center"} if crowded else {"ha": "left"}
         note(axes, text, (x, 1), (0, 3), y="axes fraction", fontsize=8.5, **turn)
 

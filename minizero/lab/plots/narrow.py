@@ -39,7 +39,7 @@ def png(figure: Figure) -> tuple[str, dict[str, Any]]:
 
 def drawn(figure: Figure) -> dict[str, Any]:
     """The narrow drawing: a PNG of two pixels to one of a page, and its size there."""
-    with narrow(figure):
+    with mpl.rc_context(STYLE), narrow(figure):
         file = io.BytesIO()
         figure.savefig(file, dpi=DPI, metadata={"Software": None})
         width, height = (round(96 * inches) for inches in figure.get_size_inches())
@@ -87,7 +87,7 @@ def _stack(figure: Figure, stack: ExitStack) -> float:
         if i:  # its neighbor had the names of their rows
             stack.callback(axes.tick_params, labelleft=False)
             axes.tick_params(labelleft=True)
-    return 0.75 * len(specs)
+    return 0.82 * len(specs)
 
 
 def _break_names(axes: Axes, stack: ExitStack) -> None:
@@ -120,11 +120,8 @@ def _leave_out(axes: Axes, stack: ExitStack) -> None:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
         around = [bar.width for bar in bars if bar.contains(x, y)]
-        if (
-            text.get_horizontalalignment() == "center"
-            and around
-            and own.width > min(around)
-        ):
+        centred = text.get_horizontalalignment() == "center"
+        if centred and around and own.width > min(around):
             stack.callback(text.set_visible, True)
             text.set_visible(False)
 

@@ -92,8 +92,12 @@ def lanes(
                 axes.barh(y, right - left, high, left, align="edge", **look)
     name_rows(axes, steps)
     axes.set_xlabel(unit)
-    used = {i.what for step in steps.values() for i in step if i.end > i.begin}
+    seen = {i.what for step in steps.values() for i in step if i.end > i.begin}
+    used = [what for what in looks if what in seen]
     names = {what: f"{what}ing" for what in LINED}
-    patches = [Patch(label=names.get(w, w), **k) for w, k in looks.items() if w in used]
-    legend(figure, patches)
+    alike = {
+        ", ".join(names.get(w, w) for w in used if looks[w] == looks[what]): looks[what]
+        for what in used
+    }
+    legend(figure, [Patch(label=label, **look) for label, look in alike.items()])
     return figure

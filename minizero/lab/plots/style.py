@@ -33,7 +33,7 @@ CATEGORY_COLOURS = {
 GREY = "#797979"
 """Text and axes: it stands out from white and from the dark theme's page alike."""
 
-LINES = ("#5A5A5A", "#A3A3A3", "#7D7D7D", "#929292")
+LINES = ("#666666", "#949494", "#7D7D7D", "#8A8A8A")
 """Greys of runs, ranks and libraries; dashes and marks tell them apart too."""
 
 DOING_COLOURS = {
@@ -49,7 +49,7 @@ DOING_COLOURS = {
 """What a rank does: grey for computing, and for a call the hue of what it carries."""
 
 LINED: Any = {
-    "launch": {"facecolor": "none", "edgecolor": GREY, "hatch": "||||||||"},
+    "launch": {"facecolor": "none", "edgecolor": GREY, "hatch": "..."},
     "wait": {"facecolor": "none", "edgecolor": GREY, "hatch": "//////"},
 }
 """How the time looks in which a rank launches a call, or waits for one."""
