@@ -101,9 +101,10 @@ def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
     ]
     if not named:
         return
+    inch = len(samples) / 5.6  # of the axis; it has room for 13 letters
     ends = [x for x, _ in named[1:]] + [len(samples)]
     crowded = any(
-        x + len(text) / 73 * len(samples) > end
+        x + len(text) / 13 * inch > end
         for (x, text), end in zip(named, ends, strict=True)
     )
     for x, text in named:
