@@ -49,8 +49,11 @@ def folds(source: str) -> bool:
     return bool(EXPORTED.search(source)) and len(lines) > LONGEST
 
 
-def summary(source: str) -> str:
-    """What a cell says, defines or, in the end, does; and how long it is."""
+def summary(source: str, draws: bool = False) -> str:
+    """What a cell says, defines or, in the end, does; and how long it is.
+
+    draws: whether its output is a figure.
+    """
     lines, body = parse(source)
     named = [signature(x) for x in body if hasattr(x, "name")]
     if lines[0].startswith('"""'):
@@ -58,20 +61,23 @@ def summary(source: str) -> str:
     elif named or not body:
         words = ", ".join(named) or lines[0]
     else:
-        words = does(body[-1]) or lines[body[-1].lineno - 1]
+        words = "draws the figure" if draws else does(body)
+        words = words or lines[body[-1].lineno - 1]
         words += "…)" if words.endswith("(") else ""
     if len(words) > 64:
         words = words[:64].rsplit(" ", 1)[0].rstrip(",:") + " …"
     return f"{words} · {len(lines)} line{'s'[: len(lines) - 1]}"
 
 
-def does(last: ast.stmt) -> str:
-    """What a cell's last statement does, where its first line would not say it."""
-    if is_import(last):
+def does(body: list[ast.stmt]) -> str:
+    """What a cell does, where the first line of its last statement would not say it."""
+    last = body[-1]
+    if is_import(last) or 4 * sum(map(is_import, body)) >= 3 * len(body):
         return "imports"
-    value = last.value if isinstance(last, ast.Expr) else None
-    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("print", "say"):
+    calls = {ast.unparse(x.func) for x in ast.walk(last) if isinstance(x, ast.Call)}
+    if isinstance(last, ast.Expr | ast.For) and calls & {"print", "say"}:
         return "prints what follows"
+    value = last.value if isinstance(last, ast.Expr) else None
     return "draws the figure" if isinstance(value, ast.Name) else ""
 
 
@@ -102,8 +108,11 @@ class Fold(SphinxPostTransform):
                 or (not cell.get("hide_mode") and folds(source))
             ):
                 cell["hide_mode"] = "input"
-                own = cell["cell_metadata"].get("mystnb", {}).get("code_prompt_show")
-                cell["prompt_show"] = cell["prompt_hide"] = own or summary(source)
+                about = cell["cell_metadata"].get("mystnb", {})
+                words = about.get("code_prompt_show") or summary(
+                    source, "figure" in about
+                )
+                cell["prompt_show"] = cell["prompt_hide"] = words
 
 
 def switch(
