@@ -49,11 +49,8 @@ def folds(source: str) -> bool:
     return bool(EXPORTED.search(source)) and len(lines) > LONGEST
 
 
-def summary(source: str, draws: bool = False) -> str:
-    """What a cell says, defines or, in the end, does; and how long it is.
-
-    draws: whether its output is a figure.
-    """
+def summary(source: str, shows: bool) -> str:
+    """What a cell says, defines or, in the end, does; and how long it is."""
     lines, body = parse(source)
     named = [signature(x) for x in body if hasattr(x, "name")]
     if lines[0].startswith('"""'):
@@ -61,24 +58,28 @@ def summary(source: str, draws: bool = False) -> str:
     elif named or not body:
         words = ", ".join(named) or lines[0]
     else:
-        words = "draws the figure" if draws else does(body)
-        words = words or lines[body[-1].lineno - 1]
+        words = does(body, shows) or lines[body[-1].lineno - 1]
         words += "…)" if words.endswith("(") else ""
     if len(words) > 64:
         words = words[:64].rsplit(" ", 1)[0].rstrip(",:") + " …"
     return f"{words} · {len(lines)} line{'s'[: len(lines) - 1]}"
 
 
-def does(body: list[ast.stmt]) -> str:
-    """What a cell does, where the first line of its last statement would not say it."""
-    last = body[-1]
-    if is_import(last) or 4 * sum(map(is_import, body)) >= 3 * len(body):
-        return "imports"
-    calls = {ast.unparse(x.func) for x in ast.walk(last) if isinstance(x, ast.Call)}
-    if isinstance(last, ast.Expr | ast.For) and calls & {"print", "say"}:
-        return "prints what follows"
-    value = last.value if isinstance(last, ast.Expr) else None
-    return "draws the figure" if isinstance(value, ast.Name) else ""
+def does(body: list[ast.stmt], shows: bool) -> str:
+    """What a cell does, where its last statement's first line would not say it."""
+    inside = [x for statement in body for x in ast.walk(statement)]
+    if shows:
+        calls = [ast.unparse(x.func) for x in inside if isinstance(x, ast.Call)]
+        if {"print", "say"} & {*calls}:
+            return "prints what follows"
+        last = body[-1]
+        is_figure = isinstance(last, ast.Expr) and isinstance(last.value, ast.Name)
+        return "draws the figure" if is_figure else "shows what follows"
+    if sum(map(is_import, body)) > len(body) / 2:
+        targets = [t for x in body if isinstance(x, ast.Assign) for t in x.targets]
+        made = [x.id for x in targets if isinstance(x, ast.Name)]
+        return "imports" + (f", and makes {', '.join(made)}" if made else "")
+    return ""
 
 
 def signature(x: Any) -> str:
@@ -108,11 +109,10 @@ class Fold(SphinxPostTransform):
                 or (not cell.get("hide_mode") and folds(source))
             ):
                 cell["hide_mode"] = "input"
-                about = cell["cell_metadata"].get("mystnb", {})
-                words = about.get("code_prompt_show") or summary(
-                    source, "figure" in about
+                own = cell["cell_metadata"].get("mystnb", {}).get("code_prompt_show")
+                cell["prompt_show"] = cell["prompt_hide"] = own or summary(
+                    source, shows=len(cell.children) > 1
                 )
-                cell["prompt_show"] = cell["prompt_hide"] = words
 
 
 def switch(

@@ -48,7 +48,11 @@ def sent(times: float, ranks: int, itemsize: int = 2) -> float:
 
 
 def intensity(
-    what: str, sequence: int, micro_batch: int, hidden: int = 0, interval: int = 1
+    what: str,
+    sequence: int,
+    micro_batch: int,
+    hidden: int = 0,
+    interval: int = 1,
 ) -> float:
     """Operations for each byte that a state moves: FLOP/byte, a GPU.
 
@@ -81,16 +85,16 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
 
 ROWS = {
     "GPUs of a node": lambda n: n.gpus,
-    "16-bit arithmetic, peak (TFLOP/s)": lambda n: n.peak / 1e12,
-    "of which a run attains (TFLOP/s)": lambda n: n.flops / 1e12,
-    "GPU memory (GB)": lambda n: n.memory / 1e9,
-    "GPU memory, speed (GB/s)": lambda n: n.hbm / 1e9,
-    "between GPUs of a node (GB/s)": lambda n: n.link / 1e9,
-    "network, for a GPU (GB/s)": lambda n: n.network / 1e9,
-    "PCIe, for a GPU (GB/s)": lambda n: n.pcie / 1e9,
-    "host memory (GB)": lambda n: n.host / 1e9,
-    "host memory, speed (GB/s)": lambda n: n.dram / 1e9,
-    "disks of a node, reading (GB/s)": lambda n: n.disk / 1e9,
+    "16-bit arithmetic, peak, TFLOP/s": lambda n: n.peak / 1e12,
+    "of which a run attains, TFLOP/s": lambda n: n.flops / 1e12,
+    "GPU memory, GB": lambda n: n.memory / 1e9,
+    "GPU memory, GB/s": lambda n: n.hbm / 1e9,
+    "between GPUs of a node, GB/s": lambda n: n.link / 1e9,
+    "network, for a GPU, GB/s": lambda n: n.network / 1e9,
+    "PCIe, for a GPU, GB/s": lambda n: n.pcie / 1e9,
+    "host memory, GB": lambda n: n.host / 1e9,
+    "host memory, GB/s": lambda n: n.dram / 1e9,
+    "disks of a node, reading, GB/s": lambda n: n.disk / 1e9,
 }
 """By what the table shows, with its unit: the number in it."""
 
