@@ -129,7 +129,8 @@ def _fit(figure: Figure, old: Legend) -> int:
 def _place(axes: Axes, stack: ExitStack) -> None:
     """Hide what is wider than its bar; a limit's line strikes through no total."""
     bars = [patch.get_window_extent() for patch in axes.patches]
-    limits = [line for line in axes.lines if len(set(line.get_xdata())) == 1]
+    lines: Any = axes.lines
+    limits = [line for line in lines if len(set(line.get_xdata())) == 1]
     for text in axes.texts:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
