@@ -49,7 +49,7 @@ def folds(source: str) -> bool:
     return bool(EXPORTED.search(source)) and len(lines) > LONGEST
 
 
-def summary(source: str) -> str:
+def summary(source: str, shows: bool) -> str:
     """What a cell says, defines or, in the end, does; and how long it is."""
     lines, body = parse(source)
     named = [signature(x) for x in body if hasattr(x, "name")]
@@ -58,21 +58,28 @@ def summary(source: str) -> str:
     elif named or not body:
         words = ", ".join(named) or lines[0]
     else:
-        words = does(body[-1]) or lines[body[-1].lineno - 1]
+        words = does(body, shows) or lines[body[-1].lineno - 1]
         words += "…)" if words.endswith("(") else ""
     if len(words) > 64:
         words = words[:64].rsplit(" ", 1)[0].rstrip(",:") + " …"
     return f"{words} · {len(lines)} line{'s'[: len(lines) - 1]}"
 
 
-def does(last: ast.stmt) -> str:
-    """What a cell's last statement does, where its first line would not say it."""
-    if is_import(last):
-        return "imports"
-    value = last.value if isinstance(last, ast.Expr) else None
-    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("print", "say"):
-        return "prints what follows"
-    return "draws the figure" if isinstance(value, ast.Name) else ""
+def does(body: list[ast.stmt], shows: bool) -> str:
+    """What a cell does, where its last statement's first line would not say it."""
+    inside = [x for statement in body for x in ast.walk(statement)]
+    if shows:
+        calls = [ast.unparse(x.func) for x in inside if isinstance(x, ast.Call)]
+        if {"print", "say"} & {*calls}:
+            return "prints what follows"
+        last = body[-1]
+        is_figure = isinstance(last, ast.Expr) and isinstance(last.value, ast.Name)
+        return "draws the figure" if is_figure else "shows what follows"
+    if sum(map(is_import, body)) > len(body) / 2:
+        targets = [t for x in body if isinstance(x, ast.Assign) for t in x.targets]
+        made = [x.id for x in targets if isinstance(x, ast.Name)]
+        return "imports" + (f", and makes {', '.join(made)}" if made else "")
+    return ""
 
 
 def signature(x: Any) -> str:
@@ -103,7 +110,9 @@ class Fold(SphinxPostTransform):
             ):
                 cell["hide_mode"] = "input"
                 own = cell["cell_metadata"].get("mystnb", {}).get("code_prompt_show")
-                cell["prompt_show"] = cell["prompt_hide"] = own or summary(source)
+                cell["prompt_show"] = cell["prompt_hide"] = own or summary(
+                    source, shows=len(cell.children) > 1
+                )
 
 
 def switch(

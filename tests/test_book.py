@@ -347,7 +347,7 @@ def test_code_folds_and_hides(book: Path, browser: Any) -> None:
     open_page(browser, book / "notebooks/05_zero1.html")
     folded, others = browser.execute_script(SHOWN)
     assert folded == 0 and others > 10
-    click("//details/summary[contains(., 'class ZeRO1: owned')]")
+    click("//details/summary[contains(., 'state is sharded')]")
     assert browser.execute_script(SHOWN) == [1, others]
     click("//button[contains(@class, 'btn-code-button')]")
     assert browser.execute_script(SHOWN) == [0, 0]

@@ -84,19 +84,19 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
 
 
 ROWS = {
-    "GPUs of a node": ("", lambda n: n.gpus),
-    "16-bit arithmetic, peak": ("TFLOP/s", lambda n: n.peak / 1e12),
-    "of which a run attains": ("TFLOP/s", lambda n: n.flops / 1e12),
-    "GPU memory": ("GB", lambda n: n.memory / 1e9),
-    "GPU memory, speed": ("GB/s", lambda n: n.hbm / 1e9),
-    "between GPUs of a node": ("GB/s", lambda n: n.link / 1e9),
-    "network, for a GPU": ("GB/s", lambda n: n.network / 1e9),
-    "PCIe, for a GPU": ("GB/s", lambda n: n.pcie / 1e9),
-    "host memory": ("GB", lambda n: n.host / 1e9),
-    "host memory, speed": ("GB/s", lambda n: n.dram / 1e9),
-    "disks of a node, reading": ("GB/s", lambda n: n.disk / 1e9),
+    "GPUs of a node": lambda n: n.gpus,
+    "16-bit arithmetic, peak, TFLOP/s": lambda n: n.peak / 1e12,
+    "of which a run attains, TFLOP/s": lambda n: n.flops / 1e12,
+    "GPU memory, GB": lambda n: n.memory / 1e9,
+    "GPU memory, GB/s": lambda n: n.hbm / 1e9,
+    "between GPUs of a node, GB/s": lambda n: n.link / 1e9,
+    "network, for a GPU, GB/s": lambda n: n.network / 1e9,
+    "PCIe, for a GPU, GB/s": lambda n: n.pcie / 1e9,
+    "host memory, GB": lambda n: n.host / 1e9,
+    "host memory, GB/s": lambda n: n.dram / 1e9,
+    "disks of a node, reading, GB/s": lambda n: n.disk / 1e9,
 }
-"""By what the table shows: its unit, and the number in it."""
+"""By what the table shows, with its unit: the number in it."""
 
 
 class Table(str):
@@ -109,7 +109,7 @@ def table(*nodes: Machine) -> Table:
     """A column for each of these nodes (default: all), a row for each quantity."""
     nodes = nodes or NODES
     rows = [
-        [name, *(short(float(f"{value(n):.4g}")) for n in nodes), unit]
-        for name, (unit, value) in ROWS.items()
+        [name, *(short(float(f"{value(n):.4g}")) for n in nodes)]
+        for name, value in ROWS.items()
     ]
-    return Table(peer_table(["", *(n.name for n in nodes), ""], rows))
+    return Table(peer_table(["", *(n.name for n in nodes)], rows))

@@ -36,6 +36,10 @@ class MixedPrecision(MixedSettings):
         flat.grad_dtype = self.reduce
         return master
 
+    # continued: precision-class
+    clip_factor: Tensor | float = 1.0  # until the update
+    grad_factor: Tensor | float = 1.0  # of this update's gradients
+
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast floating-point tensors to the parameters' dtype."""
 
@@ -43,10 +47,6 @@ class MixedPrecision(MixedSettings):
             return x.to(self.parameters) if x.is_floating_point() else x
 
         return tree_map_only(Tensor, cast, super().inputs(args, kwargs))
-
-    # continued: precision-class
-    clip_factor: Tensor | float = 1.0  # until the update
-    grad_factor: Tensor | float = 1.0  # of this update's gradients
 
     @property
     def loss_scale(self) -> float:

@@ -21,10 +21,9 @@ __all__ = ['ZeRO1']
 class ZeRO1(DataParallel):
     """Plan 1: optimizer state is sharded.
 
-    `reduce` gives each rank the mean gradient of its own shard only. The
-    optimizer updates that shard, and `publish`, an all-gather of the updated
-    *parameters*, gives every rank the others'. Optimizer state is never sent
-    (Rajbhandari et al. 2020, sec. 5.1).
+    `reduce` gives each rank the mean gradient of its own shard. The optimizer
+    updates that shard, and `publish` all-gathers the updated *parameters*.
+    Optimizer state is never sent (Rajbhandari et al. 2020, sec. 5.1).
     """
 
     plan = Plan.stage(1)
@@ -33,6 +32,7 @@ class ZeRO1(DataParallel):
         """The own shard of a buffer, [size]."""
         return flat.own(buffer)
 
+    # continued: zero-stage1-reduce
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the own shard of the unit's gradients."""
         for flat in unit.trainable:
@@ -46,11 +46,11 @@ class ZeRO1(DataParallel):
                 unit.works.append(work)
             work.then(partial(self.averaged, unit, flat))
 
+    # continued: zero-stage1-publish
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
         for flat in unit.changed:
-            own = flat.own(flat.full)
             work = comm.all_gather(
-                flat.full, own, async_op=True, group=flat.ranks
+                flat.full, flat.own(flat.full), async_op=True, group=flat.ranks
             )
             unit.works.append(work)

@@ -31,11 +31,11 @@ class ZeRO2(ZeRO1):
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
             flat.mean = self.storage.store(zeros, "gradients")
 
+    # continued: zero-stage2-reduced
     def reduced(self, flat: Flat) -> None:
         """Add the own shard's mean to the stored one; free the buffer."""
         assert flat.mean is not None
-        mean = self.owned(flat.full_grad(), flat)
-        self.storage.accumulate(flat.mean, mean)
+        self.storage.accumulate(flat.mean, self.owned(flat.full_grad(), flat))
         flat.grad = None
 
     def clear_grads(self, flat: Flat) -> None:

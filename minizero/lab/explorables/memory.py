@@ -181,8 +181,8 @@ class MemoryExplorer(Planned):
         totals = ", ".join(amount(sum(row[1:-1])) for row in self.numbers())
         return (
             f"Training {self.n_params / 1e9:g}B parameters, {self.precision}, "
-            f"{self.optimizer}, on {self.world_size} GPUs, with "
-            f"{amount(self.activations())} of activations: stages 0 to 3 take "
+            f"{self.optimizer}, on {self.world_size} GPU{'s' * (self.world_size > 1)}, "
+            f"with {amount(self.activations())} of activations: stages 0 to 3 take "
             f"{totals} each."
         )
 
