@@ -138,11 +138,11 @@ def _place(axes: Axes, stack: ExitStack) -> None:
         centred = text.get_horizontalalignment() == "center"
         if centred and around and own.width > min(around):
             _change(stack, text, visible=False)
-        for limit in limits:
-            struck = own.x0 < limit.get_window_extent().x0 < own.x1 + 3
-            if struck and isinstance(text, Annotation) and not centred:
-                stack.callback(setattr, text, "xy", text.xy)
-                text.xy = (limit.get_xdata()[0], text.xy[1])
+        if isinstance(text, Annotation) and text.get_verticalalignment() == "center":
+            for line in limits:
+                if own.x0 < line.get_window_extent().x0 < own.x1 + 3:
+                    stack.callback(setattr, text, "xy", text.xy)
+                    text.xy = (line.get_xdata()[0], text.xy[1])
 
 
 def set_upright(axes: Axes, stack: ExitStack) -> None:
