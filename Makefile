@@ -19,7 +19,7 @@ export PIP_NO_INPUT := 1
 help:
 	@echo 'make book      the book, as pages in _build/html'
 	@echo 'make test      prove the package and run the notebooks, in about ten minutes'
-	@echo 'make test-all  every test: browser, book, kills, 1 to 4 ranks, types, DeepSpeed runs'
+	@echo 'make test-all  every test: solutions, browser, book, kills, 1 to 4 ranks, types, DeepSpeed runs'
 	@echo 'make oldest    the tests of minizero.hf on the oldest transformers that is supported'
 	@echo 'make train     train a small GPT under ZeRO-3 on 4 ranks (ARGS="--stage 2 --ranks 2")'
 	@echo 'make bench     measure speed, as ratios within one run (ARGS="kernels --repeats 9")'

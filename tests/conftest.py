@@ -45,7 +45,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "notebooks"))
-import local_kernel  # noqa: E402, F401  how notebooks get their kernels
+from local_kernel import is_thorough  # noqa: E402  and how notebooks get their kernels
 
 LOCAL = re.compile("(file|data|blob|chrome):")
 
@@ -128,10 +128,10 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.path.suffix != ".ipynb")
     if config.getoption("--all"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    out = [i for i in items if i.get_closest_marker("thorough") or is_thorough(i)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -236,3 +236,92 @@ def left_out(job):
     @staticmethod
     def run(answer, model, gpus, sequence):
         return answer(on_h100s(model, gpus, sequence))
+
+
+class ThreeTerms(Exercise):
+    label = "ex-scale-5"
+    answer = "extended"
+    points = 6
+    starter = """
+from minizero.scale.machines import Machine, bus
+from minizero.scale.shapes import Shape
+
+
+def extended(
+    shape: Shape, machine: Machine, gpus: int, tokens: int, sequence: int
+) -> float:
+    # Tokens per second of a GPU under ZeRO-3 with full checkpointing: the chapter's
+    # `tokens_per_second`, to which you add attention's scores, the latency of each
+    # collective, and the bytes that Adam moves.
+    flops = machine.matmul * machine.peak
+    _, link = bus(machine, gpus)
+    seconds = 0.0
+    for units, n in ((shape.layers, shape.block), (1, shape.root)):
+        seconds += units * max(2 * n * tokens / flops, 2 * n / link)
+        seconds += units * max(6 * n * tokens / flops, 4 * n / link)
+    return tokens / seconds
+"""
+    public = """
+from minizero.scale import MACHINES, MODELS
+
+assert extended(MODELS["llama-8b"], MACHINES["a100-80gb"], 64, 2048, 2048) < 5000
+"""
+    reference = """
+from minizero.scale.machines import bus
+
+
+def extended(shape, machine, gpus, tokens, sequence):
+    flops = machine.matmul * machine.peak
+    latency, link = bus(machine, gpus)
+    scores = 2 * shape.hidden * sequence * tokens / (machine.attention * machine.peak)
+    seconds = 40 * shape.parameters / gpus / machine.hbm
+    for units, n, more in ((shape.layers, shape.block, scores), (1, shape.root, 0)):
+        forward = 2 * n * tokens / flops + more
+        seconds += units * max(forward, latency + 2 * n / link)
+        seconds += units * max(3 * forward, 2 * latency + 4 * n / link)
+    return tokens / seconds
+"""
+    wrong = (
+        Wrong(
+            "scores of forward alone",
+            "max(3 * forward, ",
+            "max(3 * forward - 2 * more, ",
+            "Backward has the scores too: it computes them again, and their gradients.",
+        ),
+        Wrong(
+            "scores like products",
+            "(machine.attention * machine.peak)",
+            "flops",
+            "You let attention run at the speed of large products: it reaches "
+            "`machine.attention` of the peak.",
+        ),
+        Wrong(
+            "one collective",
+            "2 * latency + 4 * n",
+            "latency + 4 * n",
+            "Backward has two collectives for a unit, a gather and a reduce-scatter, "
+            "each with its latency.",
+        ),
+        Wrong(
+            "unsharded update",
+            "40 * shape.parameters / gpus / machine.hbm",
+            "40 * shape.parameters / machine.hbm",
+            "Each rank updates its own shard only.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "model": model,
+                "gpus": 8 * rng.randint(2, 64),
+                "tokens": rng.randint(*tokens),
+                "sequence": rng.choice([2048, 4096]),
+            }
+            for model, tokens in (("llama-8b", (64, 256)), ("llama-70b", (4096, 9999)))
+        ]
+
+    @staticmethod
+    def run(answer, model, gpus, tokens, sequence):
+        shape, machine = MODELS[model], MACHINES["a100-80gb"]
+        return answer(shape, machine, gpus, tokens, sequence)

@@ -21,6 +21,64 @@ from minizero.scale import Job, choose
 from minizero.scale.planner import ds_config
 
 
+class FromMemory(Exercise):
+    label = "ex-capstone-5"
+    answer = "by_stage"
+    book = {"psi": 701_952, "units": 7, "ranks": 4}
+    starter = """
+def by_stage(psi: int, units: int, ranks: int) -> list[tuple[float, float, float]]:
+    # For stages 0 to 3: bytes of state of a rank in fp32 with Adam, elements that it
+    # sends in a step of one micro-batch, and calls, without padding and the norm's.
+    return [(0.0, 0.0, 0.0)] * 4
+"""
+    public = """
+assert [calls for *_, calls in by_stage(8, 1, 2)][0] == 1
+assert by_stage(8, 1, 1)[3][:2] == (128, 0)  # one rank has everything
+"""
+    reference = """
+def by_stage(psi, units, ranks):
+    shard = psi / ranks
+    once = psi - shard
+    return [
+        (16 * psi, 2 * once, units),
+        (8 * psi + 8 * shard, 2 * once, 2 * units),
+        (4 * psi + 12 * shard, 2 * once, 2 * units),
+        (16 * shard, 3 * once, 3 * units),
+    ]
+"""
+    wrong = (
+        Wrong(
+            "one moment",
+            "(8 * psi + 8 * shard, 2 * once",
+            "(12 * psi + 4 * shard, 2 * once",
+            "At stage 1 you sharded one moment: Adam has two, of 4 bytes each.",
+        ),
+        Wrong(
+            "all-reduces",
+            "(8 * psi + 8 * shard, 2 * once, 2 * units)",
+            "(8 * psi + 8 * shard, 3 * once, 2 * units)",
+            "At stage 1 you reduced every gradient to all ranks and then gathered: a "
+            "reduce-scatter is enough, so stages 0, 1 and 2 send the same.",
+        ),
+        Wrong(
+            "gathered once",
+            "(16 * shard, 3 * once, 3 * units)",
+            "(16 * shard, 2 * once, 2 * units)",
+            "Stage 3 frees a unit after forward and gathers it again for backward.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [
+            {
+                "psi": ranks * rng.randint(1_000, 9_000),
+                "units": rng.randint(3, 30),
+                "ranks": ranks,
+            }
+            for ranks in rng.sample([2, 3, 5, 8], 2)
+        ]
+
+
 class SmallestDevice(Exercise):
     label = "ex-capstone-1"
     on_ranks = True

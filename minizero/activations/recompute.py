@@ -33,7 +33,7 @@ def keep_matmuls(op: Any, *args: Any) -> bool:
 
     What is computed again is cheap: norms, activation functions, and the
     scores of an attention that is not fused, which are all that Korthikanti
-    et al. (2022, sec. 4.2) call selective.
+    et al. (2022, sec. 5) call selective.
     """
     name = op._schema.name.removeprefix("aten::")
     return name in ("mm", "addmm") or name.startswith("_scaled_dot_product_")

@@ -95,12 +95,15 @@ def against(rates: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 @rc_context(STYLE)
 def arrows(rows: Sequence[tuple[str, str, str]]) -> Figure:
     """For each row code, below it an arrow to a name, and what is said of it."""
-    figure, axes = single(0.3 + 0.75 * len(rows))
+    more = [0.3 * keys.count("\n") for keys, *_ in rows]  # further lines of keys
+    height = len(rows) + sum(more)
+    figure, axes = single(0.3 + 0.75 * height)
     figure.set_figwidth(3.4)
-    for y, (keys, made, what) in enumerate(rows):
+    for i, (keys, made, what) in enumerate(rows):
+        y = i + sum(more[: i + 1])
         axes.text(0.0, y - 0.1, keys, va="bottom", family="monospace", fontsize=8.5)
         axes.text(0.05, y + 0.1, f"\u2192 {made}", va="center", fontweight="bold")
         axes.text(0.11, y + 0.35, what, va="center", fontsize=8.5)
-    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.6))
+    axes.set(xlim=(0, 1), ylim=(height - 0.5, -0.6))
     axes.axis("off")
     return figure
