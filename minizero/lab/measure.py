@@ -39,14 +39,9 @@ class Step:
         its data arrived.
         """
         lanes = []
-        spent = sorted(
-            (begin, end, what, c.unit)
-            for c in self.calls
-            for what, begin, end in (
-                ("launch", c.launched, c.returned),
-                ("wait", c.waited, c.finished),
-            )
-        )
+        launches = [(c.launched, c.returned, "launch", c.unit) for c in self.calls]
+        waits = [(c.waited, c.finished, "wait", c.unit) for c in self.calls]
+        spent = sorted(launches + waits)
         phases = (
             ("forward", self.begin, self.forward_end),
             ("backward", self.forward_end, self.backward_end),

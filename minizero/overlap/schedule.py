@@ -171,6 +171,7 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
+    # continued: gather-ahead
     def _gather_ahead(self) -> Iterator[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
         ahead = sum(self._units["ahead"].values())

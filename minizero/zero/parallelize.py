@@ -60,10 +60,7 @@ def parallelize(
     plan: Plan | None = None,
     **options: Any,
 ) -> DataParallel:
-    """Train `model` as `plan` says (default: stage 3).
-
-    The options are those of `DataParallel`.
-    """
+    """Train `model` as `plan` says (default: stage 3), with options of `DataParallel`."""
     plan = Plan.stage(3) if plan is None else plan
     sharded = plan.optimizer.sharded, plan.gradients.sharded, plan.parameters.sharded
     if sharded != tuple(sorted(sharded, reverse=True)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .. import comm
 from ..memory.labels import label
@@ -32,8 +32,7 @@ __all__ = ['ShardedFlat', 'AfterBackward', 'mark_inputs', 'tensors_in', 'ZeRO3']
 class ShardedFlat(Flat):
     """A flat buffer whose storage is empty, except from `gather` to `free`.
 
-    While it is empty, the parameters are views of one NaN that is expanded
-    to their shapes: shapes stay right, and values read as NaN.
+    While it is empty, the parameters are views of one NaN, in their shapes.
 
     `stored`: what this rank stores of it between steps; `shard`, a part of
         that, is what it updates: here, all of it.
@@ -46,6 +45,7 @@ class ShardedFlat(Flat):
     is_unsharded, used, holders = True, False, 0
     _gathered: Any = None  # its last all-gather
 
+    # continued: zero-sharded-keep
     def keep(self, storage: Storage) -> None:
         """Store this rank's shard, and free the buffer; called once."""
         self.storage, kept = storage, self.kept(self.full)
@@ -70,6 +70,7 @@ class ShardedFlat(Flat):
             self._launch(self.quantized)
         return self._gathered
 
+    # continued: zero-sharded-launch
     def _launch(self, quantized: comm.Quantized | None) -> None:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.kept(self.full))
@@ -82,6 +83,7 @@ class ShardedFlat(Flat):
     def _arrived(self) -> None:
         self.point(self.views())
 
+    # continued: zero-sharded-free
     def hide(self) -> None:
         """Make the parameters views of NaN."""
         self.point(self.freed)
@@ -94,7 +96,6 @@ class ShardedFlat(Flat):
         if self._gathered is not None:
             self._gathered.wait()  # it must not write into freed memory
         self.hide()
-        # not `p.data = empty`: the graph's views would keep the storage
         self.full.untyped_storage().resize_(0)
         self.is_unsharded = False
 
@@ -145,17 +146,15 @@ class AfterBackward(torch.autograd.Function):
         ctx.done()
         return None, *grads
 
-
+# %% ../../notebooks/07_zero3.ipynb #zero-stage3-inputs
 def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
     """Call `done` when all these inputs have got their gradients."""
-
-    def counts(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad
-
-    tree = args, kwargs
-    inputs = [x for x in tree_leaves(tree) if counts(x)]
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
-    return tree_map(lambda x: next(marked) if counts(x) else x, tree)
+    found = {id(x) for x in inputs}
+    leaves = [next(marked) if id(x) in found else x for x in leaves]
+    return tree_unflatten(leaves, tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -180,6 +179,7 @@ class ZeRO3(ZeRO2):
         super().allocate(flat)
         flat.keep(self.storage)
 
+    # continued: zero-stage3-gather
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""
         for flat in unit.flats:
@@ -187,7 +187,6 @@ class ZeRO3(ZeRO2):
             unit.works.append(flat.gather())
 
     def release(self, unit: Unit) -> None:
-        """Free the unit's parameters."""
         for flat in unit.flats:
             flat.used = False
             flat.free()
@@ -212,6 +211,7 @@ class ZeRO3(ZeRO2):
                 )
                 module.register_forward_hook(after, always_call=True)
 
+    # continued: zero-stage3-before
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
@@ -238,6 +238,7 @@ class ZeRO3(ZeRO2):
             self._leave(unit)
             check_outputs(unit, outputs)
 
+    # continued: zero-stage3-after
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
         if unit not in self._backwards:
             self._backwards.add(unit)
@@ -252,12 +253,12 @@ class ZeRO3(ZeRO2):
         if self.in_backward and last:
             self._reduce(unit)
 
+    # continued: zero-stage3-backward
     def _leave(self, unit: Unit) -> None:
         """Release the unit, unless a call of it is still running."""
         if not self._forwards[unit] and unit not in self._backwards:
             self.run(self.schedule.done(unit))
 
-    # continued: zero-stage3-backward
     def _begins(self, unit: Unit, module: nn.Module) -> bool:
         """Whether this is the outermost call of the unit, not repeated."""
         if self._is_recomputed(unit):
@@ -268,6 +269,7 @@ class ZeRO3(ZeRO2):
             self.schedule.pass_begins("forward")
         return begins
 
+    # continued: zero-stage3-recomputed
     def _ends(self, unit: Unit) -> bool:
         """Whether the outermost call of the unit is over."""
         if self._is_recomputed(unit):

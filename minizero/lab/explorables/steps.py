@@ -184,7 +184,6 @@ def drawn(found: Timeline, plan: Plan) -> list[Slice]:
 def simulated(at: Setting, size: Size = SMALL) -> Trace:
     """One step. What rank 0 does there, all do: they are equal."""
     found = line(at, size)
-
     slices = drawn(found, at.plan)
     rests = Moment(0, 0.0, tuple(_rests(at, size)))
     return Trace(size.ranks, slices, [rests, *found.moments])

@@ -35,12 +35,12 @@ COLOURS = {
     "gather": CATEGORY_COLOURS["parameters"],
     "reduce": CATEGORY_COLOURS["gradients"],
     "in": "#D4D4D4",
-    "out": "#5A5A5A",
+    "out": "#D4D4D4",
 }
 """Grey for computing, and for a call the hue of what it carries; what is copied or read
-towards the device is pale, and what leaves it dark."""
+towards the device is pale, and what leaves it pale with stripes."""
 VERBS = {
-    name: look(colour, STRIPES if name == "wait" else None)
+    name: look(colour, STRIPES if name in ("wait", "out") else None)
     for name, colour in COLOURS.items()
 }
 CATEGORIES = {name: look(colour) for name, colour in CATEGORY_COLOURS.items()}

@@ -89,10 +89,7 @@ class Activations:
         # q, k and v scaled, and the softmax, in float32; then a copy of the output
         scaled = 3 * 4 * self._tokens * self.config.hidden
         scores = rows * self.config.sequence
-        return {
-            sdpa: scaled + scores,
-            ("attention.out", "linear"): self._activation,
-        }
+        return {sdpa: scaled + scores, ("attention.out", "linear"): self._activation}
 
     @property
     def _tokens(self) -> int:

@@ -83,9 +83,7 @@ class Pipeline:
         peer = self.place + side
         if not 0 <= peer < self.stages:
             return None
-        arrives = None
-        if expects:
-            arrives = torch.empty(self.shape, device=device())
+        arrives = torch.empty(self.shape, device=device()) if expects else None
         sends = {} if out is None else {peer: out.detach().contiguous()}
         receives = {} if arrives is None else {peer: arrives}
         with comm.phase(unit="pipeline"):

@@ -79,8 +79,7 @@ def bars(
 
 
 def memory_bars(
-    breakdowns: Mapping[str, Bytes | Mapping[str, float]],
-    budget: float | None = None,
+    breakdowns: Mapping[str, Bytes | Mapping[str, float]], budget: float | None = None
 ) -> Figure:
     """A bar for each label: bytes by category, and their sum.
 
@@ -113,6 +112,8 @@ def saved_bars(blocks: Mapping[str, Lines]) -> Figure:
     faces = {part: hue for row in rows.values() for part in row}
     figure = bars(rows, faces, amount, inside=lambda part, _: part)
     figure.legends.clear()
+    for patch in figure.axes[0].patches:
+        patch.set_edgecolor("#FFFFFF")  # grey would not part them
     return figure
 
 

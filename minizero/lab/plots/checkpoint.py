@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ def shards_figure(slots: Mapping[str, int], saved: int, loaded: int) -> Figure:
     start = 0
     for i, (name, size) in enumerate(slots.items()):
         face = LINES[i % len(LINES)]
-        _box(axes, start, size, 1, face, name)
+        _box(axes, start, size, 1, face, name.replace(".", ".\n"))
         start += size
     for y, ranks, word in ((0, saved, "file"), (2, loaded, "rank")):
         size = -(-numel // ranks)
@@ -31,11 +32,8 @@ def shards_figure(slots: Mapping[str, int], saved: int, loaded: int) -> Figure:
         for edge in range(size, ranks * size, size):
             low, high = (0.4, 1.4) if y == 0 else (0.6, 1.6)
             axes.plot([edge, edge], [low, high], color=GREY, linestyle=":", lw=1.2)
-        if ranks * size > numel:
-            left, width = numel, ranks * size - numel
-            axes.barh(
-                y, width, 0.8, left, color="none", edgecolor=GREY, hatch="///", lw=0
-            )
+        padding: Any = {"color": "none", "edgecolor": GREY, "hatch": "///", "lw": 0}
+        axes.barh(y, ranks * size - numel, 0.8, numel, **padding)
     name_rows(axes, [f"saved by {saved}", "parameters", f"loaded by {loaded}"])
     axes.set(xlabel="element of the flat buffer")
     axes.spines[["left"]].set_visible(False)

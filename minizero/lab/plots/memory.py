@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -12,13 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor, nn
 
+from minizero.lab.plots.narrow import set_upright
 from minizero.lab.plots.style import (
     CATEGORY_COLOURS,
-    DASHES,
     GREY,
     STYLE,
     amount,
     legend,
+    line,
     note,
     single,
 )
@@ -71,6 +72,8 @@ def memory_over_step(samples: Sequence[Sample], budget: float | None = None) -> 
     legend(
         figure, [Patch(facecolor=CATEGORY_COLOURS[name], label=name) for name in names]
     )
+    figure.draw_without_rendering()
+    set_upright(axes, ExitStack())
     return figure
 
 
@@ -95,22 +98,12 @@ def _stairs(x: Sequence[int], y: Sequence[float]) -> tuple[list[int], list[float
 
 
 def _marks(axes: Axes, samples: Sequence[Sample]) -> None:
-    """A line at each marked sample and its name above, upright if there is no room."""
-    named = [
-        (i, f"{s.event} {s.unit}".strip()) for i, s in enumerate(samples) if s.event
-    ]
-    if not named:
-        return
-    inch = len(samples) / 5.6  # of the axis; it has room for 13 letters
-    ends = [x for x, _ in named[1:]] + [len(samples)]
-    crowded = any(
-        x + len(text) / 13 * inch > end
-        for (x, text), end in zip(named, ends, strict=True)
-    )
+    """A line at each marked sample, and its name above."""
+    named = [(i, f"{s.event} {s.unit}") for i, s in enumerate(samples) if s.event]
     for x, text in named:
         axes.axvline(x, ymax=0.89, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
-        turn = {"rotation": 90, "ha": "center"} if crowded else {"ha": "left"}
-        note(axes, text, (x, 1), (0, 3), y="axes fraction", fontsize=8.5, **turn)
+        text, y = text.strip(), "axes fraction"
+        note(axes, text, (x, 1), (0, 3), y=y, ha="left", fontsize=8.5)
 
 
 def activations_of_step(
@@ -156,10 +149,8 @@ def activation_curves(runs: Mapping[str, Sequence[Sample]]) -> Figure:
                 max(s.live["activations"] for s in samples[p : p + step]) / 1e6
                 for p in places
             ]
-            dashes = DASHES[i % len(DASHES)]
-            look: dict[str, Any] = {"linewidth": 1.6, "linestyle": dashes}
-            look |= {"color": CATEGORY_COLOURS["activations"]}
-            axes.plot(x, y, label=None if part else name, **look)
+            look = line(i) | {"color": CATEGORY_COLOURS["activations"]}
+            axes.plot(x, y, label=None if part else name, linewidth=1.6, **look)
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set(xlim=(0, 2), ylabel="activations, MB")
     axes.set_ylim(0)

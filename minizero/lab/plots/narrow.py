@@ -12,6 +12,7 @@ import io
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -21,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.legend import Legend
+from matplotlib.text import Annotation
 
 from minizero.lab.plots.style import STYLE, legend
 
@@ -61,18 +63,28 @@ def narrow(figure: Figure) -> Iterator[None]:
     with ExitStack() as stack:
         _, height = size = figure.get_size_inches()
         stack.callback(figure.set_size_inches, *size)
-        stacked = _stack(figure, stack)
+        height *= _stack(figure, stack)
+        legends, figure.legends = figure.legends, []
+        stack.callback(setattr, figure, "legends", legends)
+        inside = [one for one in map(Axes.get_legend, figure.axes) if one]
+        lines = sum([_fit(figure, old) for old in legends + inside]) - len(legends)
+        figure.set_size_inches(INCHES, height + 0.2 * lines)
+        for old in inside:
+            _change(stack, old, visible=False)
         for axes in figure.axes:
             _break_names(axes, stack)
-        legends = figure.legends[:]
-        stack.callback(setattr, figure, "legends", legends)
-        more = sum([_fit(figure, old) - 1 for old in legends])
-        figure.set_size_inches(INCHES, height * stacked + 0.2 * more)
         figure.draw_without_rendering()
         for axes in figure.axes:
-            _leave_out(axes, stack)
+            _place(axes, stack)
+            set_upright(axes, stack)
             _thin(axes, stack)
         yield
+
+
+def _change(stack: ExitStack, artist: Any, **new: Any) -> None:
+    """Set properties, and afterwards as they were."""
+    stack.callback(artist.set, **{key: getattr(artist, f"get_{key}")() for key in new})
+    artist.set(**new)
 
 
 def _stack(figure: Figure, stack: ExitStack) -> float:
@@ -100,30 +112,50 @@ def _break_names(axes: Axes, stack: ExitStack) -> None:
 
 
 def _fit(figure: Figure, old: Legend) -> int:
-    """Put another legend in the place of one, with fewer columns; its lines."""
-    names = [text.get_text() for text in old.texts]
-    room = round(12 * INCHES / (max(map(len, names)) + 5))
+    """Put another legend in the place of one, in as many columns as fit; its lines."""
     handles: Any = old.legend_handles
-    for handle, name in zip(handles, names, strict=True):
-        handle.set_label(name)
-    figure.legends.remove(old)
-    columns = max(1, min(room, len(names)))
-    legend(figure, handles, columns)
-    figure.legends[-1].set_title(old.get_title().get_text())
-    return -(-len(names) // columns)
+    for handle, text in zip(handles, old.texts, strict=True):
+        handle.set_label(text.get_text())
+    for columns in range(len(handles), 0, -1):
+        legend(figure, handles, columns, old.handlelength)
+        new = figure.legends[-1]
+        if columns == 1 or new.get_window_extent().width < INCHES * figure.dpi - 12:
+            break
+        figure.legends.pop()
+    new.set_title(old.get_title().get_text())
+    return -(-len(handles) // columns)
 
 
-def _leave_out(axes: Axes, stack: ExitStack) -> None:
-    """Hide what is wider than the bar that it stands in."""
+def _place(axes: Axes, stack: ExitStack) -> None:
+    """Hide what is wider than its bar; a limit's line strikes through no total."""
     bars = [patch.get_window_extent() for patch in axes.patches]
+    lines: Any = axes.lines
+    limits = [line for line in lines if len(set(line.get_xdata())) == 1]
     for text in axes.texts:
         own = text.get_window_extent()
         x, y = (own.x0 + own.x1) / 2, (own.y0 + own.y1) / 2
         around = [bar.width for bar in bars if bar.contains(x, y)]
         centred = text.get_horizontalalignment() == "center"
         if centred and around and own.width > min(around):
-            stack.callback(text.set_visible, True)
-            text.set_visible(False)
+            _change(stack, text, visible=False)
+        if isinstance(text, Annotation) and text.get_verticalalignment() == "center":
+            for line in limits:
+                if own.x0 < line.get_window_extent().x0 < own.x1 + 3:
+                    stack.callback(setattr, text, "xy", text.xy)
+                    text.xy = (line.get_xdata()[0], text.xy[1])
+
+
+def set_upright(axes: Axes, stack: ExitStack) -> None:
+    """Set the names above a panel upright if two of them would touch, and apart."""
+    where, end = ("data", "axes fraction"), 0.0
+    names: Any = [text for text in axes.texts if getattr(text, "xycoords", "") == where]
+    boxes = [name.get_window_extent() for name in names]
+    if any(a.x1 > b.x0 for a, b in pairwise(boxes)):
+        for name in names:
+            x, _ = axes.transData.transform((name.xy[0], 0))
+            end = max(x, end + 12)
+            shift = 0.75 * (end - x), 3
+            _change(stack, name, rotation=90, ha="center", position=shift)
 
 
 def _thin(axes: Axes, stack: ExitStack) -> None:
@@ -131,9 +163,8 @@ def _thin(axes: Axes, stack: ExitStack) -> None:
     shown = [text for text in axes.get_xticklabels() if text.get_text()]
     while any(
         a.get_window_extent().x1 + 2 > b.get_window_extent().x0
-        for a, b in zip(shown, shown[1:], strict=False)
+        for a, b in pairwise(shown)
     ):
         for text in shown[1::2]:
-            stack.callback(text.set_visible, True)
-            text.set_visible(False)
+            _change(stack, text, visible=False)
         shown = shown[::2]

@@ -173,13 +173,14 @@ def lanes_figure(runs: Mapping[str, Sequence[Interval]]) -> Figure:
     panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
     for axes, (name, run) in zip(panels, runs.items(), strict=True):
         for piece in run:
-            width, y = 1e3 * (piece.end - piece.begin), list(colours).index(piece.lane)
+            later = [i.begin for i in run if i.lane == piece.lane]
+            end = min([piece.end, *(x for x in later if x > piece.begin)])  # is seen
+            width, y = 1e3 * (end - piece.begin), list(colours).index(piece.lane)
             left, face = 1e3 * (piece.begin - start[name]), colours[piece.lane]
-            axes.barh(
-                y, width, 0.8, left, color=face, edgecolor="#FFFFFF", linewidth=0.8
-            )
+            edge: Any = {"edgecolor": GREY, "linewidth": 0.6}
+            axes.barh(y, width, 0.8, left, color=face, **edge)
             text = piece.unit.rpartition(".")[2]
-            text = text if len(text) < 85 * width / longest else ""
+            text = text if len(text) + 1 < 85 * width / longest else ""
             look = {"ha": "center", "va": "center", "color": ink(face)}
             axes.text(left + width / 2, y, text, fontsize=8.5, **look)
         ms = 1e3 * took[name]

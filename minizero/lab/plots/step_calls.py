@@ -28,26 +28,16 @@ LANES = ("you", "hook", "net", "asked", "operation", "comm")
 storage or a precision, an operation of a unit, a collective."""
 
 NAMES = {
-    "__call__": "you",
-    "backward": "you",
-    "step": "you",
-    "_before_forward": "hook",
-    "_after_forward": "hook",
-    "_before_backward": "hook",
-    "_on_grad": "hook",
-    "_after_backward": "hook",
-    "collect": "net",
-    "_arrived": "net",
-    "_reduce": "net",
-    "gather": "operation",
-    "release": "operation",
-    "reduce": "operation",
-    "reduced": "operation",
-    "publish": "operation",
-    "clear_grads": "operation",
-    "all_gather": "comm",
-    "all_reduce": "comm",
-    "reduce_scatter": "comm",
+    name: lane
+    for lane, names in {
+        "you": "__call__ backward step",
+        "hook": "_before_forward _after_forward _before_backward _after_backward "
+        "_on_grad",
+        "net": "collect _arrived _reduce",
+        "operation": "gather release reduce reduced publish clear_grads",
+        "comm": "all_gather all_reduce reduce_scatter",
+    }.items()
+    for name in names.split()
 }
 """The methods and functions that are shown, and the lane of each."""
 

@@ -142,13 +142,15 @@ def note(
     axes.annotate(text, at, shift, **how, **look)
 
 
-def legend(figure: Figure, handles: Sequence[Artist], columns: int = 0) -> None:
-    """The names of colours in one line above the panel."""
+def legend(
+    figure: Figure, handles: Sequence[Artist], columns: int = 0, length: float = 1.4
+) -> None:
+    """The names of colours in one line above the panel; `length`: of a handle."""
     figure.legend(
         handles=list(handles),
         loc="outside upper left",
         ncols=columns or len(handles),
-        handlelength=1.4,
+        handlelength=length,
         handleheight=1.0,
         columnspacing=1.4,
         borderpad=0,
