@@ -38,7 +38,7 @@ def keep_matmuls(op: Any, *args: Any) -> bool:
     name = op._schema.name.removeprefix("aten::")
     return name in ("mm", "addmm") or name.startswith("_scaled_dot_product_")
 
-
+# %% ../../notebooks/09_activations.ipynb #act-contexts
 def selective_contexts(keep: Callable[..., bool]) -> tuple[Any, Any]:
     """The contexts of a forward and of its recomputation, for torch."""
 

@@ -47,15 +47,8 @@ def prepare(folder: Path, tag: str) -> tuple[Path, str]:
     return folder / tag, secrets.token_hex(4)
 
 # %% ../../notebooks/12_checkpoint.ipynb #commit-commit
-def commit(
-    path: Path, index: Index, keep: int | None, latest: bool
-) -> None:
-    """Turn a folder with the files of all ranks into a checkpoint.
-
-    Replacing the index decides. Then `latest` is replaced. Last, old ones are
-    deleted: all but the newest `keep`, the one that `latest` names, and those
-    whose folders somebody has renamed.
-    """
+def commit(path: Path, index: Index, keep: int | None, latest: bool) -> None:
+    """Turn a folder with the files of all ranks into a checkpoint."""
     folder = path.parent
     numbers = [old.number for _, old in checkpoints(folder)]
     index.number = max(numbers, default=0) + 1

@@ -30,8 +30,6 @@ class Delayed(Offload):
     step t + 1; its parameters arrive at the end of that. A gradient is thus
     computed from parameters that lack the update before. The first `start`
     steps of this object wait for it; pass 0 to resume a run after them.
-
-    `step`, `synchronize` and `state_dict` raise an error of the thread.
     """
 
     def __init__(self, plan: Plan, start: int = 0) -> None:
@@ -89,6 +87,7 @@ class Delayed(Offload):
         optimizer.param_groups = [dict(g) for g in optimizer.param_groups]
         return optimizer, copy.copy(precision)
 
+    # continued: delayed-refresh
     def refresh(self, flat: Flat, precision: Precision) -> None:
         if self._under_way:
             raise RuntimeError(

@@ -53,6 +53,7 @@ class Offload(HostStorage):
         self.up.copy(into, shard)
         return into
 
+    # continued: host-stream
     @contextmanager
     def on_copy_stream(self) -> Iterator[Callable[[], None]]:
         if self.plan.parameters.on == "device":

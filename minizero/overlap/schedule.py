@@ -138,6 +138,7 @@ class Overlap(Schedule):
             self._elements[unit] = size * plan.parameters.sharded
         self._units["sharded"] = dict(self._elements)
 
+    # continued: overlap-passes
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
 
@@ -149,6 +150,7 @@ class Overlap(Schedule):
         """The units expected next; a disk may read their shards ahead."""
         return self.order.current.upcoming()
 
+    # continued: overlap-move
     def _move(self, unit: Unit, state: str) -> None:
         """Put the unit into another state."""
         old = next(s for s, units in self._units.items() if unit in units)
@@ -210,6 +212,7 @@ class Overlap(Schedule):
         self._move(unit, "sharded")
         return [Action("release", unit)]
 
+    # continued: overlap-updated
     def updated(self, unit: Unit) -> list[Action]:
         """Publish the updated shards; gather again what is kept unsharded."""
         actions = [Action("publish", unit)]

@@ -50,7 +50,6 @@ class ZeRO1(DataParallel):
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
         for flat in unit.changed:
-            work = comm.all_gather(
-                flat.full, flat.own(flat.full), async_op=True, group=flat.ranks
-            )
+            full, own = flat.full, flat.own(flat.full)
+            work = comm.all_gather(full, own, async_op=True, group=flat.ranks)
             unit.works.append(work)
