@@ -1,8 +1,8 @@
 """What a line of text keeps together, and where a hint stands.
 
 A stage's name does not break at its hyphen, nor a line between a formula, or code, and
-the comma behind it. A hint stands below the box of its exercise, as the solution does,
-in every chapter.
+a comma behind it or the parentheses around it. A hint stands below the box of its
+exercise, as the solution does, in every chapter.
 """
 
 from __future__ import annotations
@@ -38,10 +38,17 @@ class Layout(SphinxPostTransform):
         for kind in (nodes.math, nodes.literal):
             for node in list(self.document.findall(kind)):
                 line, at = node.parent, node.parent.index(node)
-                text = line[at + 1] if at + 1 < len(line) else None
-                if isinstance(text, nodes.Text) and (found := BEHIND.match(text)):
-                    rest = nodes.Text(text[found.end() :])
-                    line[at : at + 2] = [kept(node, nodes.Text(found[0])), rest]
+                parts: list[nodes.Node] = [node]
+                before = line[at - 1] if at else None
+                if isinstance(before, nodes.Text) and before.endswith("("):
+                    line[at - 1] = nodes.Text(before[:-1])
+                    parts.insert(0, nodes.Text("("))
+                after = line[at + 1] if at + 1 < len(line) else None
+                if isinstance(after, nodes.Text) and (found := BEHIND.match(after)):
+                    line[at + 1] = nodes.Text(after[found.end() :])
+                    parts.append(nodes.Text(found[0]))
+                if len(parts) > 1:
+                    line[at] = kept(*parts)
         for hint in list(self.document.findall(nodes.Admonition)):
             box: Any = hint.parent.parent
             if "dropdown" in hint["classes"] and "exercise" in box.get("classes", ()):
