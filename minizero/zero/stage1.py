@@ -50,6 +50,8 @@ class ZeRO1(DataParallel):
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
         for flat in unit.changed:
-            full, own = flat.full, flat.own(flat.full)
-            work = comm.all_gather(full, own, async_op=True, group=flat.ranks)
+            own = flat.own(flat.full)
+            work = comm.all_gather(
+                flat.full, own, async_op=True, group=flat.ranks
+            )
             unit.works.append(work)

@@ -18,9 +18,8 @@ __all__ = ['ZeRO2']
 class ZeRO2(ZeRO1):
     """Plan 2: gradients are sharded too.
 
-    A unit's gradient buffer lives from its first gradient until it has been
-    reduced, in the same backward. What stays is the mean of the own shard
-    (Rajbhandari et al. 2020, sec. 5.2).
+    A unit's gradient buffer lives from the first gradient to the reduction.
+    What stays is the own shard's mean (Rajbhandari et al. 2020, sec. 5.2).
     """
 
     plan = Plan.stage(2)
