@@ -62,7 +62,9 @@ def launch(command: list[str], *, cwd: str, env: dict[str, str], **_: Any) -> Ke
     """What Jupyter calls to start a kernel."""
     server: Any = forkserver._forkserver
     with pool._starting():
-        modules = [*server._preload_modules, "matplotlib.pyplot", "ipykernel.kernelapp"]
+        # but for transformers, which obeys the environment that a chapter sets first
+        ours = [m for m in server._preload_modules if not m.startswith("minizero.hf")]
+        modules = [*ours, "matplotlib.pyplot", "ipykernel.kernelapp"]
         multiprocessing.set_forkserver_preload(modules)
         forkserver.ensure_running()
         address = server._forkserver_address

@@ -16,24 +16,18 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from nasty import same
+from nasty import on_two_ranks, same
 from torch import Tensor, nn
 
-from minizero import Plan, parallelize
-from minizero.checkpoint import (
-    CheckpointError,
-    exists,
-    finish,
-    load,
-    read_extra,
-    save,
-)
+from minizero import Plan, comm, parallelize
+from minizero.checkpoint import CheckpointError, exists, finish, load, read_extra, save
 from minizero.ranks import Pool, device, rank
 from minizero.zero import DataParallel
 
@@ -41,11 +35,11 @@ WIDTH = 6
 MODULE: Any = sys.modules["minizero.checkpoint.commit"]
 
 
-def net_of(seed: int = 0, stage: int = 3) -> DataParallel:
+def net_of(seed: int = 0, stage: int = 3, **how: Any) -> DataParallel:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     optimizer = torch.optim.AdamW(module.parameters())
-    return parallelize(module, optimizer, Plan.stage(stage))
+    return parallelize(module, optimizer, Plan.stage(stage), **how)
 
 
 def step(net: DataParallel) -> None:
@@ -161,6 +155,16 @@ def test_a_step_that_is_not_complete_is_not_saved(tmp_path: Path) -> None:
     net.backward(net(torch.rand(4, WIDTH)).sum())
     load(net, tmp_path)  # which drops them
     assert float(net.clip_grad_norm(1.0)) == 0.0
+
+
+@on_two_ranks
+def test_a_net_that_not_all_ranks_train_is_refused(tmp_path: Path) -> None:
+    save(net_of(), tmp_path, "a")
+    net = net_of(group=comm.Groups(1).within)
+    for call in (partial(save, tag="b"), load):
+        with pytest.raises(CheckpointError, match="1 of 2 train this one"):
+            call(net, tmp_path)
+    assert not (tmp_path / "b").exists()
 
 
 def test_values_come_back(tmp_path: Path) -> None:

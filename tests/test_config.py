@@ -15,7 +15,7 @@ import minizero
 from minizero import Plan
 from minizero.config import Config, ConfigError, check_options, read
 from minizero.config.ignored import IGNORED
-from minizero.config.read import KEYS
+from minizero.config.read import KEYS, RESULTS
 from minizero.engine.from_config import storage
 from minizero.engine.lr_schedules import WarmupDecayLR
 from minizero.kernels import muon_options, optimizer_call
@@ -301,13 +301,9 @@ def test_files(tmp_path: Path) -> None:
     assert "'utf-8' codec can't decode byte 0xff" in told(path)
 
 
-def test_auto_is_filled_by_an_integration() -> None:
-    source = adam(lr="auto") | zero(3, reduce_bucket_size="auto")
-    auto = {"optimizer.params.lr": 5e-5, "zero_optimization.reduce_bucket_size": 5e5}
-    config = read(source, 4, auto=auto)
-    assert config.optimizer is not None and config.optimizer.params == {"lr": 5e-5}
-    assert config.zero_optimization.reduce_bucket_size == 500_000
-    assert config.warnings == ()
+def test_what_a_config_has_beside_its_keys_is_no_key() -> None:
+    told = [f'the config has no key "{name}"; it is not read' for name in RESULTS]
+    assert read(top() | dict.fromkeys(RESULTS, 8), 4).warnings == tuple(told)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +355,7 @@ def test_options_are_those_of_the_class(options: dict[str, Any], words: str) -> 
         check_options(torch.optim.AdamW, options, "optimizer.params")
     assert str(error.value).startswith("optimizer.params") and words in str(error.value)
     check_options(torch.optim.AdamW, {"lr": 1, "betas": [0, 1]}, "optimizer.params")
+    check_options(torch.optim.Muon, {"adjust_lr_fn": "original"}, "optimizer.params")
     with pytest.raises(ConfigError, match="missing a required argument: 'total_num"):
         check_options(WarmupDecayLR, {"warmup_num_steps": 2}, "scheduler.params")
 
@@ -392,8 +389,7 @@ def test_the_page_has_every_key_and_its_default() -> None:
         section = "" if heading == "The top" else f"{heading}."
         for key, default in re.findall(r"^\| `(\w+)` \| (.*?) \|", body, re.M):
             told[section + key] = default
-    own = {"world_size", "warnings"}
-    keys = {where for where, section in KEYS.items() if section is None} - own
+    keys = {where for where, section in KEYS.items() if section is None}
     assert keys - told.keys() == set(), "the page lacks these keys"
     for where in keys:
         if told[where].startswith("`"):  # else it is told in words

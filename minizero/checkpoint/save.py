@@ -147,6 +147,11 @@ def describe(
 
 def facts_of(net: DataParallel) -> dict[str, str]:
     """What a net that loads must have in common with the one that was saved."""
+    if (n := net.group.size) < world_size():
+        raise CheckpointError(
+            f"a checkpoint holds one model that all ranks train, and {n} of "
+            f"{world_size()} train this one; keep its state_dict() instead"
+        )
     optimizer, names = net.optimizer, names_of(net.model)
     facts = {
         "optimizer": type(optimizer).__name__,

@@ -20,7 +20,8 @@ from .schema import ZeroOptimization, walk
 Source = str | os.PathLike[str] | Mapping[str, Any]
 SIZES = (TOTAL, MICRO, STEPS)
 OPTIONS = ("optimizer.params.", "scheduler.params.")
-KEYS = dict(walk(Config))
+RESULTS = {"world_size", "warnings"}  # fields of a config that are no keys
+KEYS = {where: inner for where, inner in walk(Config) if where not in RESULTS}
 
 
 class ConfigError(ValueError):
@@ -34,19 +35,16 @@ class ConfigError(ValueError):
         super().__init__(begin + "\n- ".join(self.problems))
 
 
-def read(
-    source: Source, world_size: int = 1, auto: Mapping[str, Any] | None = None
-) -> Config:
+def read(source: Source, world_size: int = 1) -> Config:
     """A complete config for `world_size` ranks.
 
-    `source`: a dict, the path of a JSON file, or JSON text. `auto`: for an
-    integration, the value of each key that is "auto", by its dotted name. Raises
-    ConfigError, with a sentence for each problem.
+    `source`: a dict, the path of a JSON file, or JSON text. Raises ConfigError, with a
+    sentence for each problem.
     """
     given, file = load(source)
     problems: list[str] = []
     warnings: list[str] = []
-    values = _accepted(given, "", auto or {}, problems, warnings)
+    values = _accepted(given, "", problems, warnings)
     update: dict[str, Any] = {}
     try:
         config = Config.model_validate(values | {"world_size": world_size})
@@ -66,13 +64,9 @@ def read(
 
 
 def _accepted(
-    given: Mapping[str, Any],
-    path: str,
-    auto: Mapping[str, Any],
-    problems: list[str],
-    warnings: list[str],
+    given: Mapping[str, Any], path: str, problems: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """A section's keys that are in the schema, with "auto" filled in, without null.
+    """A section's keys that are in the schema, without those that are null or "auto".
 
     `path`: the section's dotted name and a dot. Each other key adds a sentence to
     `problems` or `warnings`.
@@ -80,9 +74,9 @@ def _accepted(
     known: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{path}{key}"
-        if isinstance(value, str) and value == "auto":
-            value = auto.get(where)
-            if value is None and where not in IGNORED:
+        if value == "auto":
+            value = None
+            if where not in IGNORED:
                 unfilled = "but nothing fills it here; the default is used"
                 warnings.append(f'{where} is "auto", {unfilled}')
         if isinstance(value, os.PathLike):
@@ -103,7 +97,7 @@ def _accepted(
         elif where in KEYS or path in OPTIONS:
             nested = KEYS.get(where) or f"{where}." in OPTIONS
             if nested and isinstance(value, Mapping):
-                value = _accepted(value, f"{where}.", auto, problems, warnings)
+                value = _accepted(value, f"{where}.", problems, warnings)
             known[key] = value
         else:
             sentence, meant = _unknown_key(path[:-1], str(key))
@@ -165,8 +159,9 @@ def check_options(
         meant = _suggestion(strange, names) or f"its keys are {', '.join(names)}"
         raise ConfigError(f"{where}: {error}; {meant}") from None
     for name, value in options.items():
-        default = signature.parameters[name].default
-        if isinstance(value, str) and not isinstance(default, str):
+        option = signature.parameters[name]
+        is_text = isinstance(option.default, str) or "str" in str(option.annotation)
+        if isinstance(value, str) and not is_text:
             raise ConfigError(f"{where}.{name} must be a number, not {_shown(value)}")
 
 
