@@ -107,9 +107,11 @@ def end_with_parent() -> None:
 
 
 def is_thorough(item: Any) -> bool:
-    """Of a notebook's cells: solutions of exercises, and those tagged `thorough`."""
+    """Cells of the book's pages and of solutions, and those tagged `thorough`."""
     if (cell := getattr(item, "cell", None)) is None:
         return False
+    if item.path.parent.name == "book":
+        return True
     cells = item.parent.nb.cells[: item.parent.nb.cells.index(cell)]
     heads = re.findall("^## .*", "\n".join(c.source for c in cells), re.MULTILINE)
     tags = cell.metadata.get("tags", [])
