@@ -23,7 +23,7 @@ import nbval.kernel
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import local_provisioner
 
-from minizero.ranks import pool
+from minizero.ranks import pool, worker
 
 INLINE = "module://matplotlib_inline.backend_inline"
 
@@ -83,11 +83,13 @@ def serve(arguments: list[str], cwd: str, env: dict[str, str], address: str) -> 
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # its ranks come from the server that it comes from, and they delete its folder
+    # the parent's folder, which goes with it; a rank deletes that of its own parent
+    folder = multiprocessing.current_process()._config.pop("tempdir")
+    end = threading.Thread(target=worker._end_with_parent, args=(folder,), daemon=True)
+    end.start()
+    # its ranks come from the server that it comes from
     server: Any = forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None
-    del multiprocessing.current_process()._config["tempdir"]
     from ipykernel.kernelapp import IPKernelApp
     from matplotlib import rcParams
 
@@ -96,14 +98,6 @@ def serve(arguments: list[str], cwd: str, env: dict[str, str], address: str) -> 
         IPKernelApp.launch_instance(argv=arguments)
     finally:
         atexit._run_exitfuncs()  # a fork's are not run
-
-
-def end_with_parent() -> None:
-    """A kernel alone would wait for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(0, signal.SIGKILL)
 
 
 def is_thorough(item: Any) -> bool:

@@ -96,7 +96,7 @@ class ShardedFlat(Flat):
         if self._gathered is not None:
             self._gathered.wait()  # it must not write into freed memory
         self.hide()
-        self.full.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)  # a graph's views hold it
         self.is_unsharded = False
 
     # continued: zero-sharded-writes
