@@ -111,7 +111,7 @@ def quantized_all_gather(
     out: Rows, inp: Tensor, tag: int,
 ) -> Finish:  # fmt: skip
     """Gather quantized rows, and decode all of them, the own one too."""
-    own = how.encode(inp[: out.own.numel()])
+    own = how.encode(inp)
     received = own.new_empty(len(out) * own.numel())
     wait = gather(Rows(received, out.group), own, tag)
 
@@ -119,6 +119,6 @@ def quantized_all_gather(
         wait()
         codes = received.view(len(out), -1)
         for row, code in zip(out, codes, strict=True):
-            how.decode(code, row)
+            how.decode(code[: how.nbytes(row.numel())], row)
 
     return finish
