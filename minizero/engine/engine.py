@@ -65,7 +65,7 @@ class Engine(StepLoop, nn.Module):
         StepLoop.__init__(self, config, net, optimizer, scheduler)
         self.module, self.device = net.model, device()
         self.training_dataloader = loader
-        self._reported = time.perf_counter()
+        self._reported = 0, time.perf_counter()  # of the last report: step and time
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
@@ -131,8 +131,9 @@ class Engine(StepLoop, nn.Module):
         config, every = self.config, self.config.steps_per_print
         if rank() != 0 or not every or self.global_steps % every:
             return
-        before, self._reported = self._reported, time.perf_counter()
-        speed = every * config.train_batch_size / (self._reported - before)
+        (step, before), now = self._reported, time.perf_counter()
+        speed = (self.global_steps - step) * config.train_batch_size / (now - before)
+        self._reported = self.global_steps, now
         assert self.optimizer is not None
         print(
             f"step={self.global_steps}, skipped={self.skipped_steps}, "
@@ -253,8 +254,7 @@ class Engine(StepLoop, nn.Module):
         self._check(trains=False)
         if tag is None and not checkpoint.exists(load_dir):
             if rank() == 0:
-                said = f"no checkpoint in {load_dir}: nothing loaded"
-                warnings.warn(said, stacklevel=2)
+                warnings.warn(f"no checkpoint in {load_dir}", stacklevel=2)
             return None, None
         parts = {} if load_module_only else self._parts()
         load_optimizer_states &= not load_module_only
@@ -292,6 +292,7 @@ class Engine(StepLoop, nn.Module):
             self.global_steps, self.global_samples = saved["steps"], saved["samples"]
             steps = self.config.gradient_accumulation_steps
             self.micro_steps, self._position = self.global_steps * steps, 0
+            self._reported = self.global_steps, time.perf_counter()
         for name, part in parts.items():
             if name in saved:
                 part.load_state_dict(saved[name][1])

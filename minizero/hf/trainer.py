@@ -22,7 +22,6 @@ from ..zero import GatheredParameters
 from .accelerator import Accelerator, plain_cpu
 from .config import ZeroConfig
 
-
 if TYPE_CHECKING:  # a mixin's `super()` is one of these
     from transformers import Trainer as AnyTrainer
     from transformers import TrainingArguments as AnyArguments
@@ -141,8 +140,10 @@ class TrainerMixin(AnyTrainer):
         if self.model_wrapped is not self.model:
             adapters = hasattr(self.model, "peft_config")
             self._weights = self.model_wrapped.module_state_dict(adapters)
-        super().save_model(*args, **kwargs)
-        self._weights = None
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            self._weights = None
 
     def _save(self, folder: str | None = None, state_dict: Any = None) -> None:
         """The full model, as `from_pretrained` loads it, or its adapters."""
