@@ -215,7 +215,7 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         meant = _suggestion(Path(name).name, names) or f"the folder is {folder}"
         raise ConfigError(f"there is no config file {name}; {meant}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the config is not JSON: {error}", name) from None
+        raise ConfigError(f"the config cannot be read as JSON: {error}", name) from None
     if not isinstance(found, dict):
         raise ConfigError(f"a config is an object in braces, not {_shown(found)}", name)
     return found, name

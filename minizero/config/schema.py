@@ -44,7 +44,7 @@ class OffloadParam(Offload):
     """Where sharded parameters are stored between uses (stage 3)."""
 
     buffer_count: Count = 5
-    buffer_size: Count = 100_000_000  # elements
+    buffer_size: int = Field(100_000_000, ge=64, multiple_of=64)  # elements
 
 
 class OffloadOptimizer(Offload):
@@ -56,7 +56,7 @@ class OffloadOptimizer(Offload):
 class Aio(Section):
     """How files are read and written, with `nvme`."""
 
-    block_size: Count = 1_048_576  # bytes
+    block_size: int = Field(1_048_576, ge=4096, multiple_of=4096)  # bytes
     queue_depth: Count = 8
 
 

@@ -63,16 +63,15 @@ class Accelerator(accelerate.Accelerator):
     _reduces = True  # False inside `no_sync`
 
     def __init__(self, config: Source, **options: Any) -> None:
-        if options.get("mixed_precision", "no") != "no":
+        if (mixed := options.pop("mixed_precision", "no")) != "no":
             raise ValueError(
-                f"mixed_precision={options['mixed_precision']!r} would cast beside the "
-                'engine; enable "fp16" or "bf16" in the config'
+                f"mixed_precision={mixed!r} would cast beside the engine; enable "
+                '"fp16" or "bf16" in the config'
             )
         init_distributed()
         with plain_cpu():
-            options["mixed_precision"] = "no"
             options.setdefault("cpu", not torch.cuda.is_available())
-            super().__init__(**options)
+            super().__init__(mixed_precision="no", **options)
         self.config = config
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
