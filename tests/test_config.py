@@ -198,6 +198,7 @@ BAD: list[tuple[Any, str]] = [
     ),
     # types and bounds
     (top(gradient_clipping=-1), "must be greater than or equal to 0, not -1"),
+    (zero(offload_param={"buffer_size": 1000}), "must be a multiple of 64, not 1000"),
     (
         zero(offload_param={"device": "gpu"}),
         'zero_optimization.offload_param.device must be "none", "cpu" or "nvme", '

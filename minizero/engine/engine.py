@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..comm import agreeing, gather_objects
+from ..comm import agreeing
 from ..config import MICRO, STEPS, TOTAL, Config
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel
@@ -252,8 +252,7 @@ class Engine(StepLoop, nn.Module):
         model, scheduler or data; the run is then as it was.
         """
         self._check(trains=False)
-        found = rank() == 0 and checkpoint.exists(load_dir)
-        if tag is None and not gather_objects(found)[0]:
+        if tag is None and not checkpoint.exists(load_dir):
             if rank() == 0:
                 warnings.warn(f"no checkpoint in {load_dir}", stacklevel=2)
             return None, None

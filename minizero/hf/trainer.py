@@ -14,10 +14,10 @@ import transformers
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME
 
-from .. import checkpoint, comm
+from .. import checkpoint
 from ..config import read
 from ..engine.start import make_optimizer, make_scheduler
-from ..ranks import init_distributed, rank, world_size
+from ..ranks import init_distributed, world_size
 from ..zero import GatheredParameters
 from .accelerator import Accelerator, plain_cpu
 from .config import ZeroConfig
@@ -158,19 +158,19 @@ class TrainerMixin(AnyTrainer):
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
         """The model, unless a run's checkpoint has it."""
-        if not _saved_run(folder):
+        if not checkpoint.exists(folder):
             with GatheredParameters(self.model.parameters(), modifier_rank=0):
                 super()._load_from_checkpoint(folder, model)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is not None and _saved_run(folder):
+        if folder is not None and checkpoint.exists(folder):
             self.model_wrapped.load_checkpoint(folder)
             state = torch.load(Path(folder, SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
-        if _saved_run(folder):
+        if checkpoint.exists(folder):
             self.model_wrapped.load_checkpoint(folder, load_module_only=True)
             return
         with GatheredParameters(self.model.parameters(), modifier_rank=0):
@@ -183,9 +183,3 @@ class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """transformers' own, on the engine."""
-
-
-def _saved_run(folder: Any) -> bool:
-    """Whether rank 0 finds an engine's checkpoint there."""
-    found = rank() == 0 and checkpoint.exists(Path(folder))
-    return bool(comm.gather_objects(found)[0])
