@@ -117,14 +117,8 @@ def quantized_all_gather(
 
     def finish() -> None:
         wait()
-<<<<<<< HEAD
-        codes = received.view(len(out), -1)
-        for row, code in zip(out, codes, strict=True):
-            how.decode(code[: how.nbytes(row.numel())], row)
-=======
         every = received.view(len(out), -1)
         for row, encoded in zip(out, every, strict=True):
-            how.decode(encoded, row)
->>>>>>> compact
+            how.decode(encoded[: how.nbytes(row.numel())], row)
 
     return finish
