@@ -111,7 +111,7 @@ def quantized_all_gather(
     out: Rows, inp: Tensor, tag: int,
 ) -> Finish:  # fmt: skip
     """Gather quantized rows, and decode all of them, the own one too."""
-    own = how.encode(inp[: out.own.numel()])
+    own = how.encode(inp)
     received = own.new_empty(len(out) * own.numel())
     wait = gather(Rows(received, out.group), own, tag)
 
@@ -119,6 +119,6 @@ def quantized_all_gather(
         wait()
         every = received.view(len(out), -1)
         for row, encoded in zip(out, every, strict=True):
-            how.decode(encoded, row)
+            how.decode(encoded[: how.nbytes(row.numel())], row)
 
     return finish
