@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..memory.labels import host_empty
 from ..ranks import rank, world_size
-from .saved_tensors import note
+from ..offload.bus import CopyStream
+from .saved_tensors import record_saved
 
 
 class Store:
@@ -29,7 +30,7 @@ class Store:
         return None
 
     def pack(self, x: Tensor, call: Any) -> Any:
-        note(x, "recompute")
+        record_saved(x, "recompute")
         return x.detach()
 
     def unpack(self, held: Any) -> Tensor:
@@ -38,15 +39,15 @@ class Store:
 
 
 def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
-    """Hand to the store what autograd saves, but parameters and integers."""
+    """Hand to the store what autograd saves, except parameters and (small) integers."""
     call = store.begin(unit)
 
     def pack(x: Tensor) -> Any:
         base = x._base if x._is_view() else x
-        moves = x.is_floating_point() and not isinstance(base, nn.Parameter)
-        if moves and x.numel():
+        is_stored = x.is_floating_point() and not isinstance(base, nn.Parameter)
+        if is_stored and x.numel():
             return partial(store.unpack, store.pack(x, call))
-        note(x)
+        record_saved(x)
         return partial(unchanged, x, x._version)
 
     return saved_tensors_hooks(pack, lambda restore: restore())
@@ -120,13 +121,13 @@ def join(shard: Tensor, numel: int) -> Tensor:
     return full[:numel]
 
 
-copy_stream = cache(torch.cuda.Stream)  # of a device
+copy_stream = cache(CopyStream)  # made once for the process
 
 
 class HostCopy:
     """A copy of one storage in host memory, until backward fetches it.
 
-    On a GPU it is copied beside the computation, on a stream of its own.
+    On a GPU it is copied beside the computation.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -138,20 +139,19 @@ class HostCopy:
         self._event = self._copy(self.host, full)
         self._leaving = full if self._event else None  # until it is copied
 
-    def _copy(self, out: Tensor, source: Tensor) -> torch.cuda.Event | None:
+    def _copy(self, out: Tensor, source: Tensor) -> Any:
         if self.device.type == "cpu":
             out.copy_(source)
             return None
-        stream = copy_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            out.copy_(source, non_blocking=True)
-            return stream.record_event()
+        stream = copy_stream()
+        stream.follow()
+        stream.copy(out, source)
+        return stream.event()
 
     def wait(self) -> None:
         """Let the computation wait for the copy; then free the source."""
         if self._event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._event)
+            self._event.wait()
         self._event = self._leaving = None
 
     __del__ = wait  # a graph may be dropped while a copy is under way
@@ -160,16 +160,16 @@ class HostCopy:
         """Start copying it back, once."""
         if self.back is None:
             self.wait()
-            # by shape: what is made of host tensors alone counts as host
+            # by shape: `empty_like` would label it as host memory, as `host` is
             shape, dtype = self.host.shape, self.host.dtype
             self.back = torch.empty(shape, dtype=dtype, device=self.device)
             self._event = self._copy(self.back, self.host)
 
 
 class Copies(weakref.WeakSet[HostCopy]):
-    """The host copies of one forward; `before`: weakly, of the one before."""
+    """The host copies of one forward; `previous`: weakly, those of the one before."""
 
-    before: Callable[[], Copies | None]
+    previous: Callable[[], Copies | None]
 
 
 class Offloaded(Store):
@@ -189,12 +189,12 @@ class Offloaded(Store):
         for copy in self._last() or ():
             copy.wait()
         copies = Copies()
-        copies.before, self._last = self._last, weakref.ref(copies)
+        copies.previous, self._last = self._last, weakref.ref(copies)
         return copies
 
     def pack(self, x: Tensor, copies: Copies) -> Any:
         x = x.detach()
-        # a small window of something large: its own bytes only
+        # a small window of a large storage: copy its own bytes only
         if x.untyped_storage().nbytes() > 8 * x.nbytes:
             x = x.clone()
         storage = x.untyped_storage()
@@ -208,7 +208,8 @@ class Offloaded(Store):
 
     def unpack(self, held: Any) -> Tensor:
         copies, copy, shape, stride, offset = held
-        for unit in (copies, copies.before() or ()):  # this one, and the next
+        # backward runs in reverse: the forward before is the one it needs next
+        for unit in (copies, copies.previous() or ()):
             for each in unit:
                 each.fetch()
         copy.wait()
