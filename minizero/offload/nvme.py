@@ -155,7 +155,7 @@ class NVMe(Offload):
         if swapped is None:
             return super().read_shard(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
-        out = host_empty((b - a,), swapped.dtype, "buffers", passing=True)
+        out = host_empty((b - a,), swapped.dtype, "buffers", temporary=True)
         for part, at in self._records(swapped, a, b):
             out[at] = part
         return out
