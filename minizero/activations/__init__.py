@@ -1,7 +1,7 @@
 """What backward keeps, and three ways to keep less of it.
 
 Read `saved_tensors` (measure), `stores` (keep it elsewhere) and `recompute` (keep less).
-Imports `zero`, `offload` and what is below them.
+Imports `zero` and what is below it.
 """
 
 from .recompute import CHECKPOINT, MODES, Recompute, keep_matmuls, recompute_units

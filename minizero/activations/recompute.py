@@ -94,7 +94,7 @@ class Recompute:
         with store_hooks(self.store or Store(), name):
             if self.mode == "none":
                 return function(*args, **kwargs)
-            # by position: torch keeps keyword arguments past the store's hooks
+            # by position: torch would keep keyword arguments past the hooks
             leaves, spec = tree_flatten((args, kwargs))
 
             def inside(*leaves: Any) -> Any:

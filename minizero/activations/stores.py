@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..memory.labels import host_empty
 from ..ranks import rank, world_size
-from ..offload.bus import CopyStream
 from .saved_tensors import record_saved
 
 
@@ -121,13 +120,13 @@ def join(shard: Tensor, numel: int) -> Tensor:
     return full[:numel]
 
 
-copy_stream = cache(CopyStream)  # made once for the process
+copy_stream = cache(torch.cuda.Stream)  # one for each device, made once
 
 
 class HostCopy:
     """A copy of one storage in host memory, until backward fetches it.
 
-    On a GPU it is copied beside the computation.
+    On a GPU it is copied beside the computation, on a stream of its own.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -139,19 +138,20 @@ class HostCopy:
         self._event = self._copy(self.host, full)
         self._leaving = full if self._event else None  # until it is copied
 
-    def _copy(self, out: Tensor, source: Tensor) -> Any:
+    def _copy(self, out: Tensor, source: Tensor) -> torch.cuda.Event | None:
         if self.device.type == "cpu":
             out.copy_(source)
             return None
-        stream = copy_stream()
-        stream.follow()
-        stream.copy(out, source)
-        return stream.event()
+        stream = copy_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            out.copy_(source, non_blocking=True)
+            return stream.record_event()
 
     def wait(self) -> None:
         """Let the computation wait for the copy; then free the source."""
         if self._event is not None:
-            self._event.wait()
+            torch.cuda.current_stream(self.device).wait_event(self._event)
         self._event = self._leaving = None
 
     __del__ = wait  # a graph may be dropped while a copy is under way
