@@ -5,41 +5,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..memory.plan import Plan
-from .checks import check_settings, does_not_fit
 from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
+
+def check_settings(settings: dict[str, int]) -> None:
+    """Each must count elements, and a limit at least one."""
+    for name, value in settings.items():
+        least = int(name == "max_live_parameters")
+        if isinstance(value, bool) or value < least or value % 1:
+            what = f"a whole number of at least {least}, not {value!r}"
+            raise ValueError(f"{name} counts elements: it must be {what}")
+
+
+def does_not_fit(unit: Unit, used: dict[Unit, int], limit: int) -> ValueError:
+    """The error when a unit does not fit beside the others that are in use."""
+    size, total = used[unit], sum(used.values())
+    return ValueError(
+        f"unit {unit.name!r} has {size:,} elements, and {total - size:,} of "
+        f"other units are in use {[u.name for u in used if u is not unit]}, "
+        f"but max_live_parameters is {limit:,}; set it to {total:,} or more, "
+        "or make smaller units"
+    )
+
 # %% auto #0
-__all__ = ['Pass', 'Order', 'Overlap']
+__all__ = ['check_settings', 'does_not_fit', 'Pass', 'Order', 'Overlap']
 
 # %% ../../notebooks/08_overlap.ipynb #overlap-order
 class Pass:
     """A forward or a backward: the units that it should need, in order.
 
-    `place`: how far it has come in them. `seen`: what it has needed so far.
+    `position`: how far it has come in them. `seen`: what it has needed.
     """
 
     def __init__(self, expected: Sequence[Unit] = ()) -> None:
-        self.expected, self.place = list(expected), 0
+        self.expected, self.position = list(expected), 0
         self.seen: list[Unit] = []
 
     def upcoming(self) -> list[Unit]:
         """The units that are expected from here on, the next one first."""
-        return self.expected[self.place :]
+        return self.expected[self.position :]
 
     def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed; returns those left out for good."""
+        """Record that `unit` is needed; returns those skipped for good."""
         self.seen.append(unit)
         coming = self.upcoming()
         if unit not in coming:  # a surprise: keep the prediction
             return []
         at = coming.index(unit)
-        self.place += at + 1
+        self.position += at + 1
         later = coming[at + 1 :]
         return [u for u in coming[:at] if u not in later]
 
@@ -52,28 +71,28 @@ class Order:
     if the forward was like the last one, to be like the last backward.
 
     `running`: "forward", "backward", or "" outside of both.
-    `left`: the units in the order in which the forward left them.
+    `finished`: units in the order in which the forward has finished them.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
         self.running, self.current = "", Pass()
-        self.left: list[Unit] = []
+        self.finished: list[Unit] = []
         self._forward: Sequence[Unit] = units
-        self._last: tuple[list[Unit], list[Unit]] = [], []  # left, backward
+        self._last: tuple[list[Unit], list[Unit]] = [], []  # both passes' units
 
     def begin(self, running: str) -> None:
         """A pass begins; predict it."""
         self.end()
-        left, backward = self._last
-        if left != self.left:
-            backward = self.left[::-1]
+        finished, backward = self._last
+        if finished != self.finished:
+            backward = self.finished[::-1]
         expected = self._forward if running == "forward" else backward
         self.running, self.current = running, Pass(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
         """Nothing uses the unit any more; the last one ends a forward."""
         if self.running == "forward" and torch.is_grad_enabled():
-            self.left.append(unit)
+            self.finished.append(unit)
         if self.running == "forward" and is_last:
             self.end()
 
@@ -82,7 +101,8 @@ class Order:
         if self.running == "forward":
             self._forward = self.current.seen
         elif self.running == "backward":
-            self._last, self.left = (self.left, self.current.seen), []
+            self._last = self.finished, self.current.seen
+            self.finished = []
         self.running, self.current = "", Pass()
 
 # %% ../../notebooks/08_overlap.ipynb #overlap
@@ -174,8 +194,9 @@ class Overlap(Schedule):
         ]
 
     # continued: gather-ahead
-    def _gather_ahead(self) -> Iterator[Unit]:
+    def _gather_ahead(self) -> list[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
+        chosen: list[Unit] = []
         ahead = sum(self._units["ahead"].values())
         room = self.prefetch_bucket_size - ahead
         room = min(room, self.max_live_parameters - self._live)
@@ -183,9 +204,10 @@ class Overlap(Schedule):
             if unit in self._units["sharded"]:
                 room -= self._elements[unit]
                 if room < 0:
-                    return
+                    break
                 self._move(unit, "ahead")
-                yield unit
+                chosen.append(unit)
+        return chosen
 
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:

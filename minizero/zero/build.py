@@ -124,7 +124,7 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
         for module in net.model.modules():
             for buffer in module.buffers(recurse=False):
                 buffer.data = values = buffer.data.to(device())
-                if not values.is_contiguous():  # products round by the layout: keep it
+                if not values.is_contiguous():  # the layout decides how products round
                     values = values.new_empty(0).set_(values.untyped_storage())
                 comm.broadcast(values, group=net.group)
                 labels.label(buffer, "buffers")
@@ -136,7 +136,9 @@ def _twin(
     optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
 ) -> Optimizer:
     """The same optimizer, with one group's options, over other parameters."""
-    twin = copy.copy(optimizer)
+    twin = copy.copy(optimizer)  # which has torch's attributes only
+    vars(twin).update(vars(optimizer) | vars(twin))
+    vars(twin).pop("step", None)  # a learning rate scheduler's, which counts
     # a small learning rate, or none in a warm-up, would hide any difference
     rate = {"lr": 0.1} if "lr" in group else {}
     twin.param_groups = [{**group, **rate, "params": params}]
@@ -187,10 +189,7 @@ def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def state_layout(
     optimizer: Optimizer, group: dict[str, Any], like: Tensor
 ) -> dict[str, torch.dtype]:
-    """Names and dtypes of the states that have one value for each element.
-
-    Those that one step makes for three elements of the dtype of `like`.
-    """
+    """Names and dtypes of the states per element, as a step made here creates them."""
     p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
     p.grad = torch.ones_like(p)
     twin = _twin(optimizer, group, [p])
@@ -218,7 +217,7 @@ def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
     A shard has a piece for each of the groups of ranks that have a copy of the buffer.
     """
     options = optimizer.param_groups[group] if group is not None else {}
-    # torch's fused updates round what is left over from blocks of 64 bytes otherwise
+    # a fused kernel's code for the tail after blocks of 64 bytes rounds otherwise
     lay, multiple = in_order, 32 if options.get("fused") else 1
     if isinstance(optimizer, Muon) and options.get("use_muon"):
         lay, multiple = optimizer.owners, 1

@@ -77,7 +77,7 @@ def move(p: Any, to: Any, view: Tensor) -> None:
     p.__deepcopy__ = partial(copy_unsharded, p)  # and for pickle and `torch.save`:
     p.__reduce_ex__ = lambda protocol: copy_unsharded(p).__reduce_ex__(protocol)
     if source is not None:
-        source.slots = source.parameters = source.freed = []
+        source.slots = source.parameters = source.placeholders = []
         source.free()
 
 

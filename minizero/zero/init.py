@@ -44,34 +44,35 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Sharded parameters are unsharded inside the block, for every rank.
 
-    With `modifier_rank`, what that rank has written is kept, on every rank;
-    without it, what is written is lost. Parameters that are not sharded have
-    their values anyway. All ranks must enter, with the same parameters.
+    With `modifier_rank`, what that rank has written is kept, on every rank; without it,
+    what is written is lost. Parameters that are not sharded have their values anyway.
+    All ranks (of a net's `group`, in which `modifier_rank` counts) must enter alike.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     flats, nets = owners(params), nets_of(params)
     for net in nets:
         net.synchronize()  # an update that arrived later would undo a write
+    group = nets[0].group if nets else None  # of all ranks
     with ExitStack() as stack:
         for flat in flats:
             stack.enter_context(flat.gathered())
         yield
         if modifier_rank is not None:
             for p in (p for p in params if not is_sharded(p)):
-                comm.broadcast(p.data, modifier_rank)
+                comm.broadcast(p.data, modifier_rank, group=group)
             for flat in flats:
-                take_over(flat, modifier_rank)
+                take_over(flat, modifier_rank, group)
             for net in nets:
                 net.refresh()
 
 
-def take_over(flat: ShardedFlat, modifier_rank: int) -> None:
-    """Keep what that rank has written to a buffer's parameters, everywhere."""
+def take_over(flat: ShardedFlat, src: int, group: comm.Group | None = None) -> None:
+    """Keep what rank `src` of the group has written to a buffer's parameters."""
     with torch._C.DisableTorchFunction():  # inside `Init` this would gather
         for slot, view in zip(flat.slots, flat.views(), strict=True):
             view.copy_(slot.parameter.data)  # after `p.data = values`
-    comm.broadcast(flat.full, modifier_rank, group=flat.ranks)
-    flat.storage.write_shard(flat.stored, flat.kept(flat.full))
+    comm.broadcast(flat.full, src, group=group)
+    flat.storage.write_shard(flat.stored, flat.stored_part(flat.full))
 
 
 class Init(TorchFunctionMode):
@@ -160,7 +161,7 @@ class Init(TorchFunctionMode):
                 flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
                 if not loaded:
                     comm.broadcast(flat.full)
-                flat.keep(self.storage)
+                flat.store(self.storage)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -182,7 +183,7 @@ class Init(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
                 take_over(flat, 0)
-                flat.let_go()
+                flat.end_reading()
             for flat in flats:
                 flat.gather().wait()
-                flat.holders += 1
+                flat.readers += 1

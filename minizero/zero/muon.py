@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         muon = torch.optim.Muon([torch.empty(0, 0)])
         matrices = muon.param_groups[0] = {**group, "params": []}
-        for start, shape in self.matrices[p]:
+        for start, shape in self.matrices.get(p, [(0, p.shape)]):
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
                 for t in (p, grad, state["momentum_buffer"])

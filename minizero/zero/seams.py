@@ -1,8 +1,11 @@
 """A net's precision, schedule and storage, and `Net`, the base class of all plans.
 
 Later chapters replace the first three (4, 8, 10). Here they are as chapter 3 needs them:
-one dtype, at once, in place. `Net` has what is the same under every plan, also in groups
-of ranks, and notices what a script does to parameters and gradients.
+one dtype, at once, in place.
+
+`DataParallel` and `Net` are one class in two halves: the step, which chapter 3 shows,
+and here what no plan changes. So calls go back and forth, as when a gradient is ready:
+hook (here) > `_on_grad`, `_reduce` > `run` > the stage's `reduce` > `averaged` > `reduced`.
 """
 
 from __future__ import annotations
@@ -38,8 +41,7 @@ class Precision:
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
         """Called once with each flat buffer, to cast it.
 
-        Returns a copy of the shard for the optimizer to update; None if it updates the
-        shard itself.
+        Returns a copy of the shard for the optimizer to update, if it needs one.
         """
         return None
 
@@ -84,7 +86,7 @@ class Precision:
         return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.skipped_steps = state["skipped_steps"]
 
 
@@ -179,10 +181,7 @@ class Storage:
         return shard if self.plan.parameters.on == "device" else into.copy_(shard)
 
     def on_copy_stream(self) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, loads and gathers run beside the computation.
-
-        Yields what makes the computation wait for them.
-        """
+        """Inside, loads and gathers run beside computation; yields what waits for them."""
         return nullcontext(lambda: None)
 
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
@@ -203,7 +202,6 @@ class Storage:
         """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
-            assert flat.mean is not None
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
         cast = any(f.staged_grad.dtype != f.master.dtype for f in flats)
         for part in [[unit] for unit in units] if cast else [units]:
@@ -256,17 +254,17 @@ class Net:
     `group`: the ranks that train the model together (default: all).
     `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so many bits (qwZ and
         qgZ, Wang et al. 2023); None as they are.
-    `flat_type`: the class of flat buffers (default: the stage's).
 
-    `has_gradients`: whether a backward has run since the last step.
+    `syncing`: whether a backward reduces gradients; not inside `no_sync`. `unsynced`:
+        the last backward has not. `has_gradients`: one has run since the last step.
+    `in_backward`: one of this net is running; `running` counts those of all nets.
     `where`: of each parameter, its unit, flat buffer and slot.
-    `grid`: the groups of ranks that have a copy each of what is sharded: one, of all
-        ranks, if the plan has no groups.
+    `grid`: the groups of ranks, maybe one, that have a copy each of what is sharded.
     """
 
     plan = Plan.stage(0)
     flat_type: type[Flat] = Flat
-    running = 0  # how many backwards, of any net
+    running = 0
     # `DataParallel` has these
     zero_grad: Callable[[], None]
     reduced: Callable[[Flat], None]
@@ -358,18 +356,18 @@ class Net:
     def averaged(self, unit: Unit, flat: Flat) -> None:
         """Called when the mean of the group has arrived: average it over the groups."""
         if self.grid.copies > 1:
-            shard = flat.full_grad()[flat.place * flat.size :][: flat.size]
+            shard = Flat.own(flat, flat.full_grad())
             rows, across = shard.view(self.grid.copies, -1), self.grid.across
             how: Any = {"average": True, "group": across, "quantized": self.quantized}
             with comm.phase(unit=unit.name):
-                if flat.master.numel() == flat.size:  # every group updates all of it
+                if flat.master.numel() == flat.size:  # not hpZ: each group updates all
                     comm.all_reduce(shard, **how)
                 else:
                     comm.reduce_scatter(rows[across.rank], rows, **how)
         self.reduced(flat)
 
     def all_rows(self, mine: Tensor) -> Tensor:
-        """A row for each of the N shards, from rows for those that this rank updates."""
+        """A row for each of the N shards, from those for what this rank updates."""
         across, within = self.grid.across, self.grid.within
         mine = comm.reachable(mine)
         for ranks, n in (across, across.size), (within, self.group.size):
@@ -392,10 +390,10 @@ class Net:
     def _updated(self, units: list[Unit], frozen: bool = False) -> None:
         """Publish units whose shards, maybe the frozen ones too, have new values."""
         for unit in units:
-            unit.changed = unit.flats if frozen else unit.trainable
+            unit.updated = unit.flats if frozen else unit.trainable
             with comm.phase(unit=unit.name):
-                for flat in unit.changed:
-                    flat.changed()
+                for flat in unit.updated:
+                    flat.shard_updated()
             self.run(self.schedule.updated(unit))
 
     def shards_written(self, *units: Unit) -> None:
@@ -441,7 +439,7 @@ class Net:
                 f"a gradient of parameter {slot.name!r} came outside of backward(loss) of "
                 "the wrapper; call that in place of loss.backward()"
             )
-        if not getattr(flat, "is_unsharded", True):
+        if not flat.is_unsharded:
             raise RuntimeError(
                 f"parameter {slot.name!r} was used outside of the forward of unit "
                 f"{unit.name!r}, where it is NaN; make one unit of all modules that use it"
@@ -497,7 +495,7 @@ class Net:
     def _checksums(self) -> Tensor:
         """Of each buffer of which the optimizer updates a copy; on the device.
 
-        A count of writes would not do: `p.data.clamp_()` is not counted.
+        It reads these twice a step, since `p.data.clamp_()` is in no count of writes.
         """
         sums = []
         for flat in () if self.plan.parameters.sharded else self.trained:
@@ -556,8 +554,8 @@ def check_unwritten(flat: Any) -> None:
     if (found := writes_to(flat)) != flat.known_writes:
         every = zip(flat.slots, flat.known_writes, found, strict=True)
         name = next(slot.name for slot, a, b in every if a != b)
-        flat.freed[0].fill_(flat.blank)  # the one element that all of them show
-        flat.hide()
+        flat.placeholders[0].fill_(flat.no_value)  # all of them show this element
+        flat.show_placeholders()
         raise RuntimeError(
             f"parameter {name!r} was written to while it was sharded, and what was "
             "written is lost; write to it inside zero.GatheredParameters(..., "
