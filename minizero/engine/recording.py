@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -85,8 +86,8 @@ class Recording:
         """Hook the units' modules, and wrap the methods that compute, copy and read."""
 
         def around(owner: Any, name: str, wrapper: Function, *args: Any) -> None:
-            setattr(owner, name, partial(wrapper, *args, getattr(owner, name)))
-            stack.callback(delattr, owner, name)
+            wrapped = partial(wrapper, *args, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, wrapped))
 
         def begin(*_: Any) -> None:
             self._forward.append(time.perf_counter())
@@ -144,8 +145,7 @@ class Recording:
         copy(out, given)
         event, unit = self._last()
         operation = event if event in ("in", "out") else other
-        made = self._slice("to host", begin, operation, unit, given.nbytes)
-        self._copies.append(made)
+        self._copies += [self._slice("to host", begin, operation, unit, given.nbytes)]
 
     def _filed(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
         """Note a transfer of a file, which goes on and keeps its own times."""

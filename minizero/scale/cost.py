@@ -149,10 +149,8 @@ class Candidate:
     @property
     def batching(self) -> str:
         """Checkpointing and micro-batches, in words."""
-        kept = self.checkpointing.replace("none", "no")
-        return (
-            f"{kept} checkpointing; {self.accumulation} x {self.micro_batch} sequences"
-        )
+        batch = f"{self.accumulation} x {self.micro_batch} sequences"
+        return f"{self.checkpointing.replace('none', 'no')} checkpointing; {batch}"
 
     def __str__(self) -> str:
         return f"{self.kind}; {self.batching}"

@@ -128,7 +128,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             (delayed, "ThreadPoolExecutor", NoThread),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(labels.apart())
+        stack.enter_context(labels.separate_labels())
         stack.enter_context(patch.dict(collectives.sequences, clear=True))
         stack.enter_context(comm.algorithm("backend" if device == "cuda" else "direct"))
         stack.enter_context(mode)

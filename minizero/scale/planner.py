@@ -95,12 +95,12 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
     """
     check("precision", job.precision, PRECISIONS)
     kinds: dict[str, list[Candidate]] = {}
-    for candidate in among or candidates(job):
+    for candidate in candidates(job) if among is None else among:
         kinds.setdefault(candidate.kind, []).append(candidate)
     found = [best_of(job, kind) for kind in kinds.values()]
     found.sort(key=lambda p: p.step_seconds if p.fits else inf)
     allowed = [p for p in found if job.allows(p.candidate)]
-    if not allowed[0].fits:
+    if not (allowed and allowed[0].fits):
         least = min(allowed, key=lambda p: max(
             p.memory.total / job.device_bytes, p.memory.host / job.host_bytes
         ))  # fmt: skip

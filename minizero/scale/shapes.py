@@ -140,9 +140,9 @@ def find(model: str) -> Shape:
         return MODELS[model]
     path = Path(model)
     if not path.exists():
-        names = ", ".join(MODELS)
         raise ValueError(
-            f"model must be one of {names}, or the path of a config.json, not {model!r}"
+            f"model must be one of {', '.join(MODELS)}, or the path of a config.json, "
+            f"not {model!r}"
         )
     if path.is_dir():
         path /= "config.json"
@@ -156,9 +156,11 @@ def find(model: str) -> Shape:
         for name, keys in _KEYS.items()
         if given.keys() & {*keys}
     }
-    missing = [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]
-    if missing:
+    if missing := [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]:
         wanted = ", ".join(" or ".join(_KEYS[name]) for name in missing)
         raise ValueError(f"{path} does not say {wanted}; is it a decoder's config?")
-    gated = str(config.get("hidden_act", "")) in ("silu", "swiglu")
-    return Shape(gated=gated, **found)
+    shape = Shape(gated=str(config.get("hidden_act")) in ("silu", "swiglu"), **found)
+    width = given.get("head_dim", shape.hidden // shape.heads)
+    if width * shape.heads != shape.hidden or "expert" in " ".join(given):
+        raise ValueError(f"{path} has experts or its own head_dim; `Shape` has neither")
+    return shape
