@@ -24,7 +24,7 @@ def check_settings(settings: dict[str, int]) -> None:
 
 
 def does_not_fit(unit: Unit, used: dict[Unit, int], limit: int) -> ValueError:
-    """The error when a unit does not fit beside the others that are in use."""
+    """The error when a unit does not fit beside others that are in use."""
     size, total = used[unit], sum(used.values())
     return ValueError(
         f"unit {unit.name!r} has {size:,} elements, and {total - size:,} of "
@@ -78,7 +78,7 @@ class Order:
         self.running, self.current = "", Pass()
         self.finished: list[Unit] = []
         self._forward: Sequence[Unit] = units
-        self._last: tuple[list[Unit], list[Unit]] = [], []  # both passes' units
+        self._last: tuple[list[Unit], list[Unit]] = [], []
 
     def begin(self, running: str) -> None:
         """A pass begins; predict it."""

@@ -47,7 +47,7 @@ def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.M
     return found
 
 
-def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
+def params_by_unit(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     """The parameters of each unit; one that units share is the root's."""
     owner: dict[nn.Parameter, str] = {}
     for unit, module in model.named_modules():
@@ -61,7 +61,7 @@ def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     return parts
 
 
-def split(
+def split_by_buffer(
     named: Named, group_of: dict[nn.Parameter, int]
 ) -> list[tuple[int | None, Named]]:
     """Cut a unit's parameters into lists that can share one flat buffer."""
@@ -98,11 +98,11 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     group_of = groups_of(net.model, net.optimizer)
     modules, units = find_units(net.model, policy), []
     with comm.phase("init"):
-        for name, params in assign(net.model, modules).items():
+        for name, params in params_by_unit(net.model, modules).items():
             for _, p in params:
                 p.data = p.data.to(device())
             units.append(unit := Unit(name or "root", modules[name]))
-            for group, part in split(params, group_of):
+            for group, part in split_by_buffer(params, group_of):
                 layout = layout_of(net.optimizer, group, net.grid.copies)
                 flat = net.flat_type(part, group, layout, net.grid.within)
                 flat.grid = net.grid
@@ -120,7 +120,7 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 if flat.trainable:
                     flat.master = net.storage.master(flat, copy)
                 if isinstance(net.optimizer, Muon):
-                    net.optimizer.take(flat)
+                    net.optimizer.note_matrices(flat)
         for module in net.model.modules():
             for buffer in module.buffers(recurse=False):
                 buffer.data = values = buffer.data.to(device())
@@ -229,8 +229,8 @@ def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
     return layout
 
 
-def adopt(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
-    """Let the optimizer's groups and state be of what this rank updates.
+def point_at_shards(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
+    """Point the optimizer's groups and state at what this rank updates.
 
     Most optimizers have no state yet; Adagrad makes it at construction. ValueError for
     one that has made steps.

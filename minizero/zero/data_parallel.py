@@ -177,7 +177,7 @@ class DataParallel(Net):
     def no_sync(self) -> Iterator[None]:
         """Backward inside only adds up; the next one outside reduces.
 
-        RuntimeError where gradients are sharded: there is no full buffer to add into.
+        RuntimeError where gradients are sharded: no buffer could take a sum.
         """
         self.check_postponable()
         before, self.syncing = self.syncing, False

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..memory.plan import Plan
 
 # the net that trains a parameter, weakly
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+NET_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
     """The nets that train these parameters, each once."""
-    found = (OWNERS[p]() for p in params if p in OWNERS)
+    found = (NET_OF[p]() for p in params if p in NET_OF)
     return list(dict.fromkeys(net for net in found if net is not None))
 
 

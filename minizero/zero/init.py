@@ -76,7 +76,7 @@ def take_over(flat: ShardedFlat, src: int, group: comm.Group | None = None) -> N
 
 
 class Init(TorchFunctionMode):
-    """Build a model that is never unsharded on any rank.
+    """Build a model that no rank ever holds in full.
 
     Parameters are sharded when the next module registers its own: a rank holds its
     shards, and one module. Code inside the block that touches sharded ones sees their
@@ -106,8 +106,8 @@ class Init(TorchFunctionMode):
             plan = Plan.stage(stage, offload_param="cpu" if on_host else None)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
-        self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
-        self._new: list[tuple[nn.Module, str, nn.Parameter, bool]] = []  # of one module
+        self._unsharded: list[ShardedFlat] = []  # for the code that runs
+        self._waiting: list[tuple[nn.Module, str, nn.Parameter, bool]] = []
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -130,7 +130,7 @@ class Init(TorchFunctionMode):
             super().__exit__(*exc)
             self._ends.close()
             if exc[0] is None:
-                self._hold([])
+                self._unshard_only([])
                 gc.collect()  # parameters that others have replaced, as by tying
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
@@ -147,13 +147,13 @@ class Init(TorchFunctionMode):
         """
         if p is None or p.is_meta or is_sharded(p):
             return
-        if self._new and self._new[0][0] is not module:
-            self._shard_new()
+        if self._waiting and self._waiting[0][0] is not module:
+            self._shard_waiting()
         before = module._parameters.get(name)
-        self._new.append((module, name, p, before is not None and before.is_meta))
+        self._waiting.append((module, name, p, before is not None and before.is_meta))
 
-    def _shard_new(self) -> None:
-        new, self._new = self._new, []
+    def _shard_waiting(self) -> None:
+        new, self._waiting = self._waiting, []
         for module, name, p, loaded in new:
             if not is_sharded(p):  # it may be here twice
                 refuse_sharded_state(module)
@@ -171,15 +171,15 @@ class Init(TorchFunctionMode):
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         # `requires_grad` and others need no values; `.data` shows or replaces them
         if sharded and not (is_attribute and func.__self__ is not torch.Tensor.data):
-            self._hold(owners(sharded))
+            self._unshard_only(owners(sharded))
         return func(*args, **kwargs)
 
-    def _hold(self, flats: list[ShardedFlat]) -> None:
+    def _unshard_only(self, flats: list[ShardedFlat]) -> None:
         """Unshard these, and shard those again that code touched before."""
-        if flats and all(flat in self._held for flat in flats):
+        if flats and all(flat in self._unsharded for flat in flats):
             return
-        self._shard_new()
-        held, self._held = self._held, flats
+        self._shard_waiting()
+        held, self._unsharded = self._unsharded, flats
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
                 take_over(flat, 0)

@@ -25,9 +25,9 @@ from ..memory import labels
 from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
 from ..ranks import device
-from .build import Policy, adopt, build_units, check_elementwise
+from .build import Policy, point_at_shards, build_units, check_elementwise
 from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model, refuse_sharded_state
+from .guards import NET_OF, check_model, refuse_sharded_state
 
 
 class Precision:
@@ -304,7 +304,7 @@ class Net:
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self._register_hooks()
-        adopt(optimizer, self.trained, self.storage)
+        point_at_shards(optimizer, self.trained, self.storage)
         optimizer.register_step_pre_hook(refuse_step)
         self.schedule.attach(self.units, self.plan)
         self.note_writes()
@@ -330,7 +330,7 @@ class Net:
         for unit, flat in [(u, flat) for u in self.units for flat in u.flats]:
             for slot in flat.slots:
                 p = slot.parameter
-                self.where[p], OWNERS[p] = (unit, flat, slot), this
+                self.where[p], NET_OF[p] = (unit, flat, slot), this
                 if flat.trainable:
                     p.register_post_accumulate_grad_hook(hook)
         for module in self.model.modules() if self.plan.parameters.sharded else ():

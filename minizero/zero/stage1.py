@@ -44,7 +44,7 @@ class ZeRO1(DataParallel):
                     group=flat.ranks, quantized=self.quantized,
                 )  # fmt: skip
                 unit.under_way.append(work)
-            work.then(partial(self.averaged, unit, flat))  # the last to arrive
+            work.then(partial(self.averaged, unit, flat))  # the last one
 
     # continued: zero-stage1-publish
     def publish(self, unit: Unit) -> None:

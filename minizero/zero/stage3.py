@@ -242,7 +242,7 @@ class ZeRO3(ZeRO2):
                 self.schedule.pass_begins("forward")
             self.run(self.schedule.needed(unit))
             if torch.is_grad_enabled():
-                if not self.in_backward:  # as a recomputation is
+                if not self.in_backward:  # else it is a recomputation
                     self._expected[unit] += 1
                 done = partial(self._after_backward, unit)
                 return mark_inputs(done, args, kwargs)
