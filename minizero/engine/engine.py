@@ -42,9 +42,11 @@ _OPTIONS = {
 class Engine(StepLoop, nn.Module):
     """Trains a model as a config says; made by `initialize`.
 
+    `StepLoop` counts and updates; this class adds the rest of DeepSpeed's interface.
     A module around `module`: calls, `train`, `eval` and `parameters` go through to it,
-    its names have the prefix "module.", and what the engine lacks is looked up in it.
-    Each key at the top of the config has a method that reads it: `steps_per_print()`.
+    its names have the prefix "module.", and what the engine lacks is looked up in it. A
+    key at the top of the config is a method, `steps_per_print()`, except `optimizer`;
+    `zero_optimization()` says whether the optimizer is sharded.
 
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
@@ -386,6 +388,5 @@ class Engine(StepLoop, nn.Module):
         try:
             checkpoint.finish()
         finally:
-            close = getattr(self.net.storage, "close", None)
-            if close is not None:
-                close()
+            if hasattr(self.net.storage, "close"):
+                self.net.storage.close()

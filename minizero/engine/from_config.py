@@ -24,7 +24,7 @@ def wrap(
     if optimizer is None:
         model.requires_grad_(False)
         optimizer = torch.optim.SGD([{"params": []}])
-    weight_bits, gradient_bits = config.bits  # chapter 17
+    weight_bits, gradient_bits = config.bits  # of ZeRO++
     return parallelize(
         model, optimizer, config.plan, units=units,
         bucket_size=config.zero_optimization.reduce_bucket_size,
