@@ -13,28 +13,8 @@ from ..memory.plan import Plan
 from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
-
-def check_settings(settings: dict[str, int]) -> None:
-    """Each must count elements, and a limit at least one."""
-    for name, value in settings.items():
-        least = int(name == "max_live_parameters")
-        if isinstance(value, bool) or value < least or value % 1:
-            what = f"a whole number of at least {least}, not {value!r}"
-            raise ValueError(f"{name} counts elements: it must be {what}")
-
-
-def does_not_fit(unit: Unit, used: dict[Unit, int], limit: int) -> ValueError:
-    """The error when a unit does not fit beside others that are in use."""
-    size, total = used[unit], sum(used.values())
-    return ValueError(
-        f"unit {unit.name!r} has {size:,} elements, and {total - size:,} of "
-        f"other units are in use {[u.name for u in used if u is not unit]}, "
-        f"but max_live_parameters is {limit:,}; set it to {total:,} or more, "
-        "or make smaller units"
-    )
-
 # %% auto #0
-__all__ = ['check_settings', 'does_not_fit', 'Pass', 'Order', 'Overlap']
+__all__ = ['Pass', 'Order', 'Overlap']
 
 # %% ../../notebooks/08_overlap.ipynb #overlap-order
 class Pass:
@@ -132,7 +112,11 @@ class Overlap(Schedule):
         self.prefetch_bucket_size = prefetch_bucket_size
         self.max_live_parameters = max_live_parameters
         self.param_persistence_threshold = param_persistence_threshold
-        check_settings(vars(self))
+        for name, value in vars(self).items():
+            least = int(name == "max_live_parameters")
+            if isinstance(value, bool) or value < least or value % 1:
+                what = f"a whole number of at least {least}, not {value!r}"
+                raise ValueError(f"{name} counts elements: it must be {what}")
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
         # by state: its units, the latest one last, and their elements
@@ -182,9 +166,15 @@ class Overlap(Schedule):
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
-        used = self._units["in use"] | {unit: self._elements[unit]}
-        if sum(used.values()) > self.max_live_parameters:
-            raise does_not_fit(unit, used, self.max_live_parameters)
+        others = {u: n for u, n in self._units["in use"].items() if u != unit}
+        size, used = self._elements[unit], sum(others.values())
+        if size + used > (limit := self.max_live_parameters):
+            raise ValueError(
+                f"unit {unit.name!r} has {size:,} elements, and {used:,} of "
+                f"other units are in use {[u.name for u in others]}, but "
+                f"max_live_parameters is {limit:,}; set it to "
+                f"{size + used:,} or more, or make smaller units"
+            )
         freed = self._make_room(unit)
         gathered = [unit, *self._gather_ahead()]
         return [

@@ -28,6 +28,11 @@ def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
     return list(dict.fromkeys(net for net in found if net is not None))
 
 
+def is_sharded(p: Any) -> bool:
+    """Whether a parameter lies in a sharded buffer, which may be unsharded now."""
+    return hasattr(p, "sharded_in")
+
+
 def check_model(model: nn.Module, plan: Plan) -> None:
     """Raise ValueError for a model that cannot be wrapped."""
     if nets_of(model.parameters()):
@@ -35,7 +40,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             "the model is wrapped already; build another, with the weights of "
             "net.state_dict()"
         )
-    sharded = any(hasattr(p, "sharded_in") for p in model.parameters())
+    sharded = any(map(is_sharded, model.parameters()))
     if sharded and not plan.parameters.sharded:
         raise ValueError(
             "the model was built inside zero.Init, so its parameters are sharded; use a "
@@ -101,7 +106,7 @@ def refuse_sharded_state(module: nn.Module) -> None:
 def check_unsharded(module: nn.Module, *_: Any) -> None:
     """Raise RuntimeError for a module whose parameters have no values here."""
     for p in module.parameters():
-        if hasattr(p, "sharded_in") and not p.sharded_in.is_unsharded:
+        if is_sharded(p) and not p.sharded_in.is_unsharded:
             raise RuntimeError(
                 "the parameters are sharded and have no values here; do this inside "
                 "zero.GatheredParameters(model.parameters()), with modifier_rank=0 to "

@@ -21,14 +21,9 @@ from torch.utils._pytree import tree_leaves
 from .. import comm
 from ..memory.plan import Plan
 from ..ranks import device
-from .guards import nets_of, refuse_sharded_state
+from .guards import is_sharded, nets_of, refuse_sharded_state
 from .seams import Storage
 from .stage3 import ShardedFlat
-
-
-def is_sharded(p: nn.Parameter) -> bool:
-    """Whether a parameter lives in a sharded buffer."""
-    return hasattr(p, "sharded_in")
 
 
 def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
@@ -167,7 +162,7 @@ class Init(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        sharded = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "sharded_in")]
+        sharded = [x for x in tree_leaves((args, kwargs)) if is_sharded(x)]
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         # `requires_grad` and others need no values; `.data` shows or replaces them
         if sharded and not (is_attribute and func.__self__ is not torch.Tensor.data):

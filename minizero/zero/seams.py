@@ -74,7 +74,7 @@ class Precision:
         return grad
 
     def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
-        """Let a master take over what a script has written to the shard."""
+        """Copy to a master what a script has written to the shard."""
         if master is not shard:
             master.copy_(shard)
 
@@ -204,10 +204,10 @@ class Storage:
         for flat in flats:
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
         cast = any(f.staged_grad.dtype != f.master.dtype for f in flats)
-        for part in [[unit] for unit in units] if cast else [units]:
-            step = [flat for unit in part for flat in unit.trainable]
-            self.step(step, optimizer, precision)
-            yield part
+        for batch in [[unit] for unit in units] if cast else [units]:
+            staged = [flat for unit in batch for flat in unit.trainable]
+            self.step(staged, optimizer, precision)
+            yield batch
 
     def step(
         self, flats: list[Any], optimizer: Optimizer, precision: Precision
@@ -229,7 +229,7 @@ class Storage:
         return []
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        """Let the master take over what was written to the shard."""
+        """Copy to the master what a script has written to the shard."""
         precision.shard_to_master(flat.master, flat.shard)
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
@@ -476,7 +476,7 @@ class Net:
             )
 
     def before_update(self) -> None:
-        """Take over what the script has written, and end an update under way."""
+        """Copy to masters what the script has written; end an update under way."""
         self.check_unchanged()
         comm.check_sequence()
         # writes to sharded parameters are noticed when these are gathered
@@ -506,7 +506,7 @@ class Net:
         return torch.stack(sums) if sums else torch.empty(0)
 
     def refresh(self) -> None:
-        """Let masters take over what was written; all ranks must call it."""
+        """Copy to the masters what a script has written; all ranks must call it."""
         for flat in () if self.plan.parameters.sharded else self.flats:
             flat.fill()  # maybe from other memory, after `p.data = values`
         for flat in self.trained:
@@ -527,11 +527,11 @@ class Net:
             if frozen or flat.trainable:
                 with getattr(flat, "gathered", nullcontext)():
                     for p in flat.parameters if first else ():
-                        values[p] = p.detach().cpu().clone()
+                        values[p] = p.detach().to("cpu", copy=True)
         named = self.model.named_parameters(remove_duplicate=False)
         weights = {name: values[p] for name, p in named if p in values}
         others = self.module_state().items() if first else ()
-        return weights | {k: v.detach().cpu().clone() for k, v in others}
+        return weights | {k: v.detach().to("cpu", copy=True) for k, v in others}
 
     def module_state(self) -> dict[str, Any]:
         """Persistent buffers and extra state of all modules, by name."""
