@@ -39,7 +39,7 @@ class Quantized:
             )
 
     @property
-    def most(self) -> int:
+    def largest(self) -> int:
         """The largest integer: 127 or 7."""
         return 2 ** (self.bits - 1) - 1
 
@@ -58,14 +58,14 @@ class Quantized:
     def encode(self, row: Tensor) -> Tensor:
         """A row, [n], as bytes: a block's integers, then its scale."""
         x = self.blocks(row.float())
-        most = x.abs().amax(1, keepdim=True)
-        power = torch.frexp(most).exponent - (self.bits - 1)
-        power = power.clamp(-126, 127)
-        q = torch.ldexp(x, -power).round().clamp(-self.most, self.most)
+        peak = x.abs().amax(1, keepdim=True)  # below 2 ** its exponent
+        power = torch.frexp(peak).exponent - (self.bits - 1)
+        power = power.clamp(-126, 127)  # so that power + 127 is 1 to 254
+        q = torch.ldexp(x, -power).round().clamp(-self.largest, self.largest)
         q = q.nan_to_num(0).to(torch.int8).view(torch.uint8)
         if self.bits == 4:
             q = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
-        scale = torch.where(most.isfinite(), power + 127, 255)
+        scale = torch.where(peak.isfinite(), power + 127, 255)
         return torch.cat([q, scale.to(torch.uint8)], 1).flatten()
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class Quantized:
         q, scale = blocks[:, :-1].view(torch.int8), blocks[:, -1:].int()
         if self.bits == 4:
             q = torch.stack([q << 4 >> 4, q >> 4], 2).flatten(1)
-        most = torch.finfo(out.dtype).max  # what was rounded up may exceed it
-        x = torch.ldexp(q.float(), scale - 127).clamp(-most, most)
+        limit = torch.finfo(out.dtype).max  # rounding up may exceed it
+        x = torch.ldexp(q.float(), scale - 127).clamp(-limit, limit)
         x = torch.where(scale == 255, torch.nan, x)
         rows = out.view(-1, self.segment or max(out.numel(), 1))
         x = x.view(-1, -(-rows.shape[1] // BLOCK) * BLOCK)

@@ -40,7 +40,7 @@ def read(source: Source, world_size: int = 1) -> Config:
     """A complete config for `world_size` ranks.
 
     `source`: a dict, the path of a JSON file, or JSON text. Raises ConfigError, with a
-    sentence for each problem.
+    sentence for each problem. (It looks for contradictions once all types are right.)
     """
     given, file = load(source)
     problems: list[str] = []

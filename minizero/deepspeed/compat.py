@@ -1,4 +1,4 @@
-"""DeepSpeed's names that need code: its arguments and defaults around minizero's parts."""
+"""DeepSpeed's names that need code. Importing it gives parameters `ds_id`, `ds_status`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def get_local_rank() -> int:
 
 
 class Accelerator:
-    """torch's module of the ranks' device; what torch.cpu lacks of memory is 0."""
+    """torch's module of the ranks' device. Names that it lacks: a count of memory is 0,
+    `empty_cache` does nothing, and what asks for something "supported" is True."""
 
     def __init__(self) -> None:
         self.kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,7 +34,7 @@ def plain_cpu() -> AbstractContextManager[Any]:
 
 
 class EngineStep(AcceleratedOptimizer):
-    """What `prepare` returns for an optimizer: its groups, and the engine's step."""
+    """What `prepare` returns for an optimizer; Accelerate's loop calls its methods."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -52,7 +52,7 @@ class EngineStep(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Trains as a DeepSpeed config says; the rest is `accelerate`'s.
+    """Trains as a DeepSpeed config says; `accelerate` calls what has no caller here.
 
     `config`: a dict, a path or JSON text, or a function that makes the dict for a model.
     Sizes of batches that it leaves out are the loop's.

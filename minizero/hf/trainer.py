@@ -46,7 +46,7 @@ class ArgumentsMixin(AnyArguments):
         with plain_cpu():
             super().__post_init__()
         self.deepspeed = source
-        self.mixed_precision = "no"  # inside: dtypes are the engine's
+        self.mixed_precision = "no"  # the engine casts
         self._n_gpu = min(self._n_gpu, 1)  # a rank has one device
         self.zero = ZeroConfig({} if source is None else source)
         self.zero.trainer_config_process(self)
@@ -71,7 +71,7 @@ class ArgumentsMixin(AnyArguments):
 
 
 class TrainerMixin(AnyTrainer):
-    """What `minizero.hf` changes in a class of trainers, private methods too."""
+    """What `minizero.hf` changes in a class of trainers; transformers calls it."""
 
     args: Any
     _weights: Any = None  # the gathered model, while `save_model` runs
