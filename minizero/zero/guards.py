@@ -106,7 +106,7 @@ def refuse_sharded_state(module: nn.Module) -> None:
 def check_unsharded(module: nn.Module, *_: Any) -> None:
     """Raise RuntimeError for a module whose parameters have no values here."""
     for p in module.parameters():
-        if is_sharded(p) and not p.sharded_in.is_unsharded:
+        if hasattr(p, "sharded_in") and not p.sharded_in.is_unsharded:
             raise RuntimeError(
                 "the parameters are sharded and have no values here; do this inside "
                 "zero.GatheredParameters(model.parameters()), with modifier_rank=0 to "
