@@ -219,7 +219,7 @@ def barrier() -> None:
 
 @lru_cache(maxsize=1)
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Of all ranks, which make it in their first `gather_objects`."""
+    """A gloo group of all ranks; they make it together, in their first `gather_objects`."""
     return dist.new_group(timeout=timeout(), backend="gloo")
 
 

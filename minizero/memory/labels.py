@@ -62,7 +62,7 @@ def on_host(x: Tensor | torch.UntypedStorage) -> bool:
 
 @contextmanager
 def separate_labels() -> Iterator[None]:
-    """Inside there are no labels but new ones, and none after: for a dry run."""
+    """Use an empty table of labels inside, as a dry run does; then the old one again."""
     global categories, _hosted, _on_gpu
     before = categories, _hosted, _on_gpu
     categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)

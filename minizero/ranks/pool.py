@@ -254,7 +254,7 @@ class Pool:
     def _follow(self, task: bytes, timeout: float) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come.
 
-        At once if one has died, after a while if one has failed, else if posts prove it.
+        It ends them at once if one died, soon if one failed, else if posts prove it.
         """
         for each in self._children:
             each.send(task)
