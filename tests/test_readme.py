@@ -147,6 +147,7 @@ assert after < before / 2 and engine.global_steps == 8, (before, after)
 """
 
 
+@pytest.mark.thorough
 def test_the_example_trains(root: Path, tmp_path: Path, tool: Run) -> None:
     """The README's config and loop, by its torchrun command, on two ranks."""
     (config,), (script, *_) = blocks(root, "json"), blocks(root, "python")
