@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minizero import default_ranks, estimate, init_distributed
+from minizero.config import MICRO, STEPS, TOTAL, read
 from minizero.ranks import RankError, launch, rank, world_size
 from minizero.scale import MACHINES, MODELS, Job, choose, machines, planner, shapes
 
@@ -94,14 +95,13 @@ def _dryrun(options: argparse.Namespace) -> None:
         recompute_units(model, planned["checkpointing"])
         return model
 
-    size = config.get("train_micro_batch_size_per_gpu", 1)
-    many = config.get("gradient_accumulation_steps", 1)
-    if many > 2:
-        config["gradient_accumulation_steps"] = 2
-        print(f"2 of {many} micro-batches a step: the others repeat the first")
-    batch = (torch.zeros(size, planned["sequence"], dtype=torch.long),) * 2
-    print("two steps of the engine, some seconds each ...", file=sys.stderr, flush=True)
     ranks, budget = planned["gpus"], machine.memory
+    micro, steps = (getattr(read(config, ranks), name) for name in (MICRO, STEPS))
+    if steps > 2:
+        print(f"2 of {steps} micro-batches a step: the others repeat the first")
+    config |= {TOTAL: None, MICRO: micro, STEPS: min(steps, 2)}
+    batch = (torch.zeros(micro, planned["sequence"], dtype=torch.long),) * 2
+    print("two steps of the engine, some seconds each ...", file=sys.stderr, flush=True)
     print(dryrun(build, config, world_size=ranks, batch=batch, budget=budget))
 
 

@@ -61,7 +61,7 @@ class Kernel(multiprocessing.get_context("forkserver").Process):
 def launch(command: list[str], *, cwd: str, env: dict[str, str], **_: Any) -> Kernel:
     """What Jupyter calls to start a kernel."""
     server: Any = forkserver._forkserver
-    with pool._starting():
+    with pool._without_main_script():
         # but for transformers, which obeys the environment that a chapter sets first
         ours = [m for m in server._preload_modules if not m.startswith("minizero.hf")]
         modules = [*ours, "matplotlib.pyplot", "ipykernel.kernelapp"]

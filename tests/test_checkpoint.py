@@ -101,8 +101,8 @@ def test_which_is_found_and_which_are_kept(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "deepspeed")
     for n in range(5):
         step(net)
-        save(net, tmp_path, f"step-{n}", keep=2, extra={"n": n})
-    assert complete(tmp_path, "step-3", "step-4") and exists(tmp_path)
+        save(net, tmp_path, f"step-{n}", keep=4 if n == 4 else -1, extra={"n": n})
+    assert complete(tmp_path, *(f"step-{n}" for n in range(1, 5))) and exists(tmp_path)
     assert (tmp_path / "latest").read_text() == "step-4\n"
     loaded = load(net, tmp_path)
     assert (loaded.tag, loaded.path) == ("step-4", tmp_path / "step-4")
@@ -222,6 +222,9 @@ def test_odd_names_groups_and_modules(tmp_path: Path) -> None:
         assert not its["foreach"]  # how to compute is not saved
     load(net, tmp_path, "no states")
     assert not any("momentum" in key for key in state(net))
+    net.model.register_buffer("z", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="buffers/z: .* no complex128"):
+        save(net, tmp_path, "b")
 
 
 # Damage

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import minizero
 from minizero.activations import CHECKPOINT, Offloaded
 from minizero.deepspeed import checkpointing
 from minizero.memory.labels import label
@@ -104,17 +105,18 @@ def test_arguments_wait_in_host_memory() -> None:
 
 def test_it_is_configured_for_the_process() -> None:
     checkpointing.configure(None, deepspeed_config=None)
-    config = {
-        "train_batch_size": 2,
-        "activation_checkpointing": {"cpu_checkpointing": True},
-    }
+    config: dict[str, Any] = {"train_batch_size": 2}
+    config["activation_checkpointing"] = {"cpu_checkpointing": True}
     checkpointing.configure(deepspeed_config=config)
     assert isinstance(CHECKPOINT.store, Offloaded)
     # arguments take precedence, and what is left out is at its default again
     checkpointing.configure(deepspeed_config=config, checkpoint_in_cpu=False)
     assert CHECKPOINT.store is None
     checkpointing.configure(checkpoint_in_cpu=True)
-    checkpointing.configure()
+    minizero.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 2})
+    assert isinstance(CHECKPOINT.store, Offloaded)
+    config["activation_checkpointing"] = {"cpu_checkpointing": False}
+    minizero.initialize(model=nn.Linear(1, 1), config=config)
     assert CHECKPOINT.store is None
 
 

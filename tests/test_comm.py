@@ -219,10 +219,8 @@ def grouped(algorithm: str) -> tuple[list[int], list[int], list[tuple[str, int]]
 
 def test_groups_make_their_own_calls() -> None:
     with Pool(4) as pool:
-        found = [
-            x for how in comm.ALGORITHMS for x in enumerate(pool.run(grouped, how))
-        ]
-    for r, (row, column, calls) in found:
+        runs = [pool.run(grouped, how) for how in comm.ALGORITHMS]
+    for r, (row, column, calls) in [each for run in runs for each in enumerate(run)]:
         assert row == [11 * 100 ** (r // 2)] and column == [101 * 10 ** (r % 2)]
         assert ("across", 1 - (r // 2)) in calls or ("across", 1) in calls
         assert len(calls) == (3 if r < 2 else 2)
@@ -232,11 +230,13 @@ def quantized(bits: int) -> tuple[Tensor, Tensor, list[tuple[str, int]]]:
     """A mean and a gather, of which the rows are exact in so few bits."""
     how, me, n = comm.Quantized(bits, 128), rank(), world_size()
     row, inp = torch.empty(256), values(256 * n, me).clamp(-7, 7)
-    full = torch.empty(256 * n)
+    full, uneven = torch.empty(256 * n), torch.ones(257)
     with comm.ledger() as calls:
         comm.reduce_scatter(row, inp, average=True, quantized=how)
         comm.all_gather(full, inp[:256], quantized=how)
     assert how.nbytes(256) == 2 * (128 * bits // 8 + 1)
+    comm.all_reduce(uneven, average=True, quantized=comm.Quantized(bits))
+    assert uneven.eq(1).all()
     return row, full, [(c.dtype, c.bytes) for c in calls]
 
 

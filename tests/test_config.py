@@ -198,6 +198,7 @@ BAD: list[tuple[Any, str]] = [
     ),
     # types and bounds
     (top(gradient_clipping=-1), "must be greater than or equal to 0, not -1"),
+    (zero(offload_param={"buffer_size": 1000}), "must be a multiple of 64, not 1000"),
     (
         zero(offload_param={"device": "gpu"}),
         'zero_optimization.offload_param.device must be "none", "cpu" or "nvme", '
@@ -216,6 +217,7 @@ BAD: list[tuple[Any, str]] = [
         'write {"device": "cpu"}',
     ),
     (top(bf16=True), 'write {"enabled": true}'),
+    (top(aio={"block_size": 5000}), "aio.block_size must be a multiple of 4096"),
     # unknown keys, at the top too
     (
         top(gradient_cliping=1.0),
@@ -235,10 +237,7 @@ BAD: list[tuple[Any, str]] = [
         zero(offload_param=NVME, offload_optimizer=NVME | {"nvme_path": "other"}),
         "two nvme_path, other and disk, but all files are in one folder",
     ),
-    (
-        zero(3, offload_optimizer={"delayed_update": True}),
-        'give "device": "cpu" and no',
-    ),
+    (zero(3, offload_optimizer={"delayed_update": True}), 'give "device": "cpu" and'),
     (
         zero(3, zero_hpz_partition_size=8),
         "zero_hpz_partition_size = 8, but 4 ranks cannot shard in groups of 8",
@@ -289,13 +288,13 @@ def test_files(tmp_path: Path) -> None:
         'there is no config file DIR/ds_confg.json; did you mean "ds_config.json"?'
     )
     assert told(tmp_path / "no" / "a.json").endswith("; the folder is DIR/no")
-    assert "Is a directory" in told(tmp_path)
+    assert "cannot be read as JSON: [Errno 21] Is a directory" in told(tmp_path)
     path.write_text('{"train_batch_size": 7}')
     assert told(path).startswith("DIR/ds_config.json: train_batch_size = 7, but")
     path.write_text('{"a": 1 "b": 2}')
     assert told(path) == (
-        "DIR/ds_config.json: the config is not JSON: Expecting ',' delimiter: line 1 "
-        "column 9 (char 8)"
+        "DIR/ds_config.json: the config cannot be read as JSON: Expecting ',' "
+        "delimiter: line 1 column 9 (char 8)"
     )
     path.write_bytes(b"\xff\xfe{}")
     assert "'utf-8' codec can't decode byte 0xff" in told(path)

@@ -18,6 +18,7 @@ import minizero
 from minizero import Tracker, dryrun, launch
 from minizero.__main__ import main
 from minizero.activations import recompute_units
+from minizero.config import MICRO, STEPS
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.scale import MACHINES, MODELS, Candidate, Job, Shape, predict
 from minizero.scale.dryrun import Decoder
@@ -227,10 +228,11 @@ def test_a_plan_fits_by_the_dry_run_of_its_file(
     assert peak and 0.7 < float(peak[1]) / float(planned[1]) < 1.01
     # what is given on the command line counts instead
     config["minizero_plan"].pop("gpus")
+    config |= {"train_batch_size": 64, MICRO: None, STEPS: None}  # as many a GPU
     path.write_text(json.dumps(config))
     assert main(command) == 2
     assert "give --gpus" in capsys.readouterr().err
     assert main([*command, "--gpus", "4", "--machine", "rtx-4090"]) == 0
     out, said = capsys.readouterr()
     assert "some seconds" in said
-    assert "rank 0 of 4" in out and "in 24.0 GB" in out
+    assert "rank 0 of 4" in out and "in 24.0 GB" in out and peak[0] in out

@@ -211,11 +211,11 @@ def test_ranks_that_are_quicker_than_their_parent(monkeypatch):
 
 def is_last():
     """Rank 1 returns at once from a call in which rank 0 still waits."""
-    report("waits", *(call := (1, "a call", 7, (0, 1))))
+    report("waits", call := Report(0.0, "", 1, "a call", 7, (0, 1)))
     if rank() == 0:
         time.sleep(2)
     else:
-        report("done", *call)
+        report("done", call)
     return rank()
 
 

@@ -8,14 +8,8 @@ from torch import nn
 
 from minizero import Plan, parallelize
 from minizero.lab.models.gpt import GPT, GPTConfig
-from minizero.precision import MixedPrecision
-from minizero.precision.float8 import (
-    E4M3,
-    E5M2,
-    product,
-    quantize,
-    use_float8,
-)
+from minizero.precision import Float8Linear, MixedPrecision
+from minizero.precision.float8 import E4M3, E5M2, product, quantize, use_float8
 from minizero.ranks import Pool, rank
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64)
@@ -47,6 +41,12 @@ def test_product_is_torchs(left: torch.dtype, out: torch.dtype) -> None:
     got = product(a, (b[0].t(), b[1]), out)
     # fp32 sums in another order: one rounding apart at most
     torch.testing.assert_close(got, expected, rtol=torch.finfo(out).eps, atol=1e-5)
+
+
+def test_without_rows() -> None:
+    layer, x = Float8Linear(16, 16), torch.empty(0, 16, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad.eq(0).all()
 
 
 def test_use_float8_keeps_the_parameters() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minizero import Tracker, estimate, estimate_activations, see_memory_usage
+from minizero import Plan, Tracker, estimate, estimate_activations, see_memory_usage
 from minizero.lab.toygpu import ToyGPU
 from minizero.lab.toymachine import TOY
 from minizero.memory import host_empty, labels
@@ -65,9 +65,6 @@ def test_table_1_of_the_zero_paper(
     assert printed in (exact, truncated) or f"{ours + 1e-9:.{digits}f}" == printed
 
 
-# the 7B example on 8 GPUs: 2 + 2 + 12 bytes per parameter, shards of 1/8
-
-
 def test_offload_moves_bytes_and_keeps_their_sum() -> None:
     plain = estimate(7e9, 8, 3)
     moved = estimate(7e9, 8, 3, offload_optimizer="cpu", offload_param="nvme")
@@ -88,6 +85,7 @@ def test_offload_moves_bytes_and_keeps_their_sum() -> None:
         ({"stage": 0, "offload_optimizer": "cpu"}, "must be sharded"),
         ({"stage": 2, "offload_param": "cpu"}, "must be sharded"),
         ({"stage": 3, "offload_param": "tape"}, "device, cpu, nvme, not 'tape'"),
+        ({"stage": Plan.stage(3), "offload_param": "cpu"}, "to Plan.stage, not here"),
     ],
 )
 def test_bad_input(options: dict[str, object], message: str) -> None:
@@ -145,6 +143,8 @@ def test_labels_do_not_keep_memory() -> None:
     assert labelled_bytes()["buffers"] == before
     with pytest.raises(ValueError, match="category must be one of"):
         label(torch.zeros(1), "weights")
+    with pytest.raises(ValueError, match="device, cpu, not 'host'"):
+        labelled_bytes("host")
 
 
 def test_see_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,15 +135,10 @@ def test_predict_refuses_in_a_sentence(change: dict[str, Any], sentence: str) ->
 
 
 def test_shapes_have_their_published_parameters(tmp_path: Path) -> None:
-    published_sizes = {
-        "gpt2-xl": 1.556e9,
-        "mpt-7b": 6.65e9,
-        "llama-13b": 13.016e9,
-        "llama-405b": 405.85e9,
-        "gpt-175b": 174.6e9,
-    }
-    for name, size in published_sizes.items():
-        assert MODELS[name].parameters == pytest.approx(size, rel=2e-3), name
+    billions = {"gpt2-xl": 1.556, "mpt-7b": 6.65, "llama-13b": 13.016}
+    billions |= {"llama-405b": 405.85, "gpt-175b": 174.6}
+    for name, size in billions.items():
+        assert MODELS[name].parameters == pytest.approx(1e9 * size, rel=2e-3), name
     with pytest.raises(ValueError, match="heads must divide hidden"):
         replace(MODELS["mpt-1b"], heads=7)
     path = tmp_path / "config.json"
@@ -153,6 +148,9 @@ def test_shapes_have_their_published_parameters(tmp_path: Path) -> None:
         '"hidden_act": "silu", "tie_word_embeddings": false}'
     )
     assert find(str(tmp_path)).parameters == MODELS["llama-8b"].parameters
+    path.write_text(path.read_text().replace("{", '{"num_local_experts": 8, '))
+    with pytest.raises(ValueError, match="has experts"):
+        find(str(path))
     path.write_text('{"hidden_size": 8}')
     with pytest.raises(ValueError, match="does not say num_hidden_layers or"):
         find(str(path))

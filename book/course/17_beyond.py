@@ -125,6 +125,89 @@ def across(params, ranks, group, micro):
         ]
 
 
+class FinerScales(Exercise):
+    label = "ex-beyond-5"
+    answer = "arrives"
+    points = 6
+    starter = """
+import torch
+from torch import Tensor
+
+
+def arrives(row: Tensor, bits: int) -> tuple[Tensor, int]:
+    # What arrives of a row of n * 128 numbers, and the bytes that are sent: each block
+    # of 128 as integers of `bits` and a scale, its largest absolute value over the
+    # largest integer, rounded to bfloat16. The chapter's is a power of two:
+    rows, largest = row.view(-1, 128), 2 ** (bits - 1) - 1
+    most = rows.abs().amax(1, keepdim=True)
+    scale = 2.0 ** (torch.frexp(most).exponent - (bits - 1))
+    q = (rows / scale).round().clamp(-largest, largest)
+    return (q * scale).view(-1), len(rows) * (128 * bits // 8 + 1)
+"""
+    public = """
+import torch
+
+out, sent = arrives(torch.linspace(-1, 1, 256), 8)
+assert out.shape == (256,) and sent > 256
+"""
+    reference = """
+def arrives(row, bits):
+    rows, largest = row.view(-1, 128), 2 ** (bits - 1) - 1
+    most = rows.abs().amax(1, keepdim=True)
+    scale = (most / largest).bfloat16().float()
+    q = (rows / scale).round().clamp(-largest, largest)
+    return (q * scale).view(-1), len(rows) * (128 * bits // 8 + 2)
+"""
+    wrong = (
+        Wrong(
+            "one byte",
+            "bits // 8 + 2",
+            "bits // 8 + 1",
+            "You counted one byte for a scale: bfloat16 has two.",
+        ),
+        Wrong(
+            "divides by the exact scale",
+            "(rows / scale)",
+            "(rows * largest / most)",
+            "You divided by the scale before it was rounded: the receiver multiplies "
+            "by the rounded one.",
+        ),
+        Wrong(
+            "fp32 scale",
+            ".bfloat16().float()",
+            "",
+            "You did not round the scale: the receiver has it in bfloat16.",
+        ),
+        Wrong(
+            "one scale",
+            "rows.abs().amax(1, keepdim=True)",
+            "rows.abs().amax()",
+            "You took one scale for the row: each block has its own.",
+        ),
+        Wrong(
+            "127 with 4 bits",
+            "2 ** (bits - 1) - 1",
+            "127",
+            "You divided by 127 with 4 bits: their largest integer is 7.",
+        ),
+    )
+    explain = "What the second byte of a scale buys, and whether it is worth it."
+
+    def draw(self, rng):
+        return [
+            {"seed": rng.randint(0, 10**6), "blocks": rng.randint(3, 9), "bits": bits}
+            for bits in (8, 4)
+        ]
+
+    @staticmethod
+    def run(answer, seed, blocks, bits):
+        generator = torch.Generator().manual_seed(seed)
+        row = torch.randn(blocks, 128, generator=generator)
+        row *= torch.rand(blocks, 1, generator=generator) + 0.1
+        out, sent = answer(row.view(-1), bits)
+        return {"values": out.tolist(), "bytes": sent}
+
+
 class DriftApart(Exercise):
     label = "ex-beyond-3"
     answer = "check_views"

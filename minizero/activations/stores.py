@@ -134,7 +134,7 @@ class HostCopy:
         full = x.as_strided((n,), (1,), 0)
         self.device = x.device
         self.back: Tensor | None = None
-        self.host = host_empty((n,), x.dtype, "activations", passing=True)
+        self.host = host_empty((n,), x.dtype, "activations", temporary=True)
         self._event = self._copy(self.host, full)
         self._leaving = full if self._event else None  # until it is copied
 

@@ -6,8 +6,8 @@ Imports `zero` and what is below it.
 
 from .export import consolidate, export, read_extra
 from .files import CheckpointError
-from .layout import Folder, exists
-from .load import Loaded, load
+from .layout import Folder
+from .load import Loaded, exists, load
 from .save import finish, save
 
 __all__ = [

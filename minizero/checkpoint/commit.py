@@ -58,7 +58,7 @@ def commit(path: Path, index: Index, keep: int | None, latest: bool) -> None:
     if latest:
         replace_file(folder / LATEST, f"{path.name}\n".encode())
     own = [tag for tag, saved in checkpoints(folder) if tag == saved.tag]
-    for tag in own[:-keep] if keep else ():
+    for tag in own[:-keep] if keep and keep > 0 else ():
         if tag != latest_tag(folder):
             (folder / tag / INDEX).unlink()
     sweep(folder)

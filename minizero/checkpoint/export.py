@@ -7,6 +7,8 @@ the index that Hugging Face's `from_pretrained` expects.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +34,18 @@ def read_extra(folder: Folder, tag: str | None = None) -> dict[str, Any]:
     return open_run(folder, tag).values("extra")
 
 
-def _weights(run: SavedRun, dtype: torch.dtype | None) -> list[LazyTensor]:
-    """Parameters, under all their names, and buffers; nothing is read yet."""
-    found = [
-        run.lazy(name, flat, "parameters", slot.offset, slot.shape)
-        for flat in run.index.flats
-        for slot in flat.slots
-        for name in slot.names
-    ]
+def _weights(
+    run: SavedRun, dtype: torch.dtype | None
+) -> Iterator[tuple[list[str], LazyTensor]]:
+    """Each parameter and buffer, which is not read yet, and all its names."""
+    for flat in run.index.flats:
+        for slot in flat.slots:
+            where = flat, "parameters", slot.offset, slot.shape
+            yield slot.names, run.lazy(slot.names[0], *where).to(dtype)
     file = run.file(0)
-    buffers = [key for key in file.keys() if key.startswith("buffers/")]
-    found += [
-        LazyTensor.of(key[len("buffers/") :], file.get_tensor(key)) for key in buffers
-    ]
-    return [lazy.to(dtype) for lazy in found]
+    for key in (key for key in file.keys() if key.startswith("buffers/")):
+        name = key.removeprefix("buffers/")
+        yield [name], LazyTensor.of(name, file.get_tensor(key)).to(dtype)
 
 
 def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
@@ -56,9 +56,9 @@ def consolidate(folder: Folder, tag: str | None = None) -> dict[str, Tensor]:
     keeps its dtype. Modules' extra state, if any, is there too.
     """
     run = open_run(folder, tag)
-    state = {lazy.name: lazy.tensor() for lazy in _weights(run, torch.float32)}
-    for slot in (slot for flat in run.index.flats for slot in flat.slots):
-        state |= dict.fromkeys(slot.names, state[slot.names[0]])
+    state: dict[str, Tensor] = {}
+    for names, lazy in _weights(run, torch.float32):
+        state |= dict.fromkeys(names, lazy.tensor())
     return state | run.values("modules")
 
 
@@ -86,21 +86,23 @@ def export(
     where.mkdir(parents=True, exist_ok=True)
     if any(where.glob("*.safetensors")) or any(where.glob("*.bin")):
         raise CheckpointError(f"{where}: it has weights already; take another folder")
-    tensors = _weights(open_run(folder, tag), dtype)
+    weights = _weights(open_run(folder, tag), dtype)
+    tensors = [replace(lazy, name=name) for names, lazy in weights for name in names]
     parts: list[list[LazyTensor]] = [[]]
     for tensor in tensors:
         size = sum(t.nbytes for t in parts[-1]) + tensor.nbytes
         if parts[-1] and size > max_shard_size:
             parts.append([])
         parts[-1].append(tensor)
-    weight_map: dict[str, str] = {}
+    weight_map, written = dict[str, str](), list[Path]()
     for i, part in enumerate(parts, 1):
         number = f"-{i:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-        name = f"model{number}.safetensors"
-        write_tensors(where / name, part)
-        weight_map |= {tensor.name: name for tensor in part}
+        written.append(where / f"model{number}.safetensors")
+        write_tensors(written[-1], part)
+        weight_map |= {tensor.name: written[-1].name for tensor in part}
     if len(parts) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
         index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
-        replace_file(where / "model.safetensors.index.json", index.encode())
-    return sorted(where.glob("model*"))
+        written.append(where / "model.safetensors.index.json")
+        replace_file(written[-1], index.encode())
+    return written

@@ -26,13 +26,13 @@ from ..memory.labels import view
 
 CHUNK = 1 << 21  # bytes of a tensor that are in memory, and in the cache, at once
 
-_NAMES = (
-    "float64 F64 float32 F32 float16 F16 bfloat16 BF16 float8_e4m3fn F8_E4M3 "
-    "float8_e5m2 F8_E5M2 complex64 C64 int64 I64 int32 I32 int16 I16 int8 I8 "
-    "uint64 U64 uint32 U32 uint16 U16 uint8 U8 bool BOOL"
-).split()
 # what the safetensors format calls each dtype that it has
-FORMAT_NAMES = dict(zip(_NAMES[::2], _NAMES[1::2], strict=True))
+FORMAT_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+}  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -120,8 +120,10 @@ def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[int, int]:
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
+        if (dtype := dtype_name(tensor.dtype)) not in FORMAT_NAMES:
+            raise CheckpointError(f"{tensor.name}: safetensors files have no {dtype}")
         header[tensor.name] = {
-            "dtype": FORMAT_NAMES[dtype_name(tensor.dtype)],
+            "dtype": FORMAT_NAMES[dtype],
             "shape": tensor.shape,
             "data_offsets": [start, end],
         }
@@ -132,7 +134,7 @@ def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[int, int]:
     return write_file(path, chain([head], chunks))
 
 
-def measure(path: Path) -> tuple[int, int]:
+def length_and_crc32(path: Path) -> tuple[int, int]:
     """The length and the crc32 of a file."""
     length = checksum = 0
     block = memoryview(bytearray(1 << 18))

@@ -23,7 +23,7 @@ from .files import CheckpointError
 
 INDEX, LATEST = "index.json", "latest"
 # what `save` calls its files: those of ranks, and an index on its way
-OURS = re.compile(r"rank-\d+-of-\d+.*\.safetensors|index\.json\.tmp")
+OUR_FILES = re.compile(r"rank-\d+-of-\d+.*\.safetensors|index\.json\.tmp")
 Folder = str | os.PathLike[str]
 
 
@@ -61,7 +61,7 @@ class Index:
     """What must be known of a checkpoint before its files are opened.
 
     facts: what a net must have in common with the saved one, in words, such as
-        {"parameter 'head.weight'": "float, (50, 32)", "optimizer": "AdamW"}.
+        {"parameter 'head.bias'": "float of shape (50,)", "optimizer": "AdamW"}.
     files: name, length and crc32 of each rank's file. number: counts a folder's saves.
     """
 
@@ -93,12 +93,6 @@ class Index:
 
 def _sealed(text: bytes) -> bytes:
     return b'{"version": 3, "crc32": %d,\n"index": %b}\n' % (zlib.crc32(text), text)
-
-
-def exists(folder: Folder) -> bool:
-    """Whether there is a checkpoint to go on from, be it a damaged one."""
-    latest = Path(folder, LATEST)
-    return latest.exists() or any(latest.parent.glob(f"*/{INDEX}"))
 
 
 def latest_tag(folder: Path) -> str | None:
@@ -157,7 +151,7 @@ def sweep(folder: Path) -> None:
             continue  # a damaged index may list any of the files
         listed = {name for name, *_ in index.files} if index else set()
         for file in sorted(path.glob("*")):
-            if OURS.fullmatch(file.name) and file.name not in listed:
+            if OUR_FILES.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
         if not any(path.iterdir()):
             path.rmdir()

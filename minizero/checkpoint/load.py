@@ -16,11 +16,18 @@ from ..comm import agreeing
 from ..memory.labels import label_states
 from ..ranks import rank, world_size
 from ..zero import DataParallel, Flat
-from .files import CheckpointError, LazyTensor, measure, unpack
-from .layout import INDEX, Folder, Index, SavedFlat, SavedSlot, find, pieces
+from .files import CheckpointError, LazyTensor, length_and_crc32, unpack
+from .layout import INDEX, LATEST, Folder, Index, SavedFlat, SavedSlot, find, pieces
 from .save import FROZEN, facts_of, finish, names_of, set_random_states
 
-Place = tuple[SavedFlat, SavedSlot]
+SavedPlace = tuple[SavedFlat, SavedSlot]
+
+
+def exists(folder: Folder) -> bool:
+    """Whether rank 0 finds a checkpoint, be it damaged; every rank calls it."""
+    latest = Path(folder, LATEST)
+    found = latest.exists() or any(latest.parent.glob(f"*/{INDEX}"))
+    return bool(comm.gather_objects(found)[0])
 
 
 @dataclass
@@ -94,7 +101,7 @@ class SavedRun:
     def verify(self, first: int = 0, step: int = 1) -> None:
         """Compare every `step`th file with the length and the checksum that it had."""
         for name, *saved in self.index.files[first::step]:
-            if [*measure(self.path / name)] != saved:
+            if [*length_and_crc32(self.path / name)] != saved:
                 raise CheckpointError(
                     f"{self.path / name}: its length or its checksum is not what it was; "
                     "the file was truncated, damaged or replaced"
@@ -130,11 +137,8 @@ class SavedRun:
 
 def match(
     net: DataParallel, index: Index, strict: bool, optimizer: bool
-) -> dict[str, Place]:
-    """Where each parameter of a net was saved, by its slot's name.
-
-    Raises CheckpointError, with all that does not fit.
-    """
+) -> dict[str, SavedPlace]:
+    """Where each parameter was saved, by its slot's name; raises all that does not fit."""
     here, there, problems = facts_of(net), index.facts, list[str]()
     for what in here.keys() & there.keys():
         ignored = what.startswith("optimizer") and not optimizer
@@ -151,11 +155,11 @@ def match(
             problems.append(f"{', '.join(missing[:5])}{more}: not in the {where}")
     aliases = names_of(net.model)
     saved = {n: (f, s) for f in index.flats for s in f.slots for n in s.names}
-    found: dict[str, Place] = {}
+    found: dict[str, SavedPlace] = {}
     for slot in (slot for flat in net.flats for slot in flat.slots):
         names = [name for name in aliases[slot.parameter] if name in saved]
         for name in names:
-            if found.setdefault(slot.name, saved[name])[1] is not saved[name][1]:
+            if found.setdefault(slot.name, saved[name]) != saved[name]:
                 problems.append(f"{names} are one parameter here and were several")
     if problems:
         raise CheckpointError(
@@ -165,7 +169,7 @@ def match(
 
 
 def fill(
-    net: DataParallel, run: SavedRun, found: dict[str, Place], optimizer: bool
+    net: DataParallel, run: SavedRun, found: dict[str, SavedPlace], optimizer: bool
 ) -> None:
     """Read this rank's part of the parameters, and of the optimizer's states."""
 
@@ -179,9 +183,9 @@ def fill(
             a, b = max(start, slot.offset), min(end, slot.offset + slot.numel)
             if a >= b or slot.name not in found:
                 continue
-            saved, there = found[slot.name]
-            first = there.offset + a - slot.offset
-            for chunk in run.lazy(what, saved, what, first, [b - a]).chunks():
+            saved_flat, saved_slot = found[slot.name]
+            first = saved_slot.offset + a - slot.offset
+            for chunk in run.lazy(what, saved_flat, what, first, [b - a]).chunks():
                 for tensor in tensors:
                     net.storage.write_shard(tensor, chunk.to(tensor.dtype), a - start)
                 a += len(chunk)
@@ -192,32 +196,33 @@ def fill(
             stored = getattr(flat, "stored", flat.full)
             start = rank() % (flat.padded // stored.numel()) * stored.numel()
             read(flat, "parameters", start, stored)
-        else:  # the shard, and its master copy if it has one
-            read(flat, "parameters", flat.start, *{flat.master, flat.shard})
+            continue
+        # the shard, and its master copy if it has one
+        read(flat, "parameters", flat.start, *{flat.master, flat.shard})
+        # all its parameters are of one optimizer group: the first has the states of all
         saved = next((found[s.name][0] for s in flat.slots if s.name in found), None)
-        if saved and flat.trainable and optimizer:
-            # numbers such as Adam's step are copied: several flats may have been one
-            group = net.optimizer.param_groups[flat.group or 0]
-            on_device = group.get("fused") or group.get("capturable")
-            where = flat.master.device if on_device else "cpu"
-            state = {
-                key: value.to(where, copy=True) if isinstance(value, Tensor) else value
-                for key, value in scalars[saved.key].items()
-            }
-            for what, dtype in saved.dtypes.items():
-                if what == "parameters":
-                    continue
-                key = what.removeprefix("optimizer/")
-                values = net.optimizer.state[flat.master].get(key)
-                if not isinstance(values, Tensor):  # no update has made it yet
-                    # a state in the parameters' dtype follows them
-                    follows = dtype == saved.dtypes["parameters"]
-                    kind = flat.master.dtype if follows else getattr(torch, dtype)
-                    zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
-                    values = net.storage.store(zeros, "optimizer")
-                read(flat, what, flat.start, values)
-                state[key] = values
-            net.optimizer.state[flat.master] = state
+        if not saved or not optimizer:
+            continue
+        # numbers such as Adam's step are copied: several flats may have been one
+        group = net.optimizer.param_groups[flat.group or 0]
+        on_device = group.get("fused") or group.get("capturable")
+        where = flat.master.device if on_device else "cpu"
+        state = {
+            key: value.to(where, copy=True) if isinstance(value, Tensor) else value
+            for key, value in scalars[saved.key].items()
+        }
+        for what in [what for what in saved.dtypes if what != "parameters"]:
+            key, dtype = what.removeprefix("optimizer/"), saved.dtypes[what]
+            values = net.optimizer.state[flat.master].get(key)
+            if not isinstance(values, Tensor):  # no update has made it yet
+                # a state in the parameters' dtype follows them
+                follows = dtype == saved.dtypes["parameters"]
+                kind = flat.master.dtype if follows else getattr(torch, dtype)
+                zeros = flat.full.new_zeros(flat.master.shape, dtype=kind)
+                values = net.storage.store(zeros, "optimizer")
+            read(flat, what, flat.start, values)
+            state[key] = values
+        net.optimizer.state[flat.master] = state
 
 
 def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
@@ -237,9 +242,9 @@ def fill_options(net: DataParallel, run: SavedRun) -> None:
     for group, options in zip(groups, run.values("groups"), strict=True):
         group.update(options)
     label_states(net.optimizer)
-    mine, its = net.precision.state_dict(), run.values("precision")
-    state = {key: its.get(key, value) for key, value in mine.items()}
-    scales = mine.get("loss_scale") or {}, its.get("loss_scale") or {}
-    if scales[0].keys() != scales[1].keys():  # another kind starts as it was made
-        state |= {key: mine[key] for key in mine.keys() & {"loss_scale"}}
+    own, saved = net.precision.state_dict(), run.values("precision")
+    state = {key: saved.get(key, value) for key, value in own.items()}
+    kinds = [(each.get("loss_scale") or {}).keys() for each in (own, saved)]
+    if kinds[0] != kinds[1]:  # a loss scale of another kind keeps its initial state
+        state |= {key: own[key] for key in own.keys() & {"loss_scale"}}
     net.precision.load_state_dict(state)

@@ -23,6 +23,7 @@ from .commit import prepare, save_together
 from .files import CheckpointError, LazyTensor, dtype_name, pack
 from .layout import Folder, Index, SavedFlat, SavedSlot
 
+# recorded for a parameter that the optimizer does not update, and shown in errors
 FROZEN = "frozen, so without states (load with optimizer=False)"
 # options of an optimizer that depend on the machine, and references to parameters
 _NOT_SAVED = "params param_names foreach fused capturable differentiable".split()
@@ -62,7 +63,7 @@ def save(
 
     extra: what else a resumed run needs, such as a scheduler's state; rank 0's is kept.
         `files.pack` says what it may hold.
-    keep: delete all but the last so many checkpoints in the folder.
+    keep: delete all but the last so many checkpoints in the folder (None, 0, -1: none).
     background: copy everything to host memory and write it while training goes on. With
         NVMe, whose states have no room in memory, everything is written at once.
     latest: whether `load` without a tag is to find this checkpoint.
@@ -86,12 +87,11 @@ def save(
             if background:
                 tensors = [LazyTensor.of(t.name, t.tensor()) for t in tensors]
         with agreeing(CheckpointError):
-            mine = prepare(Path(folder), tag) if rank() == 0 else None
-        every = comm.gather_objects((mine, shards))
+            prepared = prepare(Path(folder), tag) if rank() == 0 else None
+        every = comm.gather_objects((prepared, shards))
+        path, mark = every[0][0]  # rank 0's on all ranks: a tag may hold the time
         for flat, *by_rank in zip(index.flats, *(s for _, s in every), strict=True):
             flat.savers = [by_rank.index(shard) for shard in range(world_size())]
-        # rank 0's folder on all ranks: a tag may hold the time
-        path, mark = every[0][0]
         write = partial(save_together, path, mark, index, tensors, keep, latest)
         if background:
             _under_way = _writer.submit(write)
@@ -102,8 +102,8 @@ def save(
 def describe(
     net: DataParallel, tag: str, extra: Any
 ) -> tuple[Index, list[int], list[LazyTensor]]:
-    """The index, without files and savers; the number of the shard of each flat buffer
-    that this rank is to write; and what its file is to hold."""
+    """What this rank saves: the index, without files and savers; the number of the shard
+    that it writes of each flat buffer; and the tensors of its file."""
     names, scalars = names_of(net.model), dict[str, dict[str, Any]]()
     flats, shards, tensors = [], [], []
     for number, flat in enumerate(net.flats):
@@ -116,14 +116,14 @@ def describe(
             else:
                 scalars[key][state] = value
         size = flat.padded // world_size()
-        # so many parts does the buffer have, and so many ranks store each of them:
-        # each of these writes a shard of its part
+        # the buffer is cut into so many parts; the ranks that store the same part
+        # write different shards of it
         parts = flat.padded // flat.master.numel()
-        start = rank() // parts * size
+        start_in_part = rank() // parts * size
         for what, tensor in stored.items():
             name, read = f"{key}/{what}", partial(net.storage.read_shard, tensor)
-            tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start))
-        shards.append((flat.start + start) // size)
+            tensors.append(LazyTensor(name, tensor.dtype, (size,), read, start_in_part))
+        shards.append((flat.start + start_in_part) // size)
         slots = [
             SavedSlot(names[s.parameter], [*s.shape], s.offset) for s in flat.slots
         ]

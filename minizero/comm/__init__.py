@@ -1,4 +1,4 @@
-"""Collectives, and the ledger in which each call is entered.
+"""Collectives, and the ledger that records each call.
 
 Read `transport` (groups, rows, messages, the backend's own collectives), `algorithms`
 (the direct exchange), `quantized` (rows in 8 or 4 bits), `ledger` and `collectives`

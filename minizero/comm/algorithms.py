@@ -3,8 +3,8 @@
 # %% ../../notebooks/02_ranks.ipynb #algorithms-head
 """The direct exchange: rows are summed by their ranks and gathered from them.
 
-Each function starts one half for the group of its rows, and returns what
-finishes it. The `tag` marks its messages.
+Each function launches one half, its messages marked by `tag`, and returns
+another that waits for them and completes `out`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ordered_sum(
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
     group of neighbors may add its own rows first. 16-bit rows give a new
-    tensor in fp32; other sums are written to `out`, if it is given.
+    tensor in fp32; other sums are written to `out`, which may be a part.
     """
     n, first = len(parts), parts[0]
     narrow = first.is_floating_point() and first.itemsize < 4
@@ -48,7 +48,7 @@ CACHED = 1 << 17  # elements of a piece that stays in a CPU's cache
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Finish:
-    """Send row j to rank j; sum what arrives in one order."""
+    """Send row j to rank j; sum what arrives in one order, in `out`."""
     me, own = inp.group.rank, inp.own
     others = {j: row for j, row in enumerate(inp) if j != me}
     received = {j: label(torch.empty_like(own), "buffers") for j in others}
@@ -56,12 +56,12 @@ def direct_reduce_scatter(
 
     def finish() -> None:
         wait()
-        versions = [received.get(j, own) for j in range(len(inp))]
+        rows = [received.get(j, own) for j in range(len(inp))]
         n = own.numel()
         width = CACHED if out.device.type == "cpu" else max(n, 1)
         for i in range(0, n, width):
             piece = slice(i, min(i + width, n))
-            to, parts = out[piece], [each[piece] for each in versions]
+            to, parts = out[piece], [row[piece] for row in rows]
             to.copy_(ordered_sum(parts, average, out=to))
         out[n:].zero_()
 
@@ -69,7 +69,7 @@ def direct_reduce_scatter(
 
 
 def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Finish:
-    """Send the own row to every rank; the others' arrive in place."""
+    """Send the own row to all; the others' are received in `out` itself."""
     me, mine = out.group.rank, out.own
     others = {j: row for j, row in enumerate(out) if j != me}
     own = inp[: mine.numel()]

@@ -24,24 +24,22 @@ from .transport import Finish, Group, Rows, all_reduce_whole
 from .transport import backend_all_gather, backend_of, backend_reduce_scatter
 from .transport import communicator, current_algorithm, everyone, exchange
 from .transport import reachable, timeout
-from ..ranks import rank, report, world_size
+from ..ranks import Report, rank, report, world_size
 
 # per group of ranks: how many calls it has made, and their checksum
 sequences: dict[tuple[int, ...], tuple[int, int]] = {}
 
 
-def place(what: str, ranks: tuple[int, ...]) -> tuple[int, str, int, tuple[int, ...]]:
-    """Count a call of these ranks; returns what `report` takes after a state.
-
-    Its number, what it is, the checksum of all calls of these ranks so far, the ranks.
-    """
-    made, tag = sequences.get(ranks, (0, len(ranks)))
-    sequences[ranks] = made, tag = made + 1, zlib.crc32(what.encode(), tag)
-    return made, what, tag, ranks
+def count_call(what: str, ranks: tuple[int, ...]) -> Report:
+    """Count a call of these ranks; returns its report, to be completed by a state."""
+    number, history = sequences.get(ranks, (0, zlib.crc32(repr(ranks).encode())))
+    number, history = number + 1, zlib.crc32(what.encode(), history)
+    sequences[ranks] = number, history
+    return Report(number=number, what=what, history=history, ranks=ranks)
 
 
 class Work:
-    """A collective under way. `wait()` blocks until its result may be used.
+    """A collective under way, launched by making this; `wait()` finishes it.
 
     On NCCL waiting orders streams and returns at once; on gloo it blocks the
     thread. The ranks of a group make the same calls in the same order, so the
@@ -57,11 +55,12 @@ class Work:
         quantized: Quantized | None = None,
     ) -> None:
         # a device carries it out later, as with NCCL
-        self._is_queued = backend_of(rows.given) == "nccl"
-        self.call = enter(op, rows.given, sent, rows.group, quantized)
-        self._place = _, _, tag, _ = place(str(self.call), rows.group.ranks)
-        report("launched", *self._place)
+        self._is_queued = backend_of(rows.buffer) == "nccl"
+        self.call = enter(op, rows.buffer, sent, rows.group, quantized)
+        self._counted = count_call(str(self.call), rows.group.ranks)
+        report("launched", self._counted)
         self._after: list[Callable[[], Any]] = []
+        tag = self._counted.history
         self._finish: Finish | None = start(tag & 0x7FFFFFFF)
         self.call.returned = perf_counter()
 
@@ -79,15 +78,14 @@ class Work:
             return self
         finish, self._finish = self._finish, None
         self.call.waited = perf_counter()
-        report("waits", *self._place)
+        report("waits", self._counted)
         try:
             finish()
         except RuntimeError as error:
-            made, what, *_ = self._place
-            message = f"collective {made}, {what}, failed: {error}"
-            raise RuntimeError(message) from error
+            which = f"collective {self._counted.number}, {self._counted.what},"
+            raise RuntimeError(f"{which} failed: {error}") from error
         self.call.finished = perf_counter()
-        report("queued" if self._is_queued else "done", *self._place)
+        report("queued" if self._is_queued else "done", self._counted)
         while self._after:  # a work that is over keeps nobody alive
             self._after.pop(0)()
         return self
@@ -95,27 +93,25 @@ class Work:
 
 def _full_row(op: str, row: Tensor, rows: Rows) -> Tensor:
     """`row`, flat; a ValueError unless it is as long as a full row."""
-    if row.numel() != rows.size:
+    if row.numel() != rows.row_size:
         raise ValueError(
             f"{op}: the row given has {row.numel()} elements, a full row of "
-            f"the buffer has {rows.size}; make them equal"
+            f"the buffer has {rows.row_size}; make them equal"
         )
     return row.detach().view(-1)
 
 
-def halves(
+def launchers(
     row: Tensor, quantized: Quantized | None = None
 ) -> tuple[Callable[..., Finish], Callable[..., Finish]]:
-    """What starts a reduce-scatter and an all-gather of such rows, as is chosen."""
-    pair = backend_reduce_scatter, backend_all_gather
+    """The functions that launch a reduce-scatter and an all-gather of such rows."""
+    scatter, gather = backend_reduce_scatter, backend_all_gather
     if current_algorithm(row) == "direct":
-        pair = direct_reduce_scatter, direct_all_gather
+        scatter, gather = direct_reduce_scatter, direct_all_gather
     if quantized is None:
-        return pair
-    return (
-        partial(quantized_reduce_scatter, quantized),
-        partial(quantized_all_gather, quantized, pair[1]),
-    )
+        return scatter, gather
+    gather_quantized = partial(quantized_all_gather, quantized, gather)
+    return partial(quantized_reduce_scatter, quantized), gather_quantized
 
 
 def reduce_scatter(
@@ -127,13 +123,13 @@ def reduce_scatter(
     group: Group | None = None,
     quantized: Quantized | None = None,
 ) -> Work:
-    """Sum over ranks, or average; rank r keeps row r.
+    """Sum over ranks, or average (floats only); rank r keeps row r, in `out`.
 
-    `inp`: n elements. `out`: ceil(n/N) elements, may be row r itself.
+    `inp`: n elements. `out`: ceil(n/N), of its dtype; in place, if it is row r itself.
     """
     rows = Rows(inp, group)
     row = _full_row("reduce_scatter", out, rows)
-    begin, _ = halves(row, quantized)
+    begin, _ = launchers(row, quantized)
     sent = rows.numel - rows.own.numel()
     start = partial(begin, row, rows, average=average)
     work = Work("reduce_scatter", rows, sent, start, quantized)
@@ -148,13 +144,13 @@ def all_gather(
     group: Group | None = None,
     quantized: Quantized | None = None,
 ) -> Work:
-    """Every rank gets every rank's row.
+    """Every rank gets every rank's row, in `out`.
 
-    `inp`: ceil(n/N) elements, may be row r of `out`. `out`: n elements.
+    `inp`: ceil(n/N) elements; in place, if it is row r of `out`. `out`: n elements.
     """
     rows = Rows(out, group)
     row = _full_row("all_gather", inp, rows)
-    _, begin = halves(row, quantized)
+    _, begin = launchers(row, quantized)
     sent = rows.own.numel() * (len(rows) - 1)
     work = Work("all_gather", rows, sent, partial(begin, rows, row), quantized)
     return work if async_op else work.wait()
@@ -170,21 +166,21 @@ def all_reduce(
 ) -> Work:
     """Sum or average in place: a reduce-scatter, then an all-gather."""
     rows = Rows(tensor, group)
-    own, (reduce_scatter, all_gather) = rows.own, halves(tensor, quantized)
+    own, (scatter, gather) = rows.own, launchers(tensor, quantized)
 
     def start(tag: int) -> Finish:
-        if rows.flat is not None and reduce_scatter is backend_reduce_scatter:
+        if rows.flat is not None and scatter is backend_reduce_scatter:
             return all_reduce_whole(rows.flat, average, rows.group)
-        row = own if own.numel() == rows.size else own.new_empty(rows.size)
-        reduce = reduce_scatter(row, rows, tag, average)
+        row = own if own.numel() == rows.row_size else own.new_empty(rows.row_size)
+        finish_scatter = scatter(row, rows, tag, average)
 
         def finish() -> None:
-            reduce()
-            all_gather(rows, row, tag ^ 1)()
+            finish_scatter()
+            gather(rows, row, tag ^ 1)()
 
         return finish
 
-    # all other rows to their ranks, then the own one to all
+    # numel - own: the other rows, to their ranks; own * (N-1): the own row, to all
     sent = rows.numel + own.numel() * (len(rows) - 2)
     work = Work("all_reduce", rows, sent, start, quantized)
     return work if async_op else work.wait()
@@ -193,7 +189,7 @@ def all_reduce(
 def broadcast(
     tensor: Tensor, src: int = 0, *, async_op: bool = False, group: Group | None = None
 ) -> Work:
-    """Every rank gets the tensor of place `src` of the group."""
+    """Every rank gets the tensor of rank `src`, counted within the group."""
     rows, values = Rows(tensor, group), tensor.detach().view(-1)
     group, n = rows.group, len(rows)
     if not 0 <= src < n:
@@ -223,6 +219,7 @@ def barrier() -> None:
 
 @lru_cache(maxsize=1)
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Of all ranks, which make it in their first `gather_objects`."""
     return dist.new_group(timeout=timeout(), backend="gloo")
 
 
@@ -237,12 +234,12 @@ def gather_objects(value: Any) -> list[Any]:
         return [value]
     call = None
     if threading.current_thread() is threading.main_thread():
-        call = place("gather_objects (a save, a load)", everyone().ranks)
-        report("waits", *call)
+        call = count_call("gather_objects (a save, a load)", everyone().ranks)
+        report("waits", call)
     values = [None] * world_size()
     dist.all_gather_object(values, value, _own_group(dist.group.WORLD))
     if call is not None:
-        report("done", *call)
+        report("done", call)
     return values
 
 
@@ -253,7 +250,7 @@ def check_sequence() -> None:
     wait for each other until a pool or a timeout ends them. The backend's own
     collectives have none: calls that happen to fit would mix their data in silence.
     """
-    if current_algorithm() != "backend" or dist.get_backend() == "fake":
+    if current_algorithm() != "backend" or dist.get_backend() == "fake":  # a dry run
         return
     mine = dict(sequences)
     for theirs in gather_objects(mine):
@@ -278,6 +275,6 @@ def agreeing(raised: type[Exception]) -> Iterator[None]:
         error = found
     for message in gather_objects(error and (str(error) or repr(error))):
         if message and isinstance(error, raised) and str(error) == message:
-            raise error
+            raise error  # this rank's own, with its traceback
         if message:
             raise raised(message) from error

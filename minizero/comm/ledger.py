@@ -18,11 +18,11 @@ class Call:
     """One collective as one rank made it.
 
     `elements`: of the full buffer. `sent`: elements that this rank sends in
-    the direct exchange and in the ring; a backend may send more. `bytes`: the
-    size of what is sent. `group`: the name of the group of ranks.
+    the direct exchange; a backend may send more. `bytes`: the size of what is
+    sent. `group`: the name of the group of ranks.
 
-    Times are the host's, in seconds of `perf_counter`; `returned` is when the
-    launch returned. On NCCL the host does not wait for the result.
+    Times are the host's, in seconds of `perf_counter`: the launch began and
+    returned, the wait began (`waited`) and finished. On NCCL that is early.
     """
 
     op: str
@@ -68,8 +68,8 @@ class Ledger(list[Call]):
         """Calls, elements sent and bytes sent, by phase and op."""
         grouped = any(c.group != "all" for c in self)
         w = 24 if grouped else 16
-        most = max([sum(c.bytes for c in self), self.sent()])
-        n = max(14, len(f"{most:,}") + 2)  # a column
+        largest = max([sum(c.bytes for c in self), self.sent()])
+        n = max(14, len(f"{largest:,}") + 2)  # the width of a column
         lines = [f"{'phase':10}{'op':{w}}{'calls':>6}{'sent':>{n}}{'bytes':>{n}}"]
         for key in dict.fromkeys((c.op, c.phase, c.group) for c in self):
             op, where, group = key
@@ -99,7 +99,7 @@ def ledger() -> Iterator[Ledger]:
 
 @contextmanager
 def phase(name: str = "", unit: str = "") -> Iterator[None]:
-    """Enter the calls inside the block under this phase, unit, or both."""
+    """Record the calls inside the block under this phase, unit, or both."""
     global _where
     before = _where
     _where = name or before[0], unit or before[1]
@@ -112,7 +112,7 @@ def phase(name: str = "", unit: str = "") -> Iterator[None]:
 def enter(
     op: str, buffer: Tensor, sent: int, group: Group, quantized: Quantized | None = None
 ) -> Call:
-    """Write a call that is being launched into every open ledger.
+    """Record a call that is being launched in every open ledger.
 
     `sent`: elements of the buffer that this rank sends; quantized, they are full rows.
     """
@@ -120,7 +120,7 @@ def enter(
     elements, nbytes = buffer.numel(), sent * buffer.dtype.itemsize
     if quantized:
         name, row = f"int{quantized.bits}", max(1, -(-elements // group.size))
-        nbytes = sent // row * quantized.nbytes(row)
+        nbytes = -(-sent // row) * quantized.nbytes(row)
     call = Call(op, elements, sent, nbytes, name, *_where, group.name)
     call.launched = time.perf_counter()
     for book in _ledgers:

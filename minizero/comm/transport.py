@@ -1,7 +1,7 @@
 """Groups of ranks, and how the rows of a buffer travel between them.
 
 As messages, of which `algorithms` makes collectives, or by collectives of the backend.
-What starts something returns what finishes it: it blocks until the result is there.
+A function that launches something returns one that blocks until the result is there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """The place of this process in the group, from 0."""
+        """The number of this process within the group, from 0."""
         return self.ranks.index(rank())
 
     @property
@@ -61,10 +61,10 @@ def everyone() -> Group:
 class Groups:
     """All ranks, or those of `among`, as a grid: each row is a group of neighbors.
 
-    `within`: this rank's row, `size` neighbors such as the GPUs of a server. `across`:
-    its column, the ranks at the same place of all rows. Each row keeps a copy of the N
-    shards of a buffer, so there are R = `copies` of them, one a row, and the rank at
-    place j of its row keeps R neighboring shards, j·R to (j+1)·R - 1.
+    Groups of 2 among 4 ranks are the rows (0, 1) and (2, 3). `number`, `place`: this
+    rank's row and column. `within`: the ranks of its row, such as a server's GPUs;
+    `across`: those of its column. Each row keeps a copy of the N shards of a buffer, so
+    there are R = `copies`, and column j keeps R neighboring shards, j·R to (j+1)·R - 1.
 
     Raises ValueError unless `size` divides the number of ranks.
     """
@@ -87,27 +87,27 @@ class Groups:
 
 
 class Rows(Sequence[Tensor]):
-    """The rows of a buffer: row j belongs to place j of the group, all by default.
+    """The rows of a buffer: row j belongs to rank j of the group, by default of all.
 
-    A row is 1-D and has `size` = ceil(n/N) elements. The last rows of an uneven buffer
-    are shorter, as if it were padded. `given`: a contiguous tensor, or some columns of
-    a table of shape [N, k]. Rows are cut when they are used: there may be thousands.
+    A row is 1-D and has `row_size` = ceil(n/N) elements. The last rows of an uneven
+    buffer are shorter, as if it were padded. `buffer`: contiguous, n elements, or some
+    columns of a table of shape [N, k]. A row is cut each time that it is asked for.
 
-    `flat`: all rows as one tensor, if they are contiguous; else None.
-    `whole`: the same, if they are also equally long. `own`: this rank's row.
+    `flat`: all rows as one tensor, if the buffer is contiguous; else None.
+    `even`: the same, if all rows are equally long; else None. `own`: this rank's row.
     """
 
-    def __init__(self, given: Tensor, group: Group | None = None) -> None:
-        self.group, self.given = group or everyone(), given.detach()
-        n, self.numel = self.group.size, given.numel()
-        self.size = -(-self.numel // n)
-        self.flat = self.given.view(-1) if given.is_contiguous() else None
-        self.whole = self.flat if self.numel == n * self.size else None
-        columns = given.dim() == 2 and len(given) == n and given.stride(1) == 1
+    def __init__(self, buffer: Tensor, group: Group | None = None) -> None:
+        self.group, self.buffer = group or everyone(), buffer.detach()
+        n, self.numel = self.group.size, buffer.numel()
+        self.row_size = -(-self.numel // n)
+        self.flat = self.buffer.view(-1) if buffer.is_contiguous() else None
+        self.even = self.flat if self.numel == n * self.row_size else None
+        columns = buffer.dim() == 2 and len(buffer) == n and buffer.stride(1) == 1
         if self.flat is None and not columns:
             raise ValueError(
                 f"a collective needs a contiguous tensor, not one of shape "
-                f"{tuple(given.shape)} and strides {given.stride()}; call .contiguous()"
+                f"{tuple(buffer.shape)} and strides {buffer.stride()}; call .contiguous()"
             )
         self.own: Tensor = self[self.group.rank]
 
@@ -118,8 +118,8 @@ class Rows(Sequence[Tensor]):
         if not 0 <= j < len(self):
             raise IndexError(j)
         if self.flat is None:
-            return self.given[j]
-        return self.flat[j * self.size : (j + 1) * self.size]
+            return self.buffer[j]
+        return self.flat[j * self.row_size : (j + 1) * self.row_size]
 
 
 def backend_of(tensor: Tensor) -> str:
@@ -170,8 +170,8 @@ def reachable(tensor: Tensor) -> Tensor:
     return tensor if backend_of(tensor) else tensor.to(device())
 
 
-# Gloo never delivers what follows a receive whose tensor is gone: what an exception
-# has kept from being waited for stays here until it has been delivered.
+# Gloo never delivers what follows a receive whose tensor is gone: messages for which
+# an exception ended the wait stay here.
 _under_way: dict[int, Any] = {}
 
 
@@ -196,7 +196,7 @@ def exchange(
     tag: int = 0,
     group: Group | None = None,
 ) -> Finish:
-    """Send a tensor to each of some places of the group, receive one from others.
+    """Send a tensor to each of some ranks of the group, receive one from others.
 
     All messages are posted at once. A receive takes a message of its sender and tag.
     """
@@ -214,9 +214,9 @@ def exchange(
     _under_way[id(works)] = works, leaving, arriving
 
     def finish() -> None:
-        _under_way.pop(id(works), None)
         while works:
             works.pop(0).wait()
+        _under_way.pop(id(works), None)
         for peer, t in arriving.items():
             wanted[peer].copy_(t)  # nothing, where they are the same
 
@@ -225,16 +225,16 @@ def exchange(
 
 @cache
 def _communicator(
-    world: dist.ProcessGroup, ranks: tuple[int, ...], beside: bool
+    world: dist.ProcessGroup, ranks: tuple[int, ...], own_stream: bool
 ) -> dist.ProcessGroup:
-    """Torch's group for these ranks, which make it when they first need it."""
-    if not beside and len(ranks) == world.size():
+    """Torch's group for these ranks; they alone make it, in its first collective."""
+    if not own_stream and len(ranks) == world.size():
         return world
     return dist.new_group(list(ranks), timeout(), use_local_synchronization=True)
 
 
 def timeout() -> timedelta | None:
-    """The timeout that the script has given; torch gives a new group its default."""
+    """The script's timeout, for further groups: torch would give them its default."""
     world = dist.distributed_c10d._get_default_group()
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
@@ -248,17 +248,17 @@ def communicator(group: Group) -> dist.ProcessGroup:
     copied from the host, goes to another communicator than reductions do.
     """
     assert dist.group.WORLD is not None
-    beside = torch.cuda.is_initialized() and (
+    own_stream = torch.cuda.is_initialized() and (
         torch.cuda.current_stream() != torch.cuda.default_stream()
     )
-    return _communicator(dist.group.WORLD, group.ranks, beside)
+    return _communicator(dist.group.WORLD, group.ranks, own_stream)
 
 
 def backend_reduce_scatter(out: Tensor, inp: Rows, tag: int, average: bool) -> Finish:
     """The backend's own. It takes one contiguous input with equal rows."""
-    equal, to, n = inp.whole, communicator(inp.group), len(inp)
+    equal, to, n = inp.even, communicator(inp.group), len(inp)
     if equal is None:
-        equal = pad(inp.given.reshape(-1), (0, inp.size * n - inp.numel))
+        equal = pad(inp.buffer.reshape(-1), (0, inp.row_size * n - inp.numel))
     if backend_of(out) != "gloo":
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return _reduce_scatter(out, equal, op, to, async_op=True).wait
@@ -275,13 +275,13 @@ def backend_reduce_scatter(out: Tensor, inp: Rows, tag: int, average: bool) -> F
 
 def backend_all_gather(out: Rows, inp: Tensor, tag: int) -> Finish:
     """The backend's own, into `out` itself where that is contiguous and even."""
-    arrived = inp.new_empty(out.size * len(out)) if out.whole is None else out.whole
+    arrived = inp.new_empty(out.row_size * len(out)) if out.even is None else out.even
     work = _all_gather(arrived, inp, communicator(out.group), async_op=True)
 
     def finish() -> None:
         work.wait()
-        if out.whole is None:
-            out.given.copy_(arrived[: out.numel].view_as(out.given))
+        if out.even is None:
+            out.buffer.copy_(arrived[: out.numel].view_as(out.buffer))
 
     return finish
 

@@ -29,21 +29,20 @@ class Dtypes(NamedTuple):
 class Config(Section):
     """A complete config, with the keys, defaults and units of DeepSpeed 0.19."""
 
-    # `read` completes these three
-
+    # `read` completes these three, so a `Config` has no None
     train_batch_size: Count = Field(None)  # type: ignore[assignment]
     train_micro_batch_size_per_gpu: Count = Field(None)  # type: ignore[assignment]
     gradient_accumulation_steps: Count = Field(None)  # type: ignore[assignment]
     gradient_clipping: float = Field(1.0, ge=0)
-    optimizer: schema.Optimizer | None = None
-    scheduler: schema.Scheduler | None = None
+    optimizer: schema.OptimizerSection | None = None
+    scheduler: schema.SchedulerSection | None = None
     fp16: schema.FP16 = schema.FP16()
     bf16: schema.BF16 = schema.BF16()
     data_types: schema.DataTypes = schema.DataTypes()
     communication_data_type: Dtype | None = None
     zero_optimization: schema.ZeroOptimization = schema.ZeroOptimization()
     aio: schema.Aio = schema.Aio()
-    activation_checkpointing: schema.Recompute = schema.Recompute()
+    activation_checkpointing: schema.Checkpointing = schema.Checkpointing()
     steps_per_print: Interval = Field(0, ge=0)
     dataloader_drop_last: bool = False
 
@@ -51,7 +50,7 @@ class Config(Section):
     warnings: tuple[str, ...] = ()  # a sentence for each thing without effect
 
     @property
-    def places(self) -> tuple[str, str]:
+    def offload(self) -> tuple[str, str]:
         """Where optimizer state and parameters are stored: "none", "cpu" or "nvme"."""
         zero = self.zero_optimization
         optimizer = zero.offload_optimizer.device if zero.stage else "none"
@@ -68,7 +67,7 @@ class Config(Section):
     @property
     def plan(self) -> Plan:
         """Where each category of state is placed."""
-        optimizer, param = (None if on == "none" else on for on in self.places)
+        optimizer, param = (None if on == "none" else on for on in self.offload)
         mics, hpz = self.groups
         plan = Plan.stage(self.zero_optimization.stage, optimizer, param, mics)
         if hpz is None:
@@ -88,12 +87,12 @@ class Config(Section):
         """The options of the disk storage; None if nothing is stored in files."""
         zero = self.zero_optimization
         sections = (zero.offload_optimizer, zero.offload_param)
-        used = [s for s, on in zip(sections, self.places, strict=True) if on == "nvme"]
+        used = [s for s, on in zip(sections, self.offload, strict=True) if on == "nvme"]
         if not used:
             return None
         count = max(section.buffer_count for section in used)
         options: dict[str, Any] = {"folder": used[0].nvme_path, "buffer_count": count}
-        if self.places[1] == "nvme":
+        if zero.offload_param in used:
             options["buffer_size"] = zero.offload_param.buffer_size
         return options | self.aio.model_dump()
 
@@ -110,6 +109,7 @@ class Config(Section):
         """A sentence for each pair of keys that contradict each other."""
         zero, types = self.zero_optimization, self.data_types
         states, param = zero.offload_optimizer, zero.offload_param
+        (mics, hpz), (_, param_device) = self.groups, self.offload
         for name, section in (("offload_optimizer", states), ("offload_param", param)):
             if section.device == "nvme" and not section.nvme_path:
                 yield (
@@ -122,15 +122,15 @@ class Config(Section):
                 f"{ZERO} has two nvme_path, {paths[0]} and {paths[1]}, but all files "
                 "are in one folder; give both the same"
             )
-        delayed, on_disk = states.delayed_update, "nvme" in self.places
+        delayed, on_disk = states.delayed_update, "nvme" in self.offload
         if delayed and (states.device != "cpu" or on_disk):
             yield (
                 f"{ZERO}.offload_optimizer.delayed_update = true, but only what is in "
                 'host memory is updated late; give "device": "cpu" and no "nvme"'
             )
-        if all(self.groups):
+        if mics and hpz:
             yield f"{ZERO}.{MICS} and {HPZ} both make groups; leave one of them out"
-        for name, size in zip((MICS, HPZ), self.groups, strict=True):
+        for name, size in ((MICS, mics), (HPZ, hpz)):
             if size and (size == 1 or self.world_size % size):
                 yield (
                     f"{ZERO}.{name} = {size}, but {self.world_size} ranks cannot shard "
@@ -138,7 +138,7 @@ class Config(Section):
                 )
             if size and (delayed or on_disk):
                 yield f"{ZERO}.{name}: groups take no nvme and no delayed_update"
-        if self.groups[1] and self.places[1] != "none":
+        if hpz and param_device != "none":
             yield f"{ZERO}.{HPZ} takes no offload_param; use {MICS}, or leave it out"
         if self.fp16.enabled and self.bf16.enabled:
             yield "fp16 and bf16 are both enabled; disable one of them"

@@ -1,8 +1,8 @@
 """DeepSpeed's keys that have no effect in minizero, and those that are refused.
 
-A row holds a reason, a section ("" is the top), and the section's keys, each with the
-value that is accepted in silence because it asks for nothing: DeepSpeed's default. ANY
-accepts every value, where minizero does what the key asks for anyway.
+A row holds the end of a sentence ("... has no effect: {reason}"), a section ("" is the
+top), and the section's keys, each with the value that gives no warning because it asks
+for nothing: DeepSpeed's default, or ANY, where minizero does it anyway; None: no value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_EFFECT: Rows = [
         "stage3_use_all_reduce_for_fetch_params": False, "parameter_alignment": False,
         "stage3_allgather_sequential": False}),
     ("python -m minizero dryrun reads it", "", {"minizero_plan": ANY}),
-    ("there is one way of doing this", ZERO, {
+    ("minizero always does it in the same way", ZERO, {
         "ignore_unused_parameters": True, "cpu_offload_use_pin_memory": None,
         "memory_efficient_linear": ANY, "override_module_apply": True,
         "log_trace_cache_warnings": False, "enable_sanity_checks": False,

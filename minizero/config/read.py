@@ -22,6 +22,7 @@ SIZES = (TOTAL, MICRO, STEPS)
 OPTIONS = ("optimizer.params.", "scheduler.params.")
 RESULTS = {"world_size", "warnings"}  # fields of a config that are no keys
 KEYS = {where: inner for where, inner in walk(Config) if where not in RESULTS}
+"""By dotted name: the section, or None where a key has another value."""
 
 
 class ConfigError(ValueError):
@@ -39,7 +40,7 @@ def read(source: Source, world_size: int = 1) -> Config:
     """A complete config for `world_size` ranks.
 
     `source`: a dict, the path of a JSON file, or JSON text. Raises ConfigError, with a
-    sentence for each problem.
+    sentence for each problem. (It looks for contradictions once all types are right.)
     """
     given, file = load(source)
     problems: list[str] = []
@@ -74,36 +75,37 @@ def _accepted(
     known: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{path}{key}"
-        if value == "auto":
-            value = None
-            if where not in IGNORED:
-                unfilled = "but nothing fills it here; the default is used"
-                warnings.append(f'{where} is "auto", {unfilled}')
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if value is None:
+        if value == "auto" and where not in IGNORED:
+            unfilled = "but nothing fills it here; the default is used"
+            warnings.append(f'{where} is "auto", {unfilled}')
+        if value is None or value == "auto":
             continue
         if where in IGNORED:
-            reason, default, refused = IGNORED[where]
-            is_section = isinstance(value, Mapping)
-            said = where if is_section else f"{where} = {_shown(value)}"
-            disabled = is_section and (not value or value.get("enabled") is False)
-            if default is ANY or value == default or disabled:
-                continue  # it asks for nothing
-            if refused:
-                problems.append(f"minizero does not support {said}: {reason}")
-            else:
-                warnings.append(f"{said} has no effect: {reason}")
+            _ignored(where, value, problems, warnings)
         elif where in KEYS or path in OPTIONS:
-            nested = KEYS.get(where) or f"{where}." in OPTIONS
-            if nested and isinstance(value, Mapping):
+            is_section = KEYS.get(where) or f"{where}." in OPTIONS
+            if is_section and isinstance(value, Mapping):
                 value = _accepted(value, f"{where}.", problems, warnings)
-            known[key] = value
+            known[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
         else:
             sentence, meant = _unknown_key(path[:-1], str(key))
             # a key at the top that resembles no other may be the script's own
             (problems if path or meant else warnings).append(sentence)
     return known
+
+
+def _ignored(where: str, value: Any, problems: list[str], warnings: list[str]) -> None:
+    """Add a sentence about a key without effect, unless its value asks for nothing."""
+    reason, default, is_refused = IGNORED[where]
+    is_section = isinstance(value, Mapping)
+    disabled = is_section and (not value or value.get("enabled") is False)
+    if default is ANY or value == default or disabled:
+        return
+    written = where if is_section else f"{where} = {_shown(value)}"
+    if is_refused:
+        problems.append(f"minizero does not support {written}: {reason}")
+    else:
+        warnings.append(f"{written} has no effect: {reason}")
 
 
 def _unknown_key(section: str, key: str) -> tuple[str, bool]:
@@ -190,10 +192,7 @@ def _unused(zero: ZeroOptimization) -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     """A value as JSON writes it, cut to 60 characters."""
-    try:
-        written = json.dumps(value)
-    except (TypeError, ValueError):
-        written = repr(value)
+    written = json.dumps(value, default=repr)
     return written if len(written) <= 60 else f"{written[:57]}..."
 
 
@@ -215,7 +214,7 @@ def load(source: Source) -> tuple[Mapping[str, Any], str]:
         meant = _suggestion(Path(name).name, names) or f"the folder is {folder}"
         raise ConfigError(f"there is no config file {name}; {meant}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the config is not JSON: {error}", name) from None
+        raise ConfigError(f"the config cannot be read as JSON: {error}", name) from None
     if not isinstance(found, dict):
         raise ConfigError(f"a config is an object in braces, not {_shown(found)}", name)
     return found, name

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Place = Literal["none", "cpu", "nvme"]
+Device = Literal["none", "cpu", "nvme"]
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad", "Muon", "FusedAdam", "CPUAdam")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 SPELLINGS = {
@@ -32,22 +32,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Offload(Section):
+class OffloadSection(Section):
     """Storage off the accelerator."""
 
-    device: Place = "none"
+    device: Device = "none"
     nvme_path: str | None = None
     buffer_count: Count = 4  # the larger count of both sections is used
 
 
-class OffloadParam(Offload):
+class OffloadParam(OffloadSection):
     """Where sharded parameters are stored between uses (stage 3)."""
 
     buffer_count: Count = 5
-    buffer_size: Count = 100_000_000  # elements
+    buffer_size: int = Field(100_000_000, ge=64, multiple_of=64)  # elements
 
 
-class OffloadOptimizer(Offload):
+class OffloadOptimizer(OffloadSection):
     """Where optimizer states are stored and updated (stages 1 to 3)."""
 
     delayed_update: bool = False  # minizero's own key
@@ -56,7 +56,7 @@ class OffloadOptimizer(Offload):
 class Aio(Section):
     """How files are read and written, with `nvme`."""
 
-    block_size: Count = 1_048_576  # bytes
+    block_size: int = Field(1_048_576, ge=4096, multiple_of=4096)  # bytes
     queue_depth: Count = 8
 
 
@@ -79,14 +79,14 @@ class ZeroOptimization(Section):
     compute_grad_norm: bool = True
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """How parameters are updated, unless `initialize` is given an optimizer."""
 
     type: OptimizerType
     params: dict[str, Any] = {}
 
 
-class Scheduler(Section):
+class SchedulerSection(Section):
     """How the learning rate changes, unless `initialize` is given a scheduler."""
 
     type: SchedulerType
@@ -119,8 +119,8 @@ class DataTypes(Section):
     buffer_dtype: Dtype | None = None
 
 
-class Recompute(Section):
-    """How checkpointed modules keep their inputs; it wraps no module by itself."""
+class Checkpointing(Section):
+    """How `deepspeed.checkpointing.checkpoint` keeps inputs; it wraps no module."""
 
     cpu_checkpointing: bool = False
 

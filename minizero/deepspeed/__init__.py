@@ -1,6 +1,6 @@
 """DeepSpeed's names: a script's imports say `minizero.deepspeed` for `deepspeed`.
 
-Nothing is implemented twice. `NAMES` lists what each of DeepSpeed's modules holds here;
+Only the names in `NAMES` are published: what each of DeepSpeed's modules holds here.
 `parameters` (a parameter in its shards) and `compat` have what needs code.
 """
 
@@ -72,7 +72,7 @@ NAMES = {
 
 def _install() -> None:
     """Put a module for each of DeepSpeed's into `sys.modules`."""
-    # each path and its parents: "ops.adam" has "ops"
+    # each path, of four parts at most, and its parents: "ops.adam" has "ops"
     every = {".".join(path.split(".")[: i + 1]) for path in NAMES for i in range(4)}
     for path in sorted(every - {""}):  # a parent before its parts
         module = ModuleType(f"{__name__}.{path}", f"DeepSpeed's `deepspeed.{path}`.")

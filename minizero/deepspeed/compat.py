@@ -1,4 +1,4 @@
-"""DeepSpeed's names that need code: its arguments and defaults around minizero's parts."""
+"""DeepSpeed's names that need code. Importing it gives parameters `ds_id`, `ds_status`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from .. import kernels, zero
 from ..activations import CHECKPOINT, Offloaded
 from ..checkpoint import Folder, consolidate, export
 from ..config import Source, read
-from ..ranks import rank, world_size
+from ..memory.plan import check
 from ..ranks import init_distributed as find_ranks
+from ..ranks import rank, world_size
 
 
 def Init(
@@ -94,7 +95,8 @@ def get_local_rank() -> int:
 
 
 class Accelerator:
-    """torch's module of the ranks' device; what torch.cpu lacks of memory is 0."""
+    """torch's module of the ranks' device. Names that it lacks: a count of memory is 0,
+    `empty_cache` does nothing, and what asks for something "supported" is True."""
 
     def __init__(self) -> None:
         self.kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,14 +127,9 @@ class DeepSpeedCPUAdam(kernels.FusedAdam):
     """torch's fused Adam on the host, with DeepSpeed's names of its arguments."""
 
     def __init__(
-        self,
-        model_params: Any,
-        lr: float = 1e-3,
-        *,
-        adamw_mode: bool = True,
-        **more: Any,
+        self, model_params: Any, lr: float = 1e-3, *, adamw_mode: bool = True, **kw: Any
     ) -> None:
-        super().__init__(model_params, lr, adam_w_mode=adamw_mode, **more)
+        super().__init__(model_params, lr, adam_w_mode=adamw_mode, **kw)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -144,8 +141,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write a checkpoint's weights in fp32, as `pytorch_model.bin` or safetensors."""
     if safe_serialization:
-        units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-        most = int(max_shard_size[:-2]) * units[max_shard_size[-2:].upper()]
+        units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+        number, unit = max_shard_size[:-2], max_shard_size[-2:].upper()
+        check("the unit of max_shard_size", unit, units)
+        most = int(float(number) * units[unit])
         export(checkpoint_dir, output_dir, tag, torch.float32, most)
         return
     folder = Path(output_dir)

@@ -17,11 +17,11 @@ from .. import comm
 from ..zero import nets_of
 
 
-class View:
+class StoredParameter:
     """Reads and writes one parameter in the buffers that the ranks store.
 
-    `a`, `b`: this rank stores elements a to b of its buffer for it, none if a = b.
-    `start`: the place of the first one in the flattened parameter.
+    This rank stores elements `a` to `b` of its own buffer for it, none if a = b. In the
+    parameter, flattened, the first of them has the place `start`.
     """
 
     def __init__(self, p: nn.Parameter) -> None:
@@ -83,15 +83,15 @@ class View:
         )
 
 
-def _get(p: nn.Parameter, stored: Callable[[View], Tensor]) -> Tensor | None:
+def _get(p: nn.Parameter, stored: Callable[[StoredParameter], Tensor]) -> Tensor | None:
     """What is stored of a parameter; None if it is frozen."""
-    view = View(p)
+    view = StoredParameter(p)
     return view.read(stored(view)) if view.flat.trainable else None
 
 
-def _trained(p: nn.Parameter) -> View:
+def _trained(p: nn.Parameter) -> StoredParameter:
     """The view of a parameter that is set; ValueError if it is frozen."""
-    view = View(p)
+    view = StoredParameter(p)
     if not view.flat.trainable:
         raise ValueError(
             f"parameter {view.slot.name!r} is frozen: the optimizer has nothing of it; "
@@ -141,7 +141,7 @@ def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
     The mean over ranks of the sum over micro-batches so far. It carries the loss scale,
     as in DeepSpeed, and is not clipped yet.
     """
-    view = View(p)
+    view = StoredParameter(p)
     net, flat = view.net, view.flat
     if not (flat.trainable and net.has_gradients):
         return None

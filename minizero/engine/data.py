@@ -22,17 +22,17 @@ class ShardSampler(DistributedSampler[Any]):
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, world_size(), rank())
-        self.whole = DistributedSampler[Any](data, 1, 0)  # gives the permutation
+        self.permutation = DistributedSampler[Any](data, 1, 0)
         self.start = 0
 
     def __len__(self) -> int:
-        return -(-(len(self.whole) - self.start) // self.num_replicas)
+        return -(-(len(self.permutation) - self.start) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        self.whole.epoch, self.whole.seed = self.epoch, self.seed
-        order, total = [*self.whole], len(self) * self.num_replicas
+        self.permutation.epoch, self.permutation.seed = self.epoch, self.seed
+        order, total = [*self.permutation], len(self) * self.num_replicas
         left = order[self.start :]
-        while len(left) < total:  # samples of its start are repeated, as by torch
+        while len(left) < total:  # repeat the first samples, as torch does
             left += order[: total - len(left)]
         return iter(left[self.rank : total : self.num_replicas])
 
@@ -41,7 +41,7 @@ class Loader(DataLoader[Any]):
     """Batches of one rank, [batch_size, ...], in the order of its `data_sampler`.
 
     An iterator begins the epoch anew; after `load_state_dict` the next batch is the one
-    after the saved place. The permutation is the same in each epoch unless
+    after the saved place, and until then `len` counts what is left. The permutation is the same in each epoch unless
     `data_sampler.set_epoch` changes it, as in DeepSpeed.
 
     `dataset`: with `len` and `[index]`. `drop_last`: leave out a smaller last batch.
@@ -63,7 +63,7 @@ class Loader(DataLoader[Any]):
             )
         self.data_sampler = ShardSampler(dataset)
         self.seen: int | None = None
-        self._has_moved = False  # `load_state_dict` was called: iterators begin again
+        self._has_moved = False  # `load_state_dict` was called, perhaps in mid-epoch
         super().__init__(
             dataset,
             batch_size,
@@ -80,16 +80,16 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
-        while True:  # once, and again after a place was loaded in mid-epoch
+        while True:  # from the start or a loaded place, to the end or the next place
             start, batches = sampler.start, super().__iter__()
             self.generator, self._has_moved = None, False
             for number, batch in enumerate(batches, 1):
                 sampler.start = 0  # the next iterator begins the epoch anew
-                self.seen = min(start + number * each, len(sampler.whole))
+                self.seen = min(start + number * each, len(sampler.permutation))
                 yield batch
                 if self._has_moved:
                     break
-            else:
+            else:  # the epoch has ended
                 sampler.start, self.seen = 0, None
                 return
 

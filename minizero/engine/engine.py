@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..comm import agreeing, gather_objects
+from ..comm import agreeing
 from ..config import MICRO, STEPS, TOTAL, Config
 from ..ranks import device, rank, world_size
 from ..zero import DataParallel
@@ -42,9 +42,11 @@ _OPTIONS = {
 class Engine(StepLoop, nn.Module):
     """Trains a model as a config says; made by `initialize`.
 
+    `StepLoop` counts and updates; this class adds the rest of DeepSpeed's interface.
     A module around `module`: calls, `train`, `eval` and `parameters` go through to it,
-    its names have the prefix "module.", and what the engine lacks is looked up in it.
-    Each key at the top of the config has a method that reads it: `steps_per_print()`.
+    its names have the prefix "module.", and what the engine lacks is looked up in it. A
+    key at the top of the config is a method, `steps_per_print()`, except `optimizer`;
+    `zero_optimization()` says whether the optimizer is sharded.
 
     `config`: complete; see the config reference. `net`: the model in its plan.
     `optimizer`, `lr_scheduler`, `training_dataloader`: as `initialize` returns them.
@@ -65,7 +67,7 @@ class Engine(StepLoop, nn.Module):
         StepLoop.__init__(self, config, net, optimizer, scheduler)
         self.module, self.device = net.model, device()
         self.training_dataloader = loader
-        self._reported = time.perf_counter()
+        self._reported = 0, time.perf_counter()  # of the last report: step and time
         self.is_compiled = self._destroyed = False
         self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
@@ -131,8 +133,9 @@ class Engine(StepLoop, nn.Module):
         config, every = self.config, self.config.steps_per_print
         if rank() != 0 or not every or self.global_steps % every:
             return
-        before, self._reported = self._reported, time.perf_counter()
-        speed = every * config.train_batch_size / (self._reported - before)
+        (step, before), now = self._reported, time.perf_counter()
+        speed = (self.global_steps - step) * config.train_batch_size / (now - before)
+        self._reported = self.global_steps, now
         assert self.optimizer is not None
         print(
             f"step={self.global_steps}, skipped={self.skipped_steps}, "
@@ -251,11 +254,9 @@ class Engine(StepLoop, nn.Module):
         model, scheduler or data; the run is then as it was.
         """
         self._check(trains=False)
-        found = b"1" if rank() == 0 and checkpoint.exists(load_dir) else b"0"
-        if tag is None and gather_objects(found)[0] == b"0":
+        if tag is None and not checkpoint.exists(load_dir):
             if rank() == 0:
-                said = f"no checkpoint in {load_dir}: nothing loaded"
-                warnings.warn(said, stacklevel=2)
+                warnings.warn(f"no checkpoint in {load_dir}", stacklevel=2)
             return None, None
         parts = {} if load_module_only else self._parts()
         load_optimizer_states &= not load_module_only
@@ -293,6 +294,7 @@ class Engine(StepLoop, nn.Module):
             self.global_steps, self.global_samples = saved["steps"], saved["samples"]
             steps = self.config.gradient_accumulation_steps
             self.micro_steps, self._position = self.global_steps * steps, 0
+            self._reported = self.global_steps, time.perf_counter()
         for name, part in parts.items():
             if name in saved:
                 part.load_state_dict(saved[name][1])
@@ -386,6 +388,5 @@ class Engine(StepLoop, nn.Module):
         try:
             checkpoint.finish()
         finally:
-            close = getattr(self.net.storage, "close", None)
-            if close is not None:
-                close()
+            if hasattr(self.net.storage, "close"):
+                self.net.storage.close()

@@ -24,7 +24,7 @@ def wrap(
     if optimizer is None:
         model.requires_grad_(False)
         optimizer = torch.optim.SGD([{"params": []}])
-    weight_bits, gradient_bits = config.bits  # chapter 17
+    weight_bits, gradient_bits = config.bits  # of ZeRO++
     return parallelize(
         model, optimizer, config.plan, units=units,
         bucket_size=config.zero_optimization.reduce_bucket_size,
@@ -68,7 +68,7 @@ def storage(config: Config) -> Storage | None:
 
 
 def loss_scale(config: Config) -> LossScale | None:
-    """The factor of losses; None does not look for overflow."""
+    """The factor of losses; None: the default of `MixedPrecision`."""
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled and fp16.loss_scale:
         return LossScale(fp16.loss_scale)
@@ -77,6 +77,6 @@ def loss_scale(config: Config) -> LossScale | None:
             fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis,
             fp16.consecutive_hysteresis, fp16.min_loss_scale,
         )
-    half = "float16" in config.dtypes  # gradients may be, without fp16
+    half = config.dtypes.reduce == "float16"  # possible without fp16
     looks = bf16.check_grad_overflow if bf16.enabled else half
     return LossScale() if looks else None

@@ -19,11 +19,11 @@ Rates = float | Sequence[float]
 
 
 @dataclass(eq=False)
-class Schedule(LRScheduler):
+class LRSchedule(LRScheduler):
     """Writes the rates of a step to the groups of an optimizer.
 
-    The rates of step -1 are written at once, for the first update. `own`: the rates that
-    the groups had before. `last_batch_iteration`: the last step.
+    The rates of step -1 are written at once, for the first update.
+    `initial_rates`: what the groups had before. `last_batch_iteration`: the last step.
     """
 
     optimizer: Optimizer
@@ -31,8 +31,8 @@ class Schedule(LRScheduler):
     def __post_init__(self) -> None:
         # not `LRScheduler.__init__`: it wraps optimizer.step, to warn of steps that an
         # overflow skips, and writes options to the groups, which are saved
-        self.own = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.base_lrs: list[float | Tensor] = [*self.own]  # torch's name
+        self.initial_rates = [float(g["lr"]) for g in self.optimizer.param_groups]
+        self.base_lrs: list[float | Tensor] = [*self.initial_rates]  # torch's name
         self.step(-1)
 
     def rate(self, step: int, group: int) -> float:
@@ -41,7 +41,7 @@ class Schedule(LRScheduler):
 
     def for_group(self, group: int, value: Rates) -> float:
         """An option's value for a group."""
-        groups = len(self.own)
+        groups = len(self.initial_rates)
         values = value if isinstance(value, Sequence) else [value] * groups
         if len(values) != groups:
             raise ValueError(f"{value} has not one value for each of {groups} groups")
@@ -85,7 +85,7 @@ def warm_up(step: int, steps: int, kind: str) -> float:
 
 
 @dataclass(eq=False)
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """Rise to `warmup_max_lr`, by default the group's own rate, and stay there."""
 
     warmup_min_lr: Rates = 0.0
@@ -94,13 +94,13 @@ class WarmupLR(Schedule):
     warmup_type: str = "log"
 
     def rate(self, step: int, group: int) -> float:
-        top = self.own if self.warmup_max_lr is None else self.warmup_max_lr
+        top = self.initial_rates if self.warmup_max_lr is None else self.warmup_max_lr
         height = warm_up(step, max(2, self.warmup_num_steps), self.warmup_type)
         return self.between(group, self.warmup_min_lr, top, height)
 
 
 @dataclass(eq=False)
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(LRSchedule):
     """Rise, then fall in a line to `warmup_min_lr` at step `total_num_steps`."""
 
     total_num_steps: int
@@ -118,7 +118,7 @@ class WarmupDecayLR(Schedule):
 
 
 @dataclass(eq=False)
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """Rise to the group's own rate, then fall along half a cosine.
 
     `warmup_min_ratio`, `cos_min_ratio`: first and last rate, over the group's own. Step
@@ -139,11 +139,11 @@ class WarmupCosineLR(Schedule):
         if step >= begin:  # the cosine is one step ahead (Loshchilov and Hutter 2017)
             low, falls = self.cos_min_ratio, max(1, self.total_num_steps - begin)
             height = (1 + math.cos(math.pi * min(1.0, (step - begin + 1) / falls))) / 2
-        return self.own[group] * max(0.0, low + (1 - low) * height)
+        return self.initial_rates[group] * max(0.0, low + (1 - low) * height)
 
 
 @dataclass(eq=False)
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """Rise and fall between two rates, then decay (Smith 2018).
 
     After the cycle the rate is min / (1 + `decay_lr_rate` * i), where i is the number
@@ -193,7 +193,7 @@ class OneCycle(Schedule):
 
 
 @dataclass(eq=False)
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """Rise without end, to find the rate at which training breaks (Smith 2018).
 
     The rate is min * (1 + `lr_range_test_step_rate` * i), where i is the number of
@@ -213,4 +213,4 @@ class LRRangeTest(Schedule):
 
 
 _KINDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
-SCHEDULES: dict[str, type[Schedule]] = {kind.__name__: kind for kind in _KINDS}
+SCHEDULES: dict[str, type[LRSchedule]] = {kind.__name__: kind for kind in _KINDS}

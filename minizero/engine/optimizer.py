@@ -34,7 +34,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1.0 without fp16. All ranks may set it alike."""
+        """The factor of the next loss; 1.0 without fp16. Set it alike on all ranks."""
         return getattr(self.net.precision, "loss_scale", 1.0)
 
     @loss_scale.setter

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def trace(
 ) -> Iterator[Recording]:
     """Record the steps inside the block: what a rank does, when, for which unit.
 
-    Every rank enters it, at the same moment. Afterwards the result's `trace` is this
+    Every rank enters it, between the same two steps. Afterwards the result's `trace` is this
     rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON.
 
     The book's timeline draws the first 50,000 events of a file: a few steps of a model
@@ -41,15 +42,15 @@ def trace(
     with record.recording():
         yield record
     if path is not None:
-        whole, *others = comm.gather_objects(record.trace.chrome())
+        merged, *others = comm.gather_objects(record.trace.chrome())
         for other in others:
-            whole["traceEvents"] += other["traceEvents"]
+            merged["traceEvents"] += other["traceEvents"]
         if rank() == 0:
-            Path(path).write_text(json.dumps(whole))
+            Path(path).write_text(json.dumps(merged))
 
 
 class Recording:
-    """What one rank does meanwhile; `trace` has it afterwards.
+    """Collects what one rank does inside `recording()`; `trace` has it afterwards.
 
     `shift`: what is added to seconds of `perf_counter` in the trace.
     """
@@ -65,8 +66,7 @@ class Recording:
         self._copies: list[Slice] = []
         self._files: list[tuple[Any, Slice]] = []  # a transfer has its own times
         self._forward: list[float] = []  # starts of the forwards under way
-        # of the backward under way: its start, and its unit
-        self._backward: tuple[float, str] | None = None
+        self._backward: tuple[float, str] | None = None  # under way: start and unit
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -84,9 +84,9 @@ class Recording:
     def _watch(self, stack: ExitStack) -> None:
         """Hook the units' modules, and wrap the methods that compute, copy and read."""
 
-        def around(owner: Any, name: str, wrapper: Function, *args: Any) -> None:
-            setattr(owner, name, partial(wrapper, *args, getattr(owner, name)))
-            stack.callback(delattr, owner, name)
+        def wrap(owner: Any, name: str, wrapper: Function, *args: Any) -> None:
+            wrapped = partial(wrapper, *args, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, wrapped))
 
         def begin(*_: Any) -> None:
             self._forward.append(time.perf_counter())
@@ -95,14 +95,14 @@ class Recording:
             end = partial(self._end_forward, unit.name)
             stack.callback(unit.module.register_forward_pre_hook(begin).remove)
             stack.callback(unit.module.register_forward_hook(end).remove)
-        around(self.net, "backward", self._timed, "backward")
-        around(self.net, "step", self._timed, "update")
+        wrap(self.net, "backward", self._time_call, "backward")
+        wrap(self.net, "step", self._time_call, "update")
         storage: Any = self.net.storage
         for name, operation in (("up", "load"), ("down", "add")):
             if hasattr(storage, name):
-                around(getattr(storage, name), "copy", self._copied, operation)
+                wrap(getattr(storage, name), "copy", self._time_copy, operation)
         for operation in ("read", "write") if hasattr(storage, "swap") else ():
-            around(storage.swap, operation, self._filed, operation)
+            wrap(storage.swap, operation, self._note_transfer, operation)
 
     def _slice(
         self, lane: str, begin: float, operation: str, unit: str = "", nbytes: int = 0
@@ -124,33 +124,32 @@ class Recording:
             self._computed.append(self._slice("compute", begin, "backward", before))
         self._backward = (time.perf_counter(), unit) if unit else None
 
-    def _timed(self, operation: str, function: Function, *args: Any, **kw: Any) -> Any:
+    def _time_call(self, operation: str, fn: Function, *args: Any, **kw: Any) -> Any:
         """Time a call of the net's backward or step."""
         self._next_backward()
         begin = time.perf_counter()
-        result = function(*args, **kw)
+        result = fn(*args, **kw)
         self._next_backward()
         self._computed.append(self._slice("compute", begin, operation))
         return result
 
-    def _last(self) -> tuple[str, str]:
+    def _current_mark(self) -> tuple[str, str]:
         """What the tracker marked last, and for which unit: a copy is part of it."""
         samples = reversed(self._tracker.samples)
         return next(((s.event, s.unit) for s in samples if s.unit), ("", ""))
 
-    def _copied(self, other: str, copy: Function, out: Tensor, given: Tensor) -> None:
+    def _time_copy(self, other: str, copy: Function, out: Tensor, x: Tensor) -> None:
         """Time a copy to or from the host; `other` names one outside of `in` and `out`."""
         begin = time.perf_counter()
-        copy(out, given)
-        event, unit = self._last()
+        copy(out, x)
+        event, unit = self._current_mark()
         operation = event if event in ("in", "out") else other
-        made = self._slice("to host", begin, operation, unit, given.nbytes)
-        self._copies.append(made)
+        self._copies += [self._slice("to host", begin, operation, unit, x.nbytes)]
 
-    def _filed(self, operation: str, function: Function, at: int, data: Tensor) -> Any:
+    def _note_transfer(self, operation: str, fn: Function, at: int, x: Tensor) -> Any:
         """Note a transfer of a file, which goes on and keeps its own times."""
-        transfer, unit = function(at, data), self._last()[1]
-        made = self._slice("to disk", 0.0, operation, unit, data.nbytes)
+        transfer, unit = fn(at, x), self._current_mark()[1]
+        made = self._slice("to disk", 0.0, operation, unit, x.nbytes)
         self._files.append((transfer, made))
         return transfer
 

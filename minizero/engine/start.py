@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,38 +77,41 @@ def initialize(
         raise ValueError(f"initialize takes one config, config=..., not {len(found)}")
     init_distributed()
     settings = read(found[0], world_size())
-    made = make_optimizer(settings, optimizer, model, model_parameters)
-    scheduler = make_scheduler(settings, lr_scheduler, made)
+    inner = make_optimizer(settings, optimizer, model, model_parameters)
+    scheduler = make_scheduler(settings, lr_scheduler, inner)
     loader = None
     if training_data is not None:
         size = settings.train_micro_batch_size_per_gpu
         loader = Loader(training_data, size, collate_fn, settings.dataloader_drop_last)
-    if settings.activation_checkpointing.cpu_checkpointing:
-        CHECKPOINT.store = Offloaded()
+    if settings.activation_checkpointing.model_fields_set:  # else `configure` may have
+        in_host = settings.activation_checkpointing.cpu_checkpointing
+        CHECKPOINT.store = Offloaded() if in_host else None
     notes = [*settings.warnings]
-    if made is not None:
-        updated, named = groups_of(model, made), model.named_parameters()
-        if frozen := [n for n, p in named if p.requires_grad and p not in updated]:
-            notes.append(
-                f"frozen, for the optimizer has no group with them: {', '.join(frozen)}"
-            )
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
+    if inner is not None and (frozen := ", ".join(_freeze(model, inner))):
+        notes.append(f"frozen, for the optimizer has no group with them: {frozen}")
     if settings.optimizer is not None and optimizer is not None:
         notes.append("the config's optimizer has no effect: initialize got another")
-    if settings.scheduler is not None and (lr_scheduler is not None or made is None):
-        why = "there is no optimizer" if made is None else "initialize got another"
+    if settings.scheduler is not None and (lr_scheduler is not None or inner is None):
+        why = "there is no optimizer" if inner is None else "initialize got another"
         notes.append(f"the config's scheduler has no effect: {why}")
-    target = getattr(scheduler, "optimizer", made)
-    target = getattr(target, "optimizer", target)  # of a wrapper, as accelerate's
-    if target is not made:
+    scheduled = getattr(scheduler, "optimizer", inner)  # accelerate's is a wrapper
+    if getattr(scheduled, "optimizer", scheduled) is not inner:
         notes.append("the lr_scheduler moves another optimizer, so the rate stays")
     if notes and rank() == 0:
         warnings.warn("\n".join(notes), stacklevel=2)
-    net = wrap(model, made, settings, units)
-    updates = None if made is None else EngineOptimizer(net, settings)
-    engine = Engine(settings, net, updates, scheduler, loader)
-    return engine, updates, loader, scheduler
+    net = wrap(model, inner, settings, units)
+    outer = None if inner is None else EngineOptimizer(net, settings)
+    engine = Engine(settings, net, outer, scheduler, loader)
+    return engine, outer, loader, scheduler
+
+
+def _freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Freeze each parameter that the optimizer has no group with; yields its name."""
+    updated = groups_of(model, optimizer)
+    for name, p in model.named_parameters():
+        if p.requires_grad and p not in updated:
+            p.requires_grad_(False)
+            yield name
 
 
 def make_optimizer(

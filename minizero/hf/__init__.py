@@ -1,5 +1,5 @@
-"""Hugging Face's `Trainer` and `accelerate`'s loop, on the engine: read `config` (fills in
-"auto"), `accelerator` (the engine in the place of DDP), `trainer`.
+"""Drop-in `Trainer` and `Accelerator`, on the engine: read `config` (fills in "auto"),
+`accelerator` (the engine in the place of DDP) and `trainer`.
 """
 
 from .accelerator import Accelerator

@@ -34,7 +34,7 @@ def plain_cpu() -> AbstractContextManager[Any]:
 
 
 class EngineStep(AcceleratedOptimizer):
-    """What `prepare` returns for an optimizer: its groups, and the engine's step."""
+    """What `prepare` returns for an optimizer; Accelerate's loop calls its methods."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -52,7 +52,7 @@ class EngineStep(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Trains as a DeepSpeed config says; the rest is `accelerate`'s.
+    """Trains as a DeepSpeed config says; `accelerate` calls what has no caller here.
 
     `config`: a dict, a path or JSON text, or a function that makes the dict for a model.
     Sizes of batches that it leaves out are the loop's.
@@ -60,19 +60,18 @@ class Accelerator(accelerate.Accelerator):
 
     config: Any
     engine: Engine | None = None
-    _reduces = True  # False inside `no_sync`
+    _reduce_now = True  # False inside `no_sync`
 
     def __init__(self, config: Source, **options: Any) -> None:
-        if options.get("mixed_precision", "no") != "no":
+        if (mixed := options.pop("mixed_precision", "no")) != "no":
             raise ValueError(
-                f"mixed_precision={options['mixed_precision']!r} would cast beside the "
-                'engine; enable "fp16" or "bf16" in the config'
+                f"mixed_precision={mixed!r} would cast beside the engine; enable "
+                '"fp16" or "bf16" in the config'
             )
         init_distributed()
         with plain_cpu():
-            options["mixed_precision"] = "no"
             options.setdefault("cpu", not torch.cuda.is_available())
-            super().__init__(**options)
+            super().__init__(mixed_precision="no", **options)
         self.config = config
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
@@ -111,13 +110,13 @@ class Accelerator(accelerate.Accelerator):
         """The config of a hand-written loop, with the loop's sizes where it has none."""
         config = {k: v for k, v in load(self.config)[0].items() if v != "auto"}
         steps = self.gradient_accumulation_steps
-        asked = config.setdefault("gradient_accumulation_steps", steps)
-        if steps not in (1, asked):
+        configured = config.setdefault("gradient_accumulation_steps", steps)
+        if steps not in (1, configured):
             raise ValueError(
                 f"the accelerator was given gradient_accumulation_steps={steps}, and "
-                f"the config {asked}; give one of them"
+                f"the config {configured}; give one of them"
             )
-        self.gradient_accumulation_steps = asked
+        self.gradient_accumulation_steps = configured
         config.setdefault("gradient_clipping", 0.0)
         sizes = [size for o in objects if (size := getattr(o, "batch_size", None))]
         if sizes:
@@ -146,21 +145,21 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Add the gradients of a micro-batch, and count it."""
         engine = self._engine()
-        engine.set_gradient_accumulation_boundary(self._reduces)
+        engine.set_gradient_accumulation_boundary(self._reduce_now)
         loss = loss / (self.gradient_accumulation_steps or 1)
         engine.backward(loss, retain_graph, scale_wrt_gas=False)
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        if not self.sync_gradients:
+        if not self.sync_gradients:  # else optimizer.step() calls it
             engine.step()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward inside reduces only where the plan shards gradients."""
-        self._reduces, before = False, self._reduces
+        self._reduce_now, before = False, self._reduce_now
         try:
             yield
         finally:
-            self._reduces = before
+            self._reduce_now = before
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: int = 2

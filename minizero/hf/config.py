@@ -35,12 +35,12 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         for name in ("fp16", "bf16"):
             if getattr(args, name):
                 self.config.setdefault(name, {"enabled": True})
-        for ours, theirs in (
+        for key, argument in (
             ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
             ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ):
-            self.config.setdefault(ours, "auto")
-            self.fill_only(ours, getattr(args, theirs))
+            self.config.setdefault(key, "auto")
+            self.fill_only(key, getattr(args, argument))
         super().trainer_config_process(args, *more)
 
     # continued: config-finished

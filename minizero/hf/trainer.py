@@ -14,14 +14,13 @@ import transformers
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME
 
-from .. import checkpoint, comm
+from .. import checkpoint
 from ..config import read
 from ..engine.start import make_optimizer, make_scheduler
-from ..ranks import init_distributed, rank, world_size
+from ..ranks import init_distributed, world_size
 from ..zero import GatheredParameters
 from .accelerator import Accelerator, plain_cpu
 from .config import ZeroConfig
-
 
 if TYPE_CHECKING:  # a mixin's `super()` is one of these
     from transformers import Trainer as AnyTrainer
@@ -47,7 +46,7 @@ class ArgumentsMixin(AnyArguments):
         with plain_cpu():
             super().__post_init__()
         self.deepspeed = source
-        self.mixed_precision = "no"  # inside: dtypes are the engine's
+        self.mixed_precision = "no"  # the engine casts
         self._n_gpu = min(self._n_gpu, 1)  # a rank has one device
         self.zero = ZeroConfig({} if source is None else source)
         self.zero.trainer_config_process(self)
@@ -72,7 +71,7 @@ class ArgumentsMixin(AnyArguments):
 
 
 class TrainerMixin(AnyTrainer):
-    """What `minizero.hf` changes in a class of trainers, private methods too."""
+    """What `minizero.hf` changes in a class of trainers; transformers calls it."""
 
     args: Any
     _weights: Any = None  # the gathered model, while `save_model` runs
@@ -141,8 +140,10 @@ class TrainerMixin(AnyTrainer):
         if self.model_wrapped is not self.model:
             adapters = hasattr(self.model, "peft_config")
             self._weights = self.model_wrapped.module_state_dict(adapters)
-        super().save_model(*args, **kwargs)
-        self._weights = None
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            self._weights = None
 
     def _save(self, folder: str | None = None, state_dict: Any = None) -> None:
         """The full model, as `from_pretrained` loads it, or its adapters."""
@@ -157,19 +158,19 @@ class TrainerMixin(AnyTrainer):
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
         """The model, unless a run's checkpoint has it."""
-        if not _saved_run(folder):
+        if not checkpoint.exists(folder):
             with GatheredParameters(self.model.parameters(), modifier_rank=0):
                 super()._load_from_checkpoint(folder, model)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is not None and _saved_run(folder):
+        if folder is not None and checkpoint.exists(folder):
             self.model_wrapped.load_checkpoint(folder)
             state = torch.load(Path(folder, SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
-        if _saved_run(folder):
+        if checkpoint.exists(folder):
             self.model_wrapped.load_checkpoint(folder, load_module_only=True)
             return
         with GatheredParameters(self.model.parameters(), modifier_rank=0):
@@ -182,9 +183,3 @@ class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """transformers' own, on the engine."""
-
-
-def _saved_run(folder: Any) -> bool:
-    """Whether rank 0 finds an engine's checkpoint there."""
-    found = rank() == 0 and checkpoint.exists(Path(folder))
-    return bool(comm.gather_objects(found)[0])

@@ -10,16 +10,13 @@ from torch.nn import functional
 
 from .launching import launch, runs_on
 
-MOST_BYTES = 65536
-"""The largest row, in bytes, that stays in a program's registers."""
-MOST_PROGRAMS = 256
-"""Rows of partial sums that a norm's backward adds up."""
-WORDS = 4096
-"""Of the vocabulary, in a block of the loss."""
+MOST_BYTES = 65536  # of a row that stays in a program's registers
+MOST_PROGRAMS = 256  # of a norm's backward; each gives a row of partial sums
+WORDS = 4096  # of the vocabulary, in a block of the loss
 
 
 class Norm(torch.autograd.Function):
-    """One kernel forward, one backward; the sum over programs is torch's."""
+    """LayerNorm if `centre`, else RMSNorm: x [..., width], weight and bias [width]."""
 
     @staticmethod
     def forward(
@@ -52,7 +49,7 @@ class Norm(torch.autograd.Function):
         given = (x, weight, dy.contiguous(), mean, rstd, dx, dweight, dbias)
         launch("norm_backward", (programs,), *given, rows, width, **ctx.options)
         dbias = None if dbias is None else dbias.sum(0)
-        return dx, dweight.sum(0), dbias, None, None  # autograd casts
+        return dx, dweight.sum(0), dbias, None, None  # summed over programs, in fp32
 
 
 def layer_norm(
@@ -108,9 +105,12 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100) -> T
     logits: [..., vocabulary]. target: [...], int64. A target outside the vocabulary
     gives NaN: to refuse it, the host would have to wait for the device.
     """
+    if target.shape != logits.shape[:-1]:
+        shapes = f"{[*target.shape]} do not fit logits of shape {[*logits.shape]}"
+        raise ValueError(f"targets of shape {shapes}; each row of logits needs one")
     rows, targets = logits.reshape(-1, logits.shape[-1]), target.flatten()
-    fits = target.shape == logits.shape[:-1] and target.device == logits.device
-    if not (fits and target.dtype == torch.int64 and runs_on(logits)):
+    ours = target.dtype == torch.int64 and target.device == logits.device
+    if not ours or not runs_on(logits):
         return functional.cross_entropy(
             rows.float(), targets, ignore_index=ignore_index
         )

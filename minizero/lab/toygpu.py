@@ -36,7 +36,7 @@ class ToyGPU(Tracker):
         if self.total <= self.capacity:
             return
         in_use = dict(self.live)
-        in_use[self.seen[storage._cdata].category] -= nbytes
+        in_use[self.records[storage._cdata].category] -= nbytes
         raise torch.OutOfMemoryError(
             f"Out of memory: tried to allocate {amount(nbytes)} on a toy GPU of "
             f"{amount(self.capacity)}{_in_use(in_use)}."
@@ -60,7 +60,7 @@ class ToyGPU(Tracker):
             raise error.with_traceback(None) from None
 
     def see(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
-        known = self.seen.get(storage._cdata)
+        known = self.records.get(storage._cdata)
         before = known.nbytes if known else None
         peak, peaks, moments = self.peak, dict(self.peaks), len(self.samples)
         try:

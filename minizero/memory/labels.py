@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .plan import check
+
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Of each storage, weakly: a label must not keep memory alive. Without one it counts as
-# activations.
+# Of each storage, weakly; without a label it counts as activations.
 categories: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whether it is host memory
-_on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # labelled, and not on the CPU
+_on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a set, of labelled ones
 trackers: list[Any] = []  # those that are running
 _allocates_on_host = False
 
@@ -41,6 +42,7 @@ def label(tensor: Tensor, category: str, on: str | None = None) -> Tensor:
     if tensor.device.type != "cpu":
         _on_gpu[storage] = True
     if on is not None:
+        check("on", on, ("device", "cpu"))
         _hosted[storage] = on == "cpu"
     for tracker in trackers:
         tracker.see(storage, category)
@@ -59,8 +61,8 @@ def on_host(x: Tensor | torch.UntypedStorage) -> bool:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Run with an empty table of labels; the old one is restored afterwards."""
+def separate_labels() -> Iterator[None]:
+    """Inside there are no labels but new ones, and none after: for a dry run."""
     global categories, _hosted, _on_gpu
     before = categories, _hosted, _on_gpu
     categories, _hosted, _on_gpu = (WeakIdKeyDictionary() for _ in before)
@@ -81,10 +83,9 @@ def host_memory() -> Iterator[None]:
         _allocates_on_host = before
 
 
-def note_outputs(outputs: list[Tensor], *arguments: Any) -> None:
-    """Note the outputs of an operation as host memory, if that is what they are.
-
-    They are if the operation runs inside `host_memory`, or if all its tensors are.
+def inherit_host(outputs: list[Tensor], *arguments: Any) -> None:
+    """Note an operation's outputs as host memory, inside `host_memory`; elsewhere if
+    all its tensors are. (A copy from the device has one that is not: label it.)
     """
     hosted = _allocates_on_host
     if not hosted and (_hosted or _on_gpu):
@@ -100,13 +101,14 @@ def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for p, state in list(optimizer.state.items()):
         hosted = isinstance(p, Tensor) and on_host(p)
         for leaf in tree_iter(state):
-            # one that is labelled stands for a state that is stored elsewhere
+            # but for placeholders of a state that is offloaded, labelled already
             if isinstance(leaf, Tensor) and leaf.untyped_storage() not in categories:
                 label(leaf, "optimizer", "cpu" if hosted else None)
 
 
 def labelled_bytes(on: str = "device") -> dict[str, int]:
     """Live bytes by category of what is labelled, on "device" or "cpu", the host."""
+    check("on", on, ("device", "cpu"))
     live = dict.fromkeys(CATEGORIES, 0)
     for storage, category in list(categories.items()):
         if on_host(storage) == (on == "cpu"):
@@ -131,20 +133,19 @@ def start(tracker: Any) -> None:
 
 
 def host_empty(
-    shape: Sequence[int], dtype: torch.dtype, category: str, passing: bool = False
+    shape: Sequence[int], dtype: torch.dtype, category: str, temporary: bool = False
 ) -> Tensor:
     """Uninitialized host memory, page-locked where there is a GPU.
 
-    `passing`: it is freed soon. Then it comes from torch's allocator, which keeps what
-    is freed and rounds up to powers of two.
+    `temporary`: it is freed soon. Then it comes from torch's allocator, which keeps
+    what is freed and rounds up to powers of two.
     """
-    count = torch.Size(shape).numel()
+    size, count = tuple(shape), torch.Size(shape).numel()
     pin = torch.cuda.is_available() and count > 0
     with host_memory():
-        if pin and not passing:
-            host = page_locked(count, dtype).view(*shape)
+        if pin and not temporary:
+            host = page_locked(count, dtype).view(size)
         else:
-            size = tuple(shape)
             host = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin)
     return label(host, category, on="cpu")
 
@@ -161,7 +162,7 @@ def page_locked(count: int, dtype: torch.dtype) -> Tensor:
             "the limit (ulimit -l), or offload less"
         )
 
-    def unlock(address: int, pages: mmap.mmap) -> None:  # which live until then
+    def unlock(address: int, pages: mmap.mmap) -> None:  # `pages`: to keep them so long
         torch.cuda.synchronize()  # a copy may be under way
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -176,7 +177,7 @@ def aligned(nbytes: int, to: int = 64) -> int:
 
 
 def view(buffer: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor; keeps no memory alive."""
+    """The bytes of a contiguous host tensor, which the caller must keep alive."""
     array = ctypes.c_ubyte * buffer.nbytes
     return memoryview(array.from_address(buffer.data_ptr())).cast("B")
 

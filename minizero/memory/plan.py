@@ -69,9 +69,9 @@ class Plan:
 
     @property
     def group(self) -> int | None:
-        """How many ranks share one copy; None: all.
+        """How many ranks share one copy of what is sharded; None: all.
 
-        It is the parameters' group where only these have one (hpZ).
+        In hpZ (Wang et al. 2023) only the parameters have a group: theirs.
         """
         return self.parameters.group or self.optimizer.group
 
@@ -85,15 +85,15 @@ class Plan:
     ) -> Plan:
         """The plan of a ZeRO stage (Rajbhandari et al. 2020, fig. 1).
 
-        Gradients follow the optimizer state to the host, where the update is
-        computed (Ren et al. 2021, sec. 4.1); they are never stored on disk.
+        Sharded gradients follow the optimizer state to the host, where the
+        update is computed (Ren et al. 2021, sec. 4.1), but not to disk.
         `group`: ranks that share one copy of what is sharded.
         """
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
 
-        def placed(first: int, on: str | None) -> Placement:
-            sharded = stage >= first
+        def placed(sharded_from: int, on: str | None) -> Placement:
+            sharded = stage >= sharded_from
             among = group if sharded else None
             return Placement(sharded, on or "device", among)
 
@@ -146,13 +146,14 @@ def estimate(
 
     Mixed-precision Adam uses 2 + 2 + 12 = 16 bytes per parameter; of a
     sharded category a rank stores 1/N (Rajbhandari et al. 2020, sec. 3.1,
-    5), or 1/group.
+    5), or 1/group, not rounded. A `Plan` has its own offload and group.
     """
     check("precision", precision, PRECISIONS)
     check("optimizer", optimizer, OPTIMIZERS)
-    plan = stage
-    if not isinstance(plan, Plan):
-        plan = Plan.stage(plan, offload_optimizer, offload_param, group)
+    options = offload_optimizer, offload_param, group
+    if isinstance(stage, Plan) and any(options):
+        raise ValueError("give offload and group to Plan.stage, not here")
+    plan = stage if isinstance(stage, Plan) else Plan.stage(stage, *options)
     parameter, gradient, master = PRECISIONS[precision]
     cost = Bytes(parameter, gradient, master + OPTIMIZERS[optimizer])
     result = Breakdown()
@@ -179,8 +180,8 @@ def estimate_activations(
 
     Korthikanti et al. 2022, sec. 4, without dropout and tensor parallelism:
     32·s·b·h a layer. "selective" saves what the matrix products return,
-    22·s·b·h, and "full" the layer's input, 2·s·b·h. `attention` that is not
-    "fused" but "unfused" adds its scores to "none", 5·a·s²·b.
+    22·s·b·h, and "full" the layer's input, 2·s·b·h. With "none" attention
+    that is "unfused" also saves its scores, 5·a·s²·b.
     """
     check("attention", attention, ("fused", "unfused"))
     sbh = sequence * micro_batch * hidden

@@ -1,6 +1,6 @@
 """What a step did, where, when and for which unit: one format for all that draws it.
 
-The simulator of chapter 8 gives a `Trace`, and so does a recorded run, `minizero.trace`.
+The simulator of chapter 8 makes a `Trace`, and so does the recorder `minizero.trace`.
 `chrome` is the format that Perfetto opens: slices and counters (Trace Event Format,
 Google 2016). The book's timeline draws it too.
 """
@@ -21,9 +21,9 @@ class Slice(NamedTuple):
     """What a rank did on one of `LANES`, in seconds since the recording began.
 
     `nbytes`: how many it sent or copied. `call`: the number of the collective, the same
-    on each rank; -1 for what is none. `peers`: the ranks that take part in it, if those
-    are not all. `source`: the line that does it, as `path#name#line`. A slice without
-    duration marks a moment.
+    on each rank; -1 if it is none. `peers`: the ranks that take part in it, if those
+    are not all. `source`: the line that does it, as `path#name#line`, for a link to it.
+    A slice without duration marks a moment.
     """
 
     rank: int
@@ -76,8 +76,8 @@ class Trace:
 
     def peak(self, rank: int, place: str = "device") -> int:
         """The most live bytes of a rank at once."""
-        every = (live for _, live in self.live(rank))
-        totals = (sum(n for at, n in live.items() if at[0] == place) for live in every)
+        lives = (live.items() for _, live in self.live(rank))
+        totals = (sum(n for (at, _), n in live if at == place) for live in lives)
         return max(totals, default=0)
 
     def chrome(self) -> dict[str, Any]:
@@ -88,13 +88,12 @@ class Trace:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
     def _events(self, rank: int) -> Iterator[dict[str, Any]]:
-        at: dict[str, Any] = {"pid": rank}
         name = f"rank {rank}" if rank < self.ranks else "simulated"
-        yield at | _meta("process_name", name=name)
+        yield {"pid": rank} | _meta("process_name", name=name)
         tracks = _tracks([s for s in self.slices if s.rank == rank])
         # Perfetto takes thread 0 for none, and the process's number for its main thread
         for thread, (lane, slices) in enumerate(tracks, 1000 * rank + 1):
-            at = {"pid": rank, "tid": thread}
+            at: dict[str, Any] = {"pid": rank, "tid": thread}
             yield at | _meta("thread_name", name=lane)
             yield at | _meta("thread_sort_index", sort_index=thread)
             for s in slices:
@@ -103,8 +102,8 @@ class Trace:
                 args |= {"peers": list(s.peers)} if s.peers else {}
                 event = at | {"name": f"{s.verb} {s.unit}".strip(), "cat": s.lane}
                 event |= {"ts": s.begin * 1e6, "args": args}
-                lasts = {"ph": "X", "dur": (s.end - s.begin) * 1e6}
-                yield event | (lasts if s.end > s.begin else {"ph": "i", "s": "t"})
+                duration = {"ph": "X", "dur": (s.end - s.begin) * 1e6}
+                yield event | (duration if s.end > s.begin else {"ph": "i", "s": "t"})
         for time, live in self.live(rank):
             for place in dict.fromkeys(place for place, _ in live):
                 args = {name: live.get((place, name), 0) for name in CATEGORIES}
@@ -146,8 +145,8 @@ def moments(samples: Iterable[Sample], rank: int, shift: float) -> Iterator[Mome
     for sample in samples:
         now = {("device", c): n for c, n in sample.live.items()}
         now |= {("host", c): n for c, n in sample.host.items()}
-        gone = {key: n - before.get(key, 0) for key, n in now.items()}
-        changes = tuple(Change(*key, n) for key, n in gone.items() if n)
+        delta = {key: n - before.get(key, 0) for key, n in now.items()}
+        changes = tuple(Change(*key, n) for key, n in delta.items() if n)
         if changes:
             yield Moment(rank, sample.time + shift, changes)
         before = now

@@ -32,13 +32,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A storage when it was last seen; `alive` calls back when it is freed."""
+class StorageRecord:
+    """A storage as it is counted; `on_free` calls back when it is freed."""
 
     nbytes: int
     category: str
     host: bool
-    alive: weakref.ref[Any] = field(compare=False)
+    on_free: weakref.ref[Any] = field(compare=False)
 
 
 class Tracker(TorchDispatchMode):
@@ -50,7 +50,7 @@ class Tracker(TorchDispatchMode):
     tensors of a plain model and optimizer are labelled if you pass these here.
 
     `live`, `peak` and `peaks` are of the device, `host` and `host_peak` of host memory.
-    `samples` has the counts after each change.
+    `samples`: counts after each change. A second `with` adds to samples and peaks.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Tracker(TorchDispatchMode):
         self.host, self.peaks = dict(self.live), dict(self.live)
         self.peak = self.host_peak = 0
         self.samples: list[Sample] = []
-        self.seen: dict[int, Seen] = {}
+        self.records: dict[int, StorageRecord] = {}
         self._model, self._optimizer = model, optimizer
-        self._states = 0  # parameters that have optimizer state
+        self._labelled = 0  # parameters whose optimizer state is labelled
         self._stack = ExitStack()  # undoes what entering did
 
     @property
@@ -84,37 +84,38 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_iter(out) if isinstance(x, Tensor)]
-        labels.note_outputs(tensors, args, kwargs)
+        labels.inherit_host(tensors, args, kwargs)
         for x in tensors:
             if x.device.type != "meta":
                 self.see(x.untyped_storage())
         # the first step makes states, one parameter after the other
-        if self._optimizer is not None and len(self._optimizer.state) > self._states:
-            self._states = len(self._optimizer.state)
+        if self._optimizer is not None and len(self._optimizer.state) > self._labelled:
+            self._labelled = len(self._optimizer.state)
             label_states(self._optimizer)
         return out
 
     def see(self, storage: UntypedStorage, category: str | None = None) -> None:
-        """Bring the count of one storage up to date."""
+        """Count a storage that is new, or has another size, category or memory now."""
         key, host = storage._cdata, labels.on_host(storage)
-        before = self.seen.get(key)
-        if before is None:
+        before = self.records.get(key)
+        if before is None:  # new: as if it had been empty before
             category = category or labels.categories.get(storage, "activations")
-            alive = weakref.ref(storage, lambda _: self.forget(key))
-            before = Seen(0, category, host, alive)
+            on_free = weakref.ref(storage, lambda _: self.forget(key))
+            before = StorageRecord(0, category, host, on_free)
         category = category or before.category
-        after = Seen(storage.nbytes(), category, host, before.alive)
-        self.seen[key] = after
+        after = StorageRecord(storage.nbytes(), category, host, before.on_free)
+        self.records[key] = after
         if after == before:
             return
         self._add(before, -before.nbytes)
         self._add(after, after.nbytes)
         self._record()
+        # what was host memory before is new on the device
         grown = after.nbytes - (0 if before.host else before.nbytes)
         if grown > 0 and not host:
             try:
                 self.allocated(storage, grown)
-            except BaseException:
+            except BaseException:  # refused: then the operation fails
                 self.forget(key)
                 raise
 
@@ -122,14 +123,14 @@ class Tracker(TorchDispatchMode):
         """Called after a storage grew by `nbytes`; a subclass may refuse that."""
 
     def forget(self, key: int) -> None:
-        """A storage was freed."""
-        if key in self.seen:
-            seen = self.seen.pop(key)
-            self._add(seen, -seen.nbytes)
+        """Take a freed storage off the counts."""
+        if key in self.records:
+            freed = self.records.pop(key)
+            self._add(freed, -freed.nbytes)
             self._record()
 
-    def _add(self, seen: Seen, nbytes: int) -> None:
-        (self.host if seen.host else self.live)[seen.category] += nbytes
+    def _add(self, record: StorageRecord, nbytes: int) -> None:
+        (self.host if record.host else self.live)[record.category] += nbytes
 
     def _record(self) -> None:
         self.peak = max(self.peak, self.total)
@@ -142,7 +143,7 @@ class Tracker(TorchDispatchMode):
         self.live = dict.fromkeys(CATEGORIES, 0)
         self.host = dict(self.live)
         undo = self._stack.callback
-        undo(self.seen.clear)
+        undo(self.records.clear)
         undo(labels.trackers.remove, self)
         labels.start(self)
         original = torch.UntypedStorage.resize_
@@ -170,14 +171,14 @@ class Tracker(TorchDispatchMode):
     def _label_model(self, model: nn.Module) -> None:
         """Label a plain model, and its gradients when backward forms them."""
 
-        def grad_ready(p: Tensor) -> None:
+        def label_grad(p: Tensor) -> None:
             if p.grad is not None:
                 label(p.grad, "gradients")
 
         for p in model.parameters():
-            grad_ready(label(p, "parameters"))
+            label_grad(label(p, "parameters"))
             if p.requires_grad:
-                hook = p.register_post_accumulate_grad_hook(grad_ready)
+                hook = p.register_post_accumulate_grad_hook(label_grad)
                 self._stack.callback(hook.remove)
         for b in model.buffers():
             label(b, "buffers")

@@ -4,10 +4,10 @@ Read `bus` and `host` (host memory), `delayed` (an update beside the next step),
 `swap_file`, `staging` and `nvme` (disk). Imports `zero` and what is below it.
 """
 
-from .bus import CopyStream, DoubleBuffer
+from .bus import CopyStream
 from .delayed import Delayed
 from .host import Offload
 from .nvme import NVMe
 from .swap_file import DiskFault
 
-__all__ = ["CopyStream", "Delayed", "DiskFault", "DoubleBuffer", "NVMe", "Offload"]
+__all__ = ["CopyStream", "Delayed", "DiskFault", "NVMe", "Offload"]

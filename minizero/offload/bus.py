@@ -66,8 +66,8 @@ def empty(
 def placeholder(like: Tensor, on: str) -> Tensor:
     """A tensor of the same shape that takes no memory and reads as NaN.
 
-    It stands for a tensor that is stored elsewhere; during an update its
-    `.data` is a copy of that tensor where the optimizer works.
+    (Integers read as 0.) It stands for a tensor that is stored elsewhere; during an
+    update its `.data` is a copy of that tensor where the optimizer works.
     """
     value = torch.nan if like.is_floating_point() else 0
     where = device() if on == "device" else torch.device("cpu")
@@ -78,10 +78,10 @@ def placeholder(like: Tensor, on: str) -> Tensor:
 
 
 class DoubleBuffer:
-    """Two blocks of memory that are used in turn; `take` cuts tensors from them.
+    """Two blocks of memory that are used in turn; `take` cuts tensors from one of them.
 
-    A tensor cut from a block is overwritten two turns later. `nbytes`: what
-    one turn may cut, `aligned` sizes added up. `on`: "device" or "cpu".
+    Call `turn` before each unit; what was cut for it is overwritten two turns later.
+    `nbytes`: what one turn may cut, `aligned` sizes added up. `on`: "device" or "cpu".
     """
 
     def __init__(self, on: str) -> None:
@@ -108,16 +108,24 @@ class DoubleBuffer:
 
 
 class HostStorage(Storage):
-    """The bookkeeping of storages that use the bus: what a placeholder stands for.
+    """What a placeholder stands for, and where the optimizer works; `Offload` copies.
 
-    `at`: "device" or "cpu", where the optimizer works. `down`, `up`: the two directions.
+    `down`: the stream of copies from device to host; `up`: from host to device.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.at = "device" if plan.optimizer.on == "device" else "cpu"
         self.down, self.up = CopyStream(), CopyStream()
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of placeholders
+
+    @property
+    def at(self) -> str:
+        """Where the optimizer works: "device" or "cpu"."""
+        return "device" if self.plan.optimizer.on == "device" else "cpu"
+
+    def has_master_copy(self, flat: Flat) -> bool:
+        """Whether the optimizer updates a copy of the shard, in place of the shard."""
+        return self._stored.get(flat.master, flat.master) is not flat.shard
 
     def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
         """The precision's copy, where the optimizer works; or the shard."""
@@ -130,7 +138,7 @@ class HostStorage(Storage):
         return master
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._stored.get(flat.master) is not flat.shard:
+        if self.has_master_copy(flat):
             master = self.read_shard(flat.master)
             precision.shard_to_master(master, self.read_shard(flat.shard))
             self.write_shard(flat.master, master)

@@ -29,7 +29,7 @@ class Delayed(Offload):
     A thread makes the update of step t during the forward and backward of
     step t + 1; its parameters arrive at the end of that. A gradient is thus
     computed from parameters that lack the update before. The first `start`
-    steps of this object wait for it; pass 0 to resume a run after them.
+    updates are not delayed; pass 0 to resume a run after them.
     """
 
     def __init__(self, plan: Plan, start: int = 0) -> None:
@@ -43,17 +43,17 @@ class Delayed(Offload):
         self._thread = ThreadPoolExecutor(1, "update")
         # the update under way: of each unit, the thread's result
         self._under_way: dict[Unit, Future[None]] = {}
-        # the second set, on the host: gradients, and shards (rounded)
-        self._grads: dict[Flat, Tensor] = {}
-        self._shards: dict[Flat, Tensor] = {}
+        # what the thread reads, and what it updates (or rounds), on the host
+        self._taken_grads: dict[Flat, Tensor] = {}
+        self._updated_shards: dict[Flat, Tensor] = {}
 
     def master(self, flat: Flat, copy: Tensor | None) -> Tensor:
         """Always a copy on the host: the shards are in use meanwhile."""
         master = self.store(flat.shard if copy is None else copy, "optimizer")
-        self._shards[flat] = master
+        self._updated_shards[flat] = master
         if copy is not None:
             shape, dtype = flat.shard.shape, flat.shard.dtype
-            self._shards[flat] = host_empty(shape, dtype, "buffers")
+            self._updated_shards[flat] = host_empty(shape, dtype, "buffers")
         return master
 
     # continued: delayed-update
@@ -62,11 +62,11 @@ class Delayed(Offload):
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
         self._take_gradients([f for unit in units for f in unit.trainable])
-        optimizer, precision = self._as_now(optimizer, precision)
+        optimizer, precision = self._freeze_settings(optimizer, precision)
         for unit in [unit for unit in units if unit.trainable]:
             for flat in unit.trainable:
-                flat.staged_grad = self._grads[flat]
-                flat.staged_shard = self._shards[flat]
+                flat.staged_grad = self._taken_grads[flat]
+                flat.staged_shard = self._updated_shards[flat]
             self._under_way[unit] = self._thread.submit(
                 self.step, unit.trainable, optimizer, precision
             )
@@ -75,11 +75,11 @@ class Delayed(Offload):
             yield self.flush()
 
     # continued: delayed-now
-    def _as_now(
+    def _freeze_settings(
         self, optimizer: Optimizer, precision: Precision
     ) -> tuple[Optimizer, Precision]:
         """Copies with this step's settings; they share the states."""
-        # fetches its factor: the thread would wait for an idle device
+        # fetch the clip factor now: the thread would wait for the device
         precision.cast_grad(torch.zeros((), device="cpu"))
         # learning rate schedulers look for this before they warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -99,16 +99,17 @@ class Delayed(Offload):
     # continued: delayed-take
     def _take_gradients(self, flats: list[Flat]) -> None:
         """Keep this step's gradients; the next backward writes to others."""
+        taken = self._taken_grads
         self.down.follow()
         for flat in flats:
             assert flat.mean is not None
-            if flat not in self._grads:
+            if flat not in taken:
                 shape, dtype = flat.mean.shape, flat.mean.dtype
-                self._grads[flat] = host_empty(shape, dtype, "gradients")
+                taken[flat] = host_empty(shape, dtype, "gradients")
             if self.plan.gradients.on == "cpu":
-                self._grads[flat], flat.mean = flat.mean, self._grads[flat]
+                taken[flat], flat.mean = flat.mean, taken[flat]
             else:
-                self.down.copy(self._grads[flat], flat.mean)
+                self.down.copy(taken[flat], flat.mean)
         self.down.event().synchronize()
 
     # continued: delayed-flush

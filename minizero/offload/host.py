@@ -34,15 +34,15 @@ class Offload(HostStorage):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.moves_parameters = plan.parameters.on != self.at
-        self.moves_gradients = plan.gradients.on != self.at
-        # the directions of the bus as the optimizer sees them
+        self.stages_parameters = plan.parameters.on != self.at
+        self.stages_gradients = plan.gradients.on != self.at
+        # the copies to the optimizer, and those from it
         self._inward, self._outward = self.down, self.up
         if self.at == "device":
             self._inward, self._outward = self.up, self.down
         # two blocks each: for the update, and for gradients that arrive
         self._staging = DoubleBuffer(self.at)
-        self._landing = DoubleBuffer("cpu")
+        self._gradient_blocks = DoubleBuffer("cpu")
         # under way: (shard, copy of its mean, source kept alive, event)
         self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
 
@@ -72,13 +72,13 @@ class Offload(HostStorage):
         if self.plan.gradients.on == "device":
             shard.add_(mean)
             return
-        if self._landing.nbytes < aligned(mean.nbytes):
+        if self._gradient_blocks.nbytes < aligned(mean.nbytes):
             self.wait_for_copies()
-            self._landing.reserve(aligned(mean.nbytes))
+            self._gradient_blocks.reserve(aligned(mean.nbytes))
         if len(self._arriving) == 2:
             self._add_oldest()
-        self._landing.turn()
-        copied = self._landing.take(mean)
+        self._gradient_blocks.turn()
+        copied = self._gradient_blocks.take(mean)
         kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)
@@ -99,8 +99,8 @@ class Offload(HostStorage):
     ) -> Iterator[list[Unit]]:
         """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
         units = [unit for unit in units if unit.trainable]
-        rooms = (sum(map(self._crossing, unit.trainable)) for unit in units)
-        self._staging.reserve(max(rooms, default=0))
+        sizes = (sum(map(self._staged_bytes, u.trainable)) for u in units)
+        self._staging.reserve(max(sizes, default=0))
         staged = [self._stage(unit) for unit in units[:1]]
         for i, unit in enumerate(units):
             staged += [self._stage(later) for later in units[i + 1 : i + 2]]
@@ -111,11 +111,11 @@ class Offload(HostStorage):
             yield [unit]
         self._outward.event().wait()
 
-    def _crossing(self, flat: Flat) -> int:
-        """Bytes that its update copies in."""
+    def _staged_bytes(self, flat: Flat) -> int:
+        """Bytes of the block that its update takes."""
         gradient = flat.shard.numel() * flat.grad_dtype.itemsize
-        nbytes = aligned(flat.shard.nbytes) * self.moves_parameters
-        return nbytes + aligned(gradient) * self.moves_gradients
+        nbytes = aligned(flat.shard.nbytes) * self.stages_parameters
+        return nbytes + aligned(gradient) * self.stages_gradients
 
     # continued: host-stage
     def _stage(self, unit: Unit) -> Callable[[], None]:
@@ -127,12 +127,13 @@ class Offload(HostStorage):
         for flat in unit.trainable:
             assert flat.mean is not None
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
-            if self.moves_parameters:
+            if self.stages_parameters:
                 flat.staged_shard = self._staging.take(flat.shard)
-                if flat.master in self._stored:
+                # a master copy is rounded into it; without one it is updated
+                if not self.has_master_copy(flat):
                     self._inward.copy(flat.staged_shard, flat.shard)
                     flat.master.data = flat.staged_shard
-            if self.moves_gradients:
+            if self.stages_gradients:
                 flat.staged_grad = self._staging.take(flat.mean)
                 self._inward.copy(flat.staged_grad, flat.mean)
         copied = self._inward.event()
@@ -144,10 +145,10 @@ class Offload(HostStorage):
         labels.mark("out", unit.name)
         self._outward.follow()
         for flat in unit.trainable:
-            if self.moves_parameters:
+            if self.stages_parameters:
                 self._outward.copy(flat.shard, flat.staged_shard)
-            if flat.master in self._stored:
-                flat.master.data = placeholder(flat.master, self.at)
+                if not self.has_master_copy(flat):
+                    flat.master.data = placeholder(flat.master, self.at)
             del flat.staged_shard
         if self.at == "cpu":
             self._outward.event().wait()  # the publication reads shards

@@ -23,9 +23,9 @@ from ..zero.seams import Precision, Schedule
 from .bus import empty, placeholder
 from .host import Offload
 from .staging import Slice, StagedTensor, StagingBuffers
-from .swap_file import SwapFile, SwappedTensor, Transfer
+from .swap_file import ALIGN, SwapFile, SwappedTensor, Transfer
 
-# The optimizer rounds the elements of an incomplete vector in another way.
+# torch's fused Adam computes vectors, and rounds an incomplete one in another way
 VECTOR = 64
 
 
@@ -46,6 +46,7 @@ class NVMe(Offload):
     """
 
     places: tuple[str, ...] = ("device", "cpu", "nvme")
+    at = "cpu"
 
     def __init__(
         self,
@@ -58,19 +59,20 @@ class NVMe(Offload):
         queue_depth: int = 8,
     ) -> None:
         super().__init__(plan)
-        if buffer_size < VECTOR or buffer_size % VECTOR:
-            raise ValueError(
-                f"buffer_size must be a multiple of {VECTOR} elements, not "
-                f"{buffer_size!r}"
-            )
-        self.at = "cpu"
+        for name, size, unit, what in (
+            ("buffer_size", buffer_size, VECTOR, "elements"),
+            ("block_size", block_size, ALIGN, "bytes"),
+        ):
+            if size < unit or size % unit:
+                must = f"must be a multiple of {unit} {what}"
+                raise ValueError(f"{name} {must}, not {size!r}")
         self.buffer_size = buffer_size
         self.buffers = StagingBuffers(buffer_count)
         chosen = folder or os.environ.get("MINIZERO_NVME") or tempfile.gettempdir()
         self.swap = SwapFile(Path(chosen), block_size, queue_depth)
         # of a placeholder, the place on disk of what it stands for
         self._swapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # records that are read ahead of their use
+        # records that are read ahead of their use, in the order in which that comes
         self._ahead: dict[tuple[SwappedTensor, int], tuple[Tensor, Transfer]] = {}
         self._fault: BaseException | None = None
 
@@ -92,14 +94,14 @@ class NVMe(Offload):
         try:
             yield
         except BaseException as fault:
-            self.close(fault)
+            # raised in a generator when the loop that it serves fails
+            self.close(fault.__context__ if isinstance(fault, GeneratorExit) else fault)
             raise
 
     def close(self, why: BaseException | None = None) -> None:
         """Wait for what is under way, and give the disk's space back."""
-        if self._fault is None:
-            self._fault = why or RuntimeError("close() was called")
-            self.swap.close()
+        self._fault = self._fault or why or RuntimeError("close() was called")
+        self.swap.close()
 
     @property
     def on_disk(self) -> Bytes:
@@ -153,7 +155,7 @@ class NVMe(Offload):
         if swapped is None:
             return super().read_shard(shard, a, b)
         b = swapped.size if b is None else min(b, swapped.size)
-        out = host_empty((b - a,), swapped.dtype, "buffers", passing=True)
+        out = host_empty((b - a,), swapped.dtype, "buffers", temporary=True)
         for part, at in self._records(swapped, a, b):
             out[at] = part
         return out
@@ -161,7 +163,7 @@ class NVMe(Offload):
     def _records(
         self, swapped: SwappedTensor, a: int, b: int, write: bool = False
     ) -> Iterator[tuple[Tensor, slice]]:
-        """Of each record its elements in [a, b), in a buffer, and their slice of it."""
+        """Of each record its elements in [a, b), in a buffer, and their slice of [a, b)."""
         with self.guard():
             self._cancel_reads()
             self.buffers.reserve(swapped.record_bytes)
@@ -169,7 +171,7 @@ class NVMe(Offload):
                 start, stop = swapped.range(record)
                 low, high = max(a, start), min(b, stop)
                 buffer = self.buffers.take()
-                if not write or high - low < stop - start:
+                if not write or high - low < stop - start:  # keeps the other elements
                     swapped.read(record, buffer).synchronize()
                 elements = swapped.elements(record, buffer)
                 yield elements[low - start : high - start], slice(low - a, high - a)
@@ -183,7 +185,7 @@ class NVMe(Offload):
         if swapped is None:
             return super().load(shard, into)
         with self.guard():
-            if next(iter(self._ahead), None) != (swapped, 0):  # not as expected
+            if next(iter(self._ahead), None) != (swapped, 0):  # another comes first
                 self._cancel_reads()
             for record in range(swapped.records):
                 self._read_ahead(swapped, record)
@@ -225,8 +227,8 @@ class NVMe(Offload):
         with self.guard():
             self._cancel_reads()
             todo = list(self._slices(units, optimizer))
-            rooms = (sum(t.room for t in part.tensors) for part in todo)
-            self.buffers.reserve(max(rooms, default=0))
+            sizes = (sum(t.nbytes for t in part.tensors) for part in todo)
+            self.buffers.reserve(max(sizes, default=0))
             last = {part.unit: part for part in todo}
             # how many slices are read in advance; one buffer is left for a write
             launched, ahead = 0, max(1, self.buffers.count - 1)
@@ -236,7 +238,7 @@ class NVMe(Offload):
                     later.launch_reads(self.buffers.take())
                 launched = max(launched, i + ahead)
                 state = optimizer.state[part.flat.master]
-                part.show(state)
+                part.expose(state)
                 self.step([part.flat], optimizer, precision)
                 labels.mark("update", part.unit.name)
                 self.buffers.give(part.buffer, part.launch_writes(state))
@@ -252,29 +254,20 @@ class NVMe(Offload):
         for unit, flat in [(u, flat) for u in units for flat in u.trainable]:
             master, state = flat.master, optimizer.state[flat.master]
             states = {k: v for k, v in state.items() if getattr(v, "ndim", 0) == 1}
-            others = {k: v for k, v in state.items() if k not in states}
-            fresh = not states
-            if fresh:
+            scalars = {k: v for k, v in state.items() if k not in states}
+            made = bool(states)  # in an update before
+            if not made:
                 group = optimizer.param_groups[flat.group or 0]
                 for key, dtype in state_layout(optimizer, group, master).items():
                     like = torch.empty(master.shape, dtype=dtype, device="meta")
                     states[key] = self._allocate(like, "optimizer")
-            end, has_copy = master.numel(), self._stored[master] is not flat.shard
+            end, has_copy = master.numel(), self.has_master_copy(flat)
             for a in range(0, end, self.buffer_size):
-                part = partial(self._part, a, min(a + self.buffer_size, end))
+                part = partial(StagedTensor, self, a, min(a + self.buffer_size, end))
                 assert flat.mean is not None
                 # a master copy is rounded into them
                 values = part("parameters", flat.shard, read=not has_copy)
                 grad = part("gradients", flat.mean, written=False)
                 copy = part("optimizer", self._stored[master]) if has_copy else values
-                moments = {
-                    k: part("optimizer", t, read=not fresh) for k, t in states.items()
-                }
-                yield Slice(unit, flat, values, grad, copy, moments, others, fresh)
-
-    def _part(
-        self, a: int, b: int, category: str, tensor: Tensor, **how: bool
-    ) -> StagedTensor:
-        """Elements a to b of a tensor, wherever the plan places its category."""
-        on = getattr(self.plan, category).on
-        return StagedTensor(tensor, on, self.swapped(tensor), a, b, **how)
+                parts = {k: part("optimizer", s, read=made) for k, s in states.items()}
+                yield Slice(unit, flat, values, grad, copy, parts, scalars, made)

@@ -83,34 +83,36 @@ class StagingBuffers:
 class StagedTensor:
     """Elements a to b of a tensor, while the host updates them.
 
-    `staged`: the elements, in host memory: they themselves, if `on` is
-    "cpu", else a copy in a staging buffer, of which it takes `room` bytes.
-    `swapped`: the tensor's place on disk, or None; a and b are then the
-    borders of a record. `read`, `written`: whether the update needs the old
-    values, and changes them.
+    `staged`: the elements, in host memory. A tensor whose category is
+    placed on "cpu" is used in place; one on the "device" is copied to a
+    section of a staging buffer; of one on "nvme" a to b is a record,
+    which is read into it. `nbytes`: of this section. `read`, `written`:
+    whether the update needs the old values, and changes them.
     """
 
     def __init__(
-        self, tensor: Tensor, on: str, swapped: SwappedTensor | None,
-        a: int, b: int, read: bool = True, written: bool = True,
+        self, storage: Any, a: int, b: int, category: str, tensor: Tensor,
+        read: bool = True, written: bool = True,
     ) -> None:
-        self.tensor, self.swapped, self.a, self.b = tensor, swapped, a, b
+        self.tensor, self.a, self.b = tensor, a, b
         self.read, self.written = read, written
-        self.record = a // swapped.step if swapped else 0
+        self.swapped: SwappedTensor | None = storage.swapped(tensor)
         self.reading: Transfer | None = None
+        in_place = getattr(storage.plan, category).on == "cpu"
         nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
-        self.room = 0 if on == "cpu" else nbytes
+        self.nbytes = 0 if in_place else nbytes
 
     # continued: staging-staged-moves
     def launch_read(self, section: Tensor) -> None:
         """Launch what brings the elements to this section of a buffer."""
         self.section = section
         self.staged = stored = self.tensor[self.a : self.b]
-        if self.room:
+        if self.nbytes:
             self.staged = section.view(self.tensor.dtype)[: self.b - self.a]
         if self.swapped is not None and self.read:
-            self.reading = self.swapped.read(self.record, section)
-        elif self.room and self.read:
+            record = self.a // self.swapped.step
+            self.reading = self.swapped.read(record, section)
+        elif self.nbytes and self.read:
             self.staged.copy_(stored)
 
     def launch_write(self) -> Transfer | None:
@@ -118,8 +120,9 @@ class StagedTensor:
         if not self.written:
             return None
         if self.swapped is not None:
-            return self.swapped.write(self.record, self.section)
-        if self.room:
+            record = self.a // self.swapped.step
+            return self.swapped.write(record, self.section)
+        if self.nbytes:
             self.tensor[self.a : self.b].copy_(self.staged)
         return None
 
@@ -129,19 +132,19 @@ class Slice:
     """Some elements of a flat's shard, and all that their update needs.
 
     `values`: of the parameters. `master`: the same object where no copy is
-    kept. `states`: the optimizer's with one value for each element; they are
-    `fresh` if it has yet to make them. `others`: what else it keeps, such as
-    a step counter, as it was before this update.
+    kept. `states`: the optimizer's with one value for each element;
+    `has_states`: whether it has made them before. `scalars`: what else it
+    keeps, such as a step counter, as it was before this update.
     """
 
     unit: Unit
-    flat: Any  # a flat buffer
+    flat: Any  # a `Flat`
     values: StagedTensor
     grad: StagedTensor
     master: StagedTensor
     states: dict[str, StagedTensor]
-    others: dict[str, Any]
-    fresh: bool
+    scalars: dict[str, Any]
+    has_states: bool
 
     @property
     def tensors(self) -> list[StagedTensor]:
@@ -152,12 +155,12 @@ class Slice:
         """Launch all reads, into this staging buffer."""
         self.buffer, start = buffer, 0
         for tensor in self.tensors:
-            tensor.launch_read(buffer[start : start + tensor.room])
-            start += tensor.room
+            tensor.launch_read(buffer[start : start + tensor.nbytes])
+            start += tensor.nbytes
 
     # continued: staging-slice-show
-    def show(self, state: dict[str, Any]) -> None:
-        """Wait for the reads; let the optimizer have this slice only."""
+    def expose(self, state: dict[str, Any]) -> None:
+        """Wait for the reads; point the optimizer at this slice only."""
         for tensor in self.tensors:
             if tensor.reading is not None:
                 tensor.reading.synchronize()
@@ -166,13 +169,14 @@ class Slice:
         self.flat.staged_grad = self.grad.staged
         self.flat.staged_shard = self.values.staged
         state.clear()
-        state.update(copy.deepcopy(self.others))
-        if not self.fresh:
+        state.update(copy.deepcopy(self.scalars))
+        if self.has_states:
             state.update({key: s.staged for key, s in self.states.items()})
 
     def launch_writes(self, state: dict[str, Any]) -> list[Transfer]:
         """Launch all writes; the optimizer is left with placeholders."""
         for key, part in self.states.items():
+            # if the optimizer has made it, or replaced it
             if state[key].data_ptr() != part.staged.data_ptr():
                 part.staged.copy_(state[key])
             state[key] = part.tensor

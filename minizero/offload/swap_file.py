@@ -26,7 +26,7 @@ class DiskFault(RuntimeError):
     """A swap file that cannot be made, written or read; the message names its folder."""
 
 
-def explained(folder: Path, error: OSError) -> DiskFault:
+def disk_fault(folder: Path, error: OSError) -> DiskFault:
     """The same error as a DiskFault, with what to do about it."""
     return DiskFault(f"{folder}: {error.strerror}; choose another folder or free space")
 
@@ -70,34 +70,29 @@ class SwapFile:
     """A file without a name in `folder`, which only this process can reach.
 
     The system frees it when it is closed or the process ends, in whatever way. It
-    bypasses the page cache (`direct`) where the file system allows that.
+    bypasses the page cache (`O_DIRECT`) where the file system allows that.
 
     A transfer is cut into requests of `block_size` bytes. `queue_depth` threads each
     wait in `preadv` or `pwrite` without holding Python's lock, so that many requests
-    are in flight. (Both names are those of DeepSpeed's `aio` section.) `size`: bytes
-    allocated so far.
+    are in flight. (Both names are those of DeepSpeed's `aio` section; a block is a
+    multiple of `ALIGN`.) `size`: bytes allocated so far.
     """
 
     def __init__(
         self, folder: Path, block_size: int = 1 << 20, queue_depth: int = 8
     ) -> None:
-        if block_size < ALIGN or block_size % ALIGN:
-            raise ValueError(
-                f"block_size must be a multiple of {ALIGN} bytes, not {block_size!r}"
-            )
-        self.path, self.block_size, self.size = folder, block_size, 0
+        self.folder, self.block_size, self.size = folder, block_size, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # O_TMPFILE, or a name that is unlinked at once
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise explained(folder, error) from error
+            raise disk_fault(folder, error) from error
         self._close_file = weakref.finalize(self, file.close)
         self.fd = file.fileno()
-        self.direct = False
         with suppress(AttributeError, OSError):  # not every system can do it
             flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
-            self.direct = fcntl.fcntl(self.fd, fcntl.F_SETFL, flags) == 0
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
         self._threads = ThreadPoolExecutor(queue_depth, "file")
 
     def allocate(self, nbytes: int) -> int:
@@ -109,11 +104,11 @@ class SwapFile:
             else:  # macOS: there a full disk is found by a write
                 os.ftruncate(self.fd, self.size)
         except OSError as error:
-            raise explained(self.path, error) from error
+            raise disk_fault(self.folder, error) from error
         return at
 
     def read(self, offset: int, buffer: Tensor) -> Transfer:
-        """Launch a read into contiguous host memory, of whole pages if `direct`."""
+        """Launch a read into contiguous host memory, in whole pages (`aligned_buffer`)."""
         return self._launch(os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> Transfer:
@@ -128,13 +123,11 @@ class SwapFile:
     def _launch(
         self, call: Callable[..., int], offset: int, buffer: Tensor
     ) -> Transfer:
-        started, data = time.perf_counter(), buffer.view(torch.uint8)
-        # the slice that a thread gets keeps the memory alive
+        started, size = time.perf_counter(), self.block_size
+        # the block that a thread gets keeps the memory alive
         requests = [
-            self._threads.submit(
-                self._request, call, data[a : a + self.block_size], offset + a
-            )
-            for a in range(0, data.nbytes, self.block_size)
+            self._threads.submit(self._request, call, block, offset + i * size)
+            for i, block in enumerate(buffer.view(torch.uint8).split(size))
         ]
         return Transfer(started, requests)
 
@@ -145,10 +138,10 @@ class SwapFile:
             try:
                 count = call(self.fd, [left], at)
             except OSError as error:
-                raise explained(self.path, error) from error
+                raise disk_fault(self.folder, error) from error
             if count == 0:
                 raise DiskFault(
-                    f"{self.path}: the file ends at byte {at:,}, and {len(left):,} "
+                    f"{self.folder}: the file ends at byte {at:,}, and {len(left):,} "
                     "more were to be read; start again"
                 )
             left, at = left[count:], at + count

@@ -20,7 +20,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = torch.finfo(dtype).max
     tiny = torch.finfo(torch.float32).tiny
-    scale = x.abs().amax().float().clamp(min=tiny * largest) / largest
+    most = x.abs().amax() if x.numel() else x.new_zeros(())  # an expert may get no rows
+    scale = most.float().clamp(min=tiny * largest) / largest
     # clamped: rounding may end just above, where e4m3 has no infinity
     values = (x.float() / scale).clamp(-largest, largest).to(dtype)
     return values, scale
@@ -35,7 +36,7 @@ def product(
     8-bit product the same 8-bit values are multiplied in fp32.
     """
     (x, x_scale), (y, y_scale) = a, b
-    gpu = x.device if x.is_cuda else None
+    gpu = x.device if x.is_cuda and x.numel() else None
     if gpu and torch.cuda.get_device_capability(gpu) >= (8, 9):  # from Ada on
         # it takes rows on the left and columns on the right
         columns = y.t().contiguous().t()
@@ -56,11 +57,14 @@ class _Float8Product(torch.autograd.Function):
         return product(x8, (w8[0].t(), w8[1]), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, x_scale, weight = ctx.saved_tensors
         g, g_scale = quantize(grad, E5M2)
-        to_x = product((g, g_scale), quantize(weight, E4M3), grad.dtype)
-        to_weight = product((g.t(), g_scale), (x, x_scale), weight.dtype)
+        to_x = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_x = product((g, g_scale), quantize(weight, E4M3), grad.dtype)
+        if ctx.needs_input_grad[1]:  # a frozen weight needs none
+            to_weight = product((g.t(), g_scale), (x, x_scale), weight.dtype)
         return to_x, to_weight
 
 

@@ -28,7 +28,7 @@ class MixedPrecision(MixedSettings):
         """Make an fp32 copy of this rank's shard; then round the buffer."""
         if not flat.full.is_floating_point():
             return None
-        master = None
+        master = None  # fp32 parameters are updated themselves
         if flat.trainable and self.parameters != torch.float32:
             master = label(shard.to(torch.float32, copy=True), "optimizer")
         flat.full = label(flat.full.to(self.parameters), "parameters")
@@ -37,8 +37,8 @@ class MixedPrecision(MixedSettings):
         return master
 
     # continued: precision-class
-    clip_factor: Tensor | float = 1.0  # until the update
-    grad_factor: Tensor | float = 1.0  # of this update's gradients
+    clip_factor: Tensor | float = 1.0  # from clipping to the update
+    grad_factor: Tensor | float = 1.0  # in the update: that / loss scale
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast floating-point tensors to the parameters' dtype."""
@@ -56,7 +56,10 @@ class MixedPrecision(MixedSettings):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32 because fp16 may overflow."""
         if isinstance(self.clip_factor, Tensor):
-            self.refuse_backward()
+            raise RuntimeError(
+                "backward was called between clip_grad_norm and step; clip "
+                "once, after the last micro-batch, or call zero_grad first"
+            )
         return loss if self.scaler is None else loss.float() * self.loss_scale
 
     def unscale_norm(self, norm: Tensor) -> Tensor:
@@ -97,8 +100,8 @@ class MixedPrecision(MixedSettings):
 
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
 def has_overflow(grads: list[Tensor]) -> bool:
-    """Whether any rank has an inf or a NaN: one all-reduce of one element."""
-    # a NaN makes both ends NaN
+    """Whether a rank of any group has an inf or a NaN: one all-reduce."""
+    # aminmax returns NaN twice if any element is NaN
     ends = [end for grad in grads if grad.numel() for end in grad.aminmax()]
     finite = torch.stack(ends).isfinite().all() if ends else torch.ones(())
     found = 1 - finite.to(device(), torch.float32).view(1)

@@ -30,7 +30,7 @@ class LossScale:
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The inverse. Raises ValueError if the names differ."""
+        """Restore what `state_dict` returned; ValueError if the names differ."""
         if state.keys() != set(self.saved):
             raise ValueError(f"this is another loss scale's state: {', '.join(state)}")
         vars(self).update(state)
@@ -41,11 +41,11 @@ class DynamicLossScale(LossScale):
 
     The first `hysteresis` - 1 overflows only skip their step. Each one after that halves
     the scale too; at `min_loss_scale` it raises OverflowError. After `loss_scale_window`
-    + 1 good steps, and every window after those, the scale doubles and the tolerance is
-    restored (with `consecutive_hysteresis`: after each good step).
+    + 1 good steps, and every window after those, the scale doubles, and `hysteresis`
+    counts anew (with `consecutive_hysteresis`: after each good step).
     """
 
-    saved = ("scale", "lives", "good_steps")
+    saved = ("scale", "lives", "good_steps")  # lives: of `hysteresis`, what is left
 
     def __init__(
         self,
@@ -56,8 +56,7 @@ class DynamicLossScale(LossScale):
         min_loss_scale: float = 1.0,
     ) -> None:
         super().__init__(2.0**initial_scale_power)
-        counts = min(loss_scale_window, hysteresis)
-        if counts < 1 or not 0 < min_loss_scale <= self.scale:
+        if min(loss_scale_window, hysteresis) < 1 or not 0 < min_loss_scale <= self.scale:
             raise ValueError(
                 "loss_scale_window and hysteresis must be at least 1, and min_loss_scale "
                 f"above 0 and at most the first scale, not {loss_scale_window}, "
@@ -84,7 +83,7 @@ class DynamicLossScale(LossScale):
                     "bf16"
                 )
             return
-        # the first step after an overflow does not count
+        # the first step, and the first after an overflow, does not count
         counted, self.good_steps = self.good_steps, self.good_steps + 1
         is_full = counted > 0 and counted % self.loss_scale_window == 0
         if is_full or self.consecutive_hysteresis:
@@ -126,13 +125,6 @@ class MixedSettings(Precision):
             loss_scale = DynamicLossScale()
         self.scaler = loss_scale
 
-    def refuse_backward(self) -> None:
-        """Called by a backward after gradients have been clipped."""
-        raise RuntimeError(
-            "backward was called between clip_grad_norm and step; clip once, after "
-            "the last micro-batch, or call zero_grad first"
-        )
-
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
         """Cast a buffer of `module` in place: others may hold it too."""
         own = module.parameters(recurse=False)
@@ -154,7 +146,7 @@ class MixedSettings(Precision):
         return super().state_dict() | {"loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. Raises ValueError if only one run has a loss scale."""
+        """Restore what `state_dict` returned; ValueError if one has no loss scale."""
         saved = state["loss_scale"]
         if (saved is None) != (self.scaler is None):
             raise ValueError(

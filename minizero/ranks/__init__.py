@@ -7,7 +7,7 @@ stuck). Imports no other part of minizero.
 
 from .pool import Pool, RankError, default_ranks, launch
 from .rendezvous import TIMEOUT, device, init_distributed, rank, world_size
-from .reports import report
+from .reports import Report, report
 
-__all__ = ["Pool", "RankError", "TIMEOUT", "default_ranks", "device"]
+__all__ = ["Pool", "RankError", "Report", "TIMEOUT", "default_ranks", "device"]
 __all__ += ["init_distributed", "launch", "rank", "report", "world_size"]

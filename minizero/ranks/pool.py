@@ -32,10 +32,12 @@ from .rendezvous import TIMEOUT, choose_backend, join
 from .reports import Post, verdict
 from .worker import Reply
 
-LOOK, PATIENCE, LEAVE = 0.25, 1.0, 10.0  # seconds
+LOOK = 0.25  # seconds after which ranks are looked at, though they are silent
+PATIENCE = 1.0  # seconds that others have to come back when one has failed
+LEAVE = 10.0  # seconds that ranks have to leave, or the cause of a failure to appear
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
+# starts a rank; a parent that has torch, and no other thread, may set that of "fork"
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
-"""What starts a rank; "fork" has one too, for a parent of one thread with torch."""
 
 
 class RankError(RuntimeError):
@@ -51,12 +53,12 @@ class RankError(RuntimeError):
 
 
 @contextlib.contextmanager
-def _starting() -> Iterator[None]:
+def _without_main_script() -> Iterator[None]:
     """Inside, processes do not run the caller's script, as multiprocessing has them do.
 
     With cloudpickle functions travel, and a script needs no `__name__ == "__main__"`.
     """
-    # imported once, not by each rank; with a GPU they might use it, before the fork
+    # imported once, by the fork server; CUDA, which some might start, survives no fork
     core = [m for m in sys.modules if re.match(r"minizero\.(?!lab)", m)]
     modules = [__name__] if torch.cuda.is_available() else ["torch._dynamo", *core]
     multiprocessing.set_forkserver_preload(modules)
@@ -163,21 +165,15 @@ class Pool:
         timeout: seconds without progress after which a call counts as hanging. A rank
             makes progress when it enters or leaves a collective, prints or returns.
 
-    They also end when nobody holds the object any more, and with their parent, even if
-    that is killed.
-
-    Raises:
-        ValueError: an argument makes no sense.
-        RankError: a rank could not start.
+    They also end when the object is gone, and with their parent, even if it is killed.
+    Raises ValueError for arguments that make no sense, RankError if a rank cannot start.
     """
 
     def __init__(
         self, nprocs: int, backend: str | None = None, timeout: float = TIMEOUT
     ) -> None:
         if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-            raise ValueError(
-                f"nprocs is {nprocs!r}; give a number of ranks, 1 or more."
-            )
+            raise ValueError(f"nprocs is {nprocs!r}; give a number of ranks from 1 on.")
         backend = choose_backend(backend, nprocs)
         self.size, self.timeout = nprocs, timeout
         self._children: list[Child] = []
@@ -190,9 +186,9 @@ class Pool:
             own = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(nprocs))
             own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
             own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            with _starting():
-                nested = multiprocessing.parent_process()  # then it is its parent's
-                folder = "" if nested else util.get_temp_dir()
+            with _without_main_script():
+                # within a rank the folder is its parent's, which still needs it
+                folder = "" if multiprocessing.parent_process() else util.get_temp_dir()
                 for rank in range(nprocs):
                     # in the list first: if it is interrupted as it starts, it must end
                     self._children.append(Child(rank, folder, os.environ | own))
@@ -217,13 +213,11 @@ class Pool:
         return bool(alive) and all(alive)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; returns the results.
+        """Call `function(*args, **kwargs)` on every rank; returns the results in order.
 
-        Raises:
-            RankError: a rank has raised, ended or hung. If every rank has come back the
-                pool lives on. If not it has ended, as after any error of the parent,
-                KeyboardInterrupt included: a rank that waits for another in a
-                collective cannot be called back.
+        RankError if a rank has raised, ended or hung. If every rank has come back, the
+        pool lives on. If not it has ended (a rank that waits for another in a collective
+        cannot be called back), as after an error of the parent, KeyboardInterrupt too.
         """
         return self.call(worker.pack(function, *args, **kwargs))
 
@@ -255,30 +249,31 @@ class Pool:
         return [cloudpickle.loads(each) for each in results if each]
 
     def _failed(self) -> list[tuple[int, Reply]]:
-        every = self._children
-        return [(c.rank, c.reply) for c in every if c.reply and not c.reply.result]
+        return [(c.rank, r) for c in self._children if (r := c.reply) and not r.result]
 
     def _follow(self, task: bytes, timeout: float) -> None:
-        """Wait for all replies to a task; raise RankError when they cannot come."""
+        """Wait for all replies to a task; raise RankError when they cannot come.
+
+        At once if one has died, after a while if one has failed, else if posts prove it.
+        """
         for each in self._children:
             each.send(task)
         active = time.monotonic()
-        while working := [each for each in self._children if each.reply is None]:
+        while running := [each for each in self._children if each.reply is None]:
             outputs = [c.output for c in self._children if c.process.is_alive()]
-            ready = wait([*(each.tasks for each in working), *outputs], LOOK)
-            for each in working:
+            ready = wait([*(each.tasks for each in running), *outputs], LOOK)
+            for each in running:
                 if each.tasks in ready:
                     each.receive()
             # what a rank has printed before its reply is in its pipe by now
-            if self._show() or any(each.reply for each in working):
+            if self._show() or any(each.reply for each in running):
                 active = time.monotonic()
             now = time.monotonic()
             dead = [each for each in self._children if not each.process.is_alive()]
             for each in dead:
                 each.reply = Reply(now, summary=each.how_it_ended())
             failed = [reply for _, reply in self._failed()]
-            # others may come back too, or the end be noticed that an echo follows from
-            patience = LEAVE if all(reply.is_echo for reply in failed) else PATIENCE
+            patience = LEAVE if all(r.is_consequence for r in failed) else PATIENCE
             late = any(now - reply.time > patience for reply in failed)
             left = {each.rank for each in self._children if each.reply is None}
             why, rank = "", None
@@ -305,9 +300,9 @@ class Pool:
         return came
 
     def _cause(self) -> tuple[str, int]:
-        """The likely cause of all failures, the first that is no echo, and its rank."""
+        """The likely cause, the first failure that is no consequence, and its rank."""
         failed = self._failed()
-        _, first = min(failed, key=lambda each: (each[1].is_echo, each[1].time))
+        _, first = min(failed, key=lambda each: (each[1].is_consequence, each[1].time))
         alike = [rank for rank, each in failed if each.summary == first.summary]
         who = f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
         return f"{who} {first.summary}\n\n{first.details}".strip(), alike[0]
@@ -323,9 +318,9 @@ def launch(
 ) -> list[Any]:
     """Runs `fn(*args, **kwargs)` on `nprocs` ranks; returns their results.
 
-    The function may be defined anywhere, a notebook cell included; it and its
-    arguments must pickle (with cloudpickle). What the ranks print is shown in rank
-    order, behind the number of the rank. `backend`, `timeout`, errors: as for `Pool`.
+    The function may be defined anywhere, also in a notebook's cell; it and its arguments
+    must pickle (with cloudpickle). What ranks print is shown in rank order, each line
+    behind its rank. `backend`, `timeout`, errors: as for `Pool`.
     """
     task = worker.pack(fn, *args, **kwargs)
     with Pool(nprocs, backend, timeout) as pool:

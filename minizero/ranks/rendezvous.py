@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
-ACCELERATOR = "cuda"  # tests have one that is not there
+ACCELERATOR = "cuda"  # tests set the name of a pretended one
 
 
 def rank() -> int:
@@ -57,8 +57,8 @@ def init_distributed(
 ) -> None:
     """Make this process a rank, if it is not one yet.
 
-    Within `launch` and `Pool` there is nothing to do. Under torchrun the environment
-    says which rank of how many. Elsewhere the process is rank 0 of 1.
+    Within `launch` and `Pool` there is nothing to do, whatever the arguments. Under
+    torchrun the environment says which rank of how many. Else it is rank 0 of 1.
 
     Args:
         backend: "nccl", "gloo", or None for nccl where each rank has its own GPU.
@@ -97,7 +97,7 @@ def choose_interface() -> None:
                 query = name.encode().ljust(256, b"\0")
                 with contextlib.suppress(OSError):  # it has no address
                     found = ioctl(probe.fileno(), 0x8915, query)  # SIOCGIFADDR
-                    if found[20:24] == mine:
+                    if found[20:24] == mine:  # ifreq: the name, family, port, address
                         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SOON = 1.0  # seconds after which a mismatch counts: a rank may be about to raise
+GRACE = 1.0  # seconds after which a mismatch counts: a rank may be about to raise
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 DIFFERENT = "the ranks are out of step: they have called different collectives."
 ALONE = "the ranks are out of step: some wait for one that has returned."
 
 
 class Report(NamedTuple):
-    """The state of a collective on a rank: "launched", "waits", "done"; "queued" on a
-    device.
+    """The state of a collective on a rank.
 
-    `number` counts the collectives of its group of `ranks`, and `history` is their
-    checksum: both are equal on ranks that make the same calls. `what`: it in words.
+    `state`: "launched", "waits" or "done"; "queued" if a device carries it out later.
+    `number` counts the collectives of its group of `ranks`, and `history` is the checksum
+    of all so far: ranks that make the same calls have both equal. `what`: it in words.
     """
 
     time: float = 0.0  # of the monotonic clock
@@ -38,51 +38,58 @@ class Report(NamedTuple):
 
 
 class Post(NamedTuple):
-    """What a rank has done in this task, and its line, if it has been there a while."""
+    """What a rank sends its parent during a task, twice a second."""
 
-    reports: Sequence[Report] = ()  # from old to new
-    line: str = ""
+    reports: Sequence[Report] = ()  # its last ones, from old to new
+    line: str = ""  # where it is, if no collective has begun or ended for a while
 
 
 recent: deque[Report] = deque(maxlen=48)
 
 
-def report(
-    state: str, number: int, what: str, history: int, ranks: tuple[int, ...]
-) -> None:
-    """Note what this rank is doing, as `Report` describes it."""
-    recent.append(Report(time.monotonic(), state, number, what, history, ranks))
+def report(state: str, call: Report) -> None:
+    """Note that this rank has reached a state of a collective."""
+    recent.append(call._replace(time=time.monotonic(), state=state))
 
 
 def verdict(
-    posts: Mapping[int, Post], working: set[int], active: float, timeout: float
+    posts: Mapping[int, Post], running: set[int], active: float, timeout: float
 ) -> str:
-    """Why the ranks at work will never return, and what each does; "" if they may.
+    """Why the running ranks will never return, and what each does; "" if they may.
 
-    `active`: when ranks last printed or returned, or when the task began.
+    `active`: when a rank last printed or returned, or when the task began.
     """
-    now, why = time.monotonic(), ""
-    last = {r: [Report(), *post.reports][-1] for r, post in posts.items()}
-    calls: dict[tuple[int, tuple[int, ...]], dict[int, Report]] = {}
-    for rank, post in posts.items():
-        for each in post.reports:
-            calls.setdefault((each.number, each.ranks), {})[rank] = each
-    for (number, ranks), made in sorted(calls.items()):
-        if why or now - max(each.time for each in made.values()) < SOON:
-            continue
-        if len({each.history for each in made.values()}) > 1:
-            why, last = DIFFERENT, last | made  # the first calls that differ
-        elif any(made[r].state == "waits" for r in made.keys() & working):
-            for r in {*ranks} - working:
-                own = [each.number for each in posts[r].reports if each.ranks == ranks]
-                why = ALONE if max(own, default=0) < number else why
-    if not why and now - max([active, *(last[r].time for r in working)]) > timeout:
+    now = time.monotonic()
+    why, differing = find_mismatch(posts, running, now)
+    last = {r: [Report(), *post.reports][-1] for r, post in posts.items()} | differing
+    if not why and now - max([active, *(last[r].time for r in running)]) > timeout:
         why = f"the ranks hang: no progress in {timeout:g} s. "
         why += "If they were only slow, give a larger timeout."
     for rank in sorted(posts) if why else ():
         what = _doing(last[rank], now) + posts[rank].line
-        why += f"\n  rank {rank} {what if rank in working else 'has returned'}"
+        why += f"\n  rank {rank} {what if rank in running else 'has returned'}"
     return why
+
+
+def find_mismatch(
+    posts: Mapping[int, Post], running: set[int], now: float
+) -> tuple[str, dict[int, Report]]:
+    """What proves that ranks are out of step, if something does, and calls that differ."""
+    calls: dict[tuple[int, tuple[int, ...]], dict[int, Report]] = {}
+    for rank, post in posts.items():
+        for each in post.reports:  # the last report of a call replaces earlier ones
+            calls.setdefault((each.number, each.ranks), {})[rank] = each
+    for (number, ranks), call in sorted(calls.items()):
+        if now - max(each.time for each in call.values()) < GRACE:
+            continue
+        if len({each.history for each in call.values()}) > 1:
+            return DIFFERENT, call
+        if any(call[r].state == "waits" for r in call.keys() & running):
+            for r in {*ranks} - running:  # did it make this call before it returned?
+                own = [each.number for each in posts[r].reports if each.ranks == ranks]
+                if max(own, default=0) < number:
+                    return ALONE, {}
+    return "", {}
 
 
 def _doing(last: Report, now: float) -> str:
@@ -96,8 +103,7 @@ def _doing(last: Report, now: float) -> str:
 def position() -> str:
     """Where the program of this process is: its line, not the libraries' below it.
 
-    Call it when no collective has ended for a while: whoever holds a frame keeps
-    alive what its variables name, such as a gradient that is free by now.
+    Call it rarely: reading a frame keeps its variables alive, and with them gradients.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

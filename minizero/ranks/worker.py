@@ -31,10 +31,8 @@ from .rendezvous import leave
 from .reports import Post, position, recent
 
 PERIOD = 0.5  # seconds from post to post
-ECHO = r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|" + (
-    r"remote process exited|communicator was aborted"
-)
-"""What an error says that only follows from a lost peer."""
+PEER_LOST = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|"
+PEER_LOST += "remote process exited|communicator was aborted"
 
 
 class Reply(NamedTuple):
@@ -46,9 +44,9 @@ class Reply(NamedTuple):
     details: str = ""  # the traceback
 
     @property
-    def is_echo(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether it only follows from the end of another rank."""
-        return bool(re.search(ECHO, self.summary, re.IGNORECASE))
+        return bool(re.search(PEER_LOST, self.summary, re.IGNORECASE))
 
 
 def serve(
@@ -60,12 +58,12 @@ def serve(
 ) -> None:
     """The life of a rank, from its start to an empty task.
 
-    `folder`: multiprocessing's, which must go with a parent that is killed.
+    `folder`: multiprocessing's temporary one; ranks delete it if the parent is killed.
     """
-    gc.freeze()  # a collection would copy the pages that are shared with the server
-    atexit._clear()  # the server's; torch's take a third of a second
+    gc.freeze()  # a collection would copy memory that is shared with the fork server
+    atexit._clear()  # the server's handlers; torch's take a third of a second
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # all ranks have the server's state
+        sys.modules["numpy.random"].seed()  # else all ranks draw the same numbers
     os.setpgrp()  # a terminal's Ctrl-C goes to the parent, which decides
     end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
     end.start()
@@ -77,32 +75,33 @@ def serve(
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     share = torch.get_num_threads() // int(environment["WORLD_SIZE"])
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", max(1, share))))
-    sys.modules["__main__"] = ModuleType("__main__")  # where cells keep their names
-    idle = threading.Lock()
-    idle.acquire()
-    threading.Thread(target=_post, args=(tasks, idle), daemon=True).start()
+    sys.modules["__main__"] = ModuleType("__main__")  # the names that cells define
+    # who has it may write to `tasks`: `_post` while a task runs, else this thread
+    may_send = threading.Lock()
+    may_send.acquire()
+    threading.Thread(target=_post, args=(tasks, may_send), daemon=True).start()
     try:
         while task := tasks.recv_bytes():
             recent.clear()
-            idle.release()
+            may_send.release()
             reply = attempt(task)
-            idle.acquire()
+            may_send.acquire()
             tasks.send((Post(list(recent)), reply))
     except (EOFError, OSError):
-        end.join(1)  # if the parent is gone, its folder must be too
+        end.join(1)  # the parent is gone: that thread deletes its folder
     with contextlib.suppress(RuntimeError, ValueError):  # a task may have left
-        dist.barrier()  # nobody leaves while another still talks
+        dist.barrier()  # a rank that left early would break others' connections
         leave()
     vars(sys.modules["__main__"]).clear()  # so that open files are written
     atexit._run_exitfuncs()
 
 
-def _post(tasks: Connection, idle: threading.Lock) -> None:
+def _post(tasks: Connection, may_send: threading.Lock) -> None:
     """During a task, send the parent what this rank is doing, twice a second."""
     with contextlib.suppress(OSError):  # the parent is gone
         while True:
             time.sleep(PERIOD)
-            with idle:
+            with may_send:
                 last = recent[-1].time if recent else 0.0
                 line = position() if time.monotonic() - last > PERIOD else ""
                 tasks.send((Post(list(recent), line), None))
@@ -144,7 +143,7 @@ def attempt(task: bytes) -> Reply:
 
 def pack(function: Any, *args: Any, **kwargs: Any) -> bytes:
     """A task: a call, pickled with what cells and `__main__` define."""
-    # a cell is a source without a file, and so without a modification time
+    # an entry is (size, time, lines, name); a cell has no file, and so no time
     entries = linecache.cache.items()
     sources = {name: e for name, e in entries if len(e) == 4 and e[1] is None}
     return bytes(cloudpickle.dumps((sources, function, args, kwargs)))

@@ -46,10 +46,10 @@ class Job:
         check("precision", self.precision, ITEMSIZES)
         check("reduce", self.reduce or self.precision, ITEMSIZES)
         if self.sequences < 1 or self.sequences % self.gpus:
-            near = (max(self.sequences_per_gpu, 0) + 1) * self.gpus
+            more = (max(self.sequences_per_gpu, 0) + 1) * self.gpus
             raise ValueError(
                 f"{self.sequences} sequences of a step cannot be shared equally by "
-                f"{self.gpus} GPUs; use {near}, which are {near * self.sequence:,} tokens"
+                f"{self.gpus} GPUs; use {more}, which are {more * self.sequence:,} tokens"
             )
 
     @property
@@ -149,10 +149,8 @@ class Candidate:
     @property
     def batching(self) -> str:
         """Checkpointing and micro-batches, in words."""
-        kept = self.checkpointing.replace("none", "no")
-        return (
-            f"{kept} checkpointing; {self.accumulation} x {self.micro_batch} sequences"
-        )
+        batch = f"{self.accumulation} x {self.micro_batch} sequences"
+        return f"{self.checkpointing.replace('none', 'no')} checkpointing; {batch}"
 
     def __str__(self) -> str:
         return f"{self.kind}; {self.batching}"
@@ -185,10 +183,10 @@ class Costs:
         return nbytes / (STREAM * self.machine.hbm)
 
     def product(self, m: int, n: int, k: int, faster: float = 1.0) -> float:
-        """Seconds of [m, k] times [k, n]."""
-        flops = 2.0 * m * n * k / (self.machine.matmul * self.machine.peak)
+        """Seconds of [m, k] times [k, n]; in TF32 twice as many as in 16 bits."""
+        computing = 2.0 * m * n * k / (self.machine.matmul * self.machine.peak)
         moved = self.itemsize * (m * n + m * k + n * k)
-        return flops * self.itemsize / 2 / faster + self.memory(moved)
+        return computing * self.itemsize / 2 / faster + self.memory(moved)
 
     def linear(self, i: int, o: int, faster: float = 1.0) -> tuple[float, float]:
         """Forward and backward of a linear layer: one product, and two."""
@@ -256,20 +254,20 @@ class Costs:
     def element(self, how: Candidate) -> tuple[float, float, float, float]:
         """What an element costs to gather and to reduce, beside arithmetic.
 
-        Two numbers of bytes on the link, then two of seconds in passes over memory:
-        quantized parameters are decoded; gradients are copied into one buffer, cast if
+        Bytes on the link to gather it and to reduce it, then seconds in passes over
+        memory, for the same: quantized parameters are decoded; gradients are copied into one buffer, cast if
         they are reduced in another dtype, divided, and encoded and decoded if quantized.
         """
         size, reduced = self.itemsize, self.job.reduced
-        gathers, reduces = (
+        gather_bytes, reduce_bytes = (
             bits / 8 + 1 / BLOCK if bits else full  # a block has a scale of one byte
             for bits, full in ((how.weight_bits, size), (how.gradient_bits, reduced))
         )
-        decoded = (size + gathers) * bool(how.weight_bits)
-        cast = (size + reduced) * (size != reduced)
-        copied = (2 * size + cast + 2 * reduced) * (self.job.gpus > 1)
-        coded = 2 * (reduced + reduces) * bool(how.gradient_bits)
-        return gathers, reduces, self.memory(decoded), self.memory(copied + coded)
+        decoding = (size + gather_bytes) * bool(how.weight_bits)
+        casting = (size + reduced) * (size != reduced)
+        reducing: float = (2 * size + casting + 2 * reduced) * (self.job.gpus > 1)
+        reducing += 2 * (reduced + reduce_bytes) * bool(how.gradient_bits)
+        return gather_bytes, reduce_bytes, self.memory(decoding), self.memory(reducing)
 
     def update(self, plan: Plan) -> float:
         """Seconds an element for Adam and its copies, of which the slowest counts.

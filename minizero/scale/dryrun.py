@@ -39,7 +39,7 @@ from .shapes import Shape
 aten = torch.ops.aten
 
 
-class Values(TorchDispatchMode):
+class FakeValues(TorchDispatchMode):
     """Fake tensors have no values: they compare as equal, and a number reads as NaN.
 
     NaN is above no limit, so no overflow is found, and no step is skipped.
@@ -71,7 +71,7 @@ class FakeTracker(Tracker):
         return when, {k: n for k, n in self.samples[first].live.items() if n}
 
 
-class NoFile:
+class InstantFile:
     """In place of a swap file: reads and writes are over at once, and move nothing."""
 
     def __init__(self, folder: Path, *limits: int) -> None:
@@ -89,7 +89,7 @@ class NoFile:
     def close(self) -> None: ...
 
 
-class NoThread:
+class InstantThread:
     """In place of a thread: what is submitted has run when `submit` returns."""
 
     def __init__(self, *args: object) -> None: ...
@@ -124,15 +124,15 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             (FakeTensor, "data_ptr", _address),
             # on a real GPU the engine would ask for pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
-            (nvme, "SwapFile", NoFile),
-            (delayed, "ThreadPoolExecutor", NoThread),
+            (nvme, "SwapFile", InstantFile),
+            (delayed, "ThreadPoolExecutor", InstantThread),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(labels.apart())
+        stack.enter_context(labels.separate_labels())
         stack.enter_context(patch.dict(collectives.sequences, clear=True))
         stack.enter_context(comm.algorithm("backend" if device == "cuda" else "direct"))
         stack.enter_context(mode)
-        stack.enter_context(Values())
+        stack.enter_context(FakeValues())
         yield mode
 
 

@@ -93,14 +93,14 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
 
     among: the candidates (default: all). ValueError if none fits.
     """
-    check("precision", job.precision, PRECISIONS)
+    check("precision", job.precision, PRECISIONS)  # a config has no fp8
     kinds: dict[str, list[Candidate]] = {}
-    for candidate in among or candidates(job):
+    for candidate in candidates(job) if among is None else among:
         kinds.setdefault(candidate.kind, []).append(candidate)
     found = [best_of(job, kind) for kind in kinds.values()]
     found.sort(key=lambda p: p.step_seconds if p.fits else inf)
     allowed = [p for p in found if job.allows(p.candidate)]
-    if not allowed[0].fits:
+    if not (allowed and allowed[0].fits):
         least = min(allowed, key=lambda p: max(
             p.memory.total / job.device_bytes, p.memory.host / job.host_bytes
         ))  # fmt: skip
@@ -110,8 +110,8 @@ def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
             f"{amount(least.memory.host)} of {amount(job.host_bytes)} of the host; use "
             "more GPUs, or a shorter sequence"
         )
-    near = (1 + SAME) * allowed[0].step_seconds
-    equals = (p for p in allowed if p.fits and p.step_seconds <= near)
+    longest = (1 + SAME) * allowed[0].step_seconds
+    equals = (p for p in allowed if p.fits and p.step_seconds <= longest)
     best = min(equals, key=simplicity)
     return Choice(job, best, [p for p in found if p is not best])
 
@@ -125,9 +125,9 @@ def ds_config(job: Job, how: Candidate) -> dict[str, Any]:
     the GPUs, their machine, the sequence, and what the model recomputes.
     """
     shape = job.shape
-    learned = 0 if shape.gated else job.sequence * shape.hidden  # positions
-    each = 32 * job.gpus  # elements of which a padded unit has a multiple
-    root, block = (-(-n // each) * each for n in (shape.root + learned, shape.block))
+    positions = 0 if shape.gated else job.sequence * shape.hidden  # learned ones
+    step = 32 * job.gpus  # a padded unit has a multiple of so many elements
+    root, block = (-(-n // step) * step for n in (shape.root + positions, shape.block))
     unit, live = max(root, block), root + 2 * block
     zero: dict[str, Any] = {
         "stage": how.stage,

@@ -30,7 +30,7 @@ from .shapes import MODELS
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Candidate):
-    """A way to train that was run, with the tokens a second and GPU as published."""
+    """A run is a candidate, for `predict`, with its job and tokens a second and GPU."""
 
     runs: str
     model: str

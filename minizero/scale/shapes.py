@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,13 @@ class Shape:
         return self.layers * self.block + self.root
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50_368) -> Shape:
-    return Shape(layers, hidden, heads, vocab)
-
-
+_gpt = partial(Shape, vocab=50_368)
 _LLAMA = Shape(32, 4096, 32, 32_000, ffn_hidden=11_008, gated=True)
-_70B = Shape(80, 8192, 64, 128_256, 8, 28_672, True)
+_LLAMA_70B = Shape(80, 8192, 64, 128_256, 8, 28_672, True)
 MODELS = {
-    "gpt2": _gpt(12, 768, 12, 50_257),
-    "gpt2-xl": _gpt(48, 1600, 25, 50_257),
-    "gpt-175b": _gpt(96, 12_288, 96, 51_200),
+    "gpt2": _gpt(12, 768, 12, vocab=50_257),
+    "gpt2-xl": _gpt(48, 1600, 25, vocab=50_257),
+    "gpt-175b": _gpt(96, 12_288, 96, vocab=51_200),
     "mpt-125m": _gpt(12, 768, 12),
     "mpt-350m": _gpt(24, 1024, 16),
     "mpt-760m": _gpt(24, 1536, 12),
@@ -113,10 +111,10 @@ MODELS = {
     "llama-7b": _LLAMA,
     "llama-13b": replace(_LLAMA, layers=40, hidden=5120, heads=40, ffn_hidden=13_824),
     "llama-8b": replace(_LLAMA, vocab=128_256, kv_heads=8, ffn_hidden=14_336),
-    "llama-70b": _70B,
+    "llama-70b": _LLAMA_70B,
     "llama-405b": Shape(126, 16_384, 128, 128_256, 8, 53_248, True),
     "llama2-34b": Shape(48, 8192, 64, 32_000, 8, 22_016, True),
-    "llama2-70b": replace(_70B, vocab=32_000),
+    "llama2-70b": replace(_LLAMA_70B, vocab=32_000),
     "mistral-7b": replace(_LLAMA, kv_heads=8, ffn_hidden=14_336),
 }
 """Published shapes: Radford et al. 2019; Narayanan et al. 2021; MosaicML's
@@ -140,9 +138,9 @@ def find(model: str) -> Shape:
         return MODELS[model]
     path = Path(model)
     if not path.exists():
-        names = ", ".join(MODELS)
         raise ValueError(
-            f"model must be one of {names}, or the path of a config.json, not {model!r}"
+            f"model must be one of {', '.join(MODELS)}, or the path of a config.json, "
+            f"not {model!r}"
         )
     if path.is_dir():
         path /= "config.json"
@@ -156,9 +154,11 @@ def find(model: str) -> Shape:
         for name, keys in _KEYS.items()
         if given.keys() & {*keys}
     }
-    missing = [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]
-    if missing:
+    if missing := [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]:
         wanted = ", ".join(" or ".join(_KEYS[name]) for name in missing)
         raise ValueError(f"{path} does not say {wanted}; is it a decoder's config?")
-    gated = str(config.get("hidden_act", "")) in ("silu", "swiglu")
-    return Shape(gated=gated, **found)
+    shape = Shape(gated=str(config.get("hidden_act")) in ("silu", "swiglu"), **found)
+    width = given.get("head_dim", shape.hidden // shape.heads)
+    if width * shape.heads != shape.hidden or "expert" in " ".join(given):
+        raise ValueError(f"{path} has experts or its own head_dim; `Shape` has neither")
+    return shape

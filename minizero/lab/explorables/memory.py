@@ -8,7 +8,7 @@ from typing import Any, get_args
 import traitlets
 
 from minizero.config import read
-from minizero.config.schema import Place
+from minizero.config.schema import Device
 from minizero.lab.explorables.base import Amount, Computed, Explorable, look, module
 from minizero.lab.plots.style import CATEGORY_COLOURS, amount
 from minizero.memory.plan import (
@@ -52,7 +52,7 @@ def plans() -> dict[str, dict[str, Any]]:
     that was asked for does nothing, by its block.
     """
     table: dict[str, dict[str, Any]] = {}
-    for stage, state, param in product(range(4), get_args(Place), get_args(Place)):
+    for stage, state, param in product(range(4), get_args(Device), get_args(Device)):
         chosen = {"offload_optimizer": state, "offload_param": param}
         blocks = {
             name: {"device": on, "nvme_path": "files" if on == "nvme" else None}
