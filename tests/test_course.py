@@ -54,8 +54,7 @@ def printed(asked: Exercise) -> str:
 MEASURES = [pytest.mark.thorough]  # what trains, starts ranks, or is not of these
 ASKED = ("ex-memory-1", "ex-ranks-1", "ex-overlap-1", "ex-scale-1")
 ALL = "MINIZERO_COURSE_ALL" in os.environ
-"""Every exercise on ranks, which takes a quarter of an hour; else one a chapter, but
-for the capstone's, which takes a minute."""
+"""All exercises on ranks, a quarter of an hour; else one a chapter, not the last's."""
 
 
 def tried() -> Iterator[Exercise]:
