@@ -228,8 +228,18 @@ def test_equal_on_other_ranks(ranks: int, tmp_path: Path, reference: Any) -> Non
             check(pool, case, reference, tmp_path)
 
 
+class Own(torch.optim.SGD):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.own = True  # a setting that is in no group
+
+    def step(self, closure: Any = None) -> None:
+        assert self.own
+        super().step(closure)
+
+
 OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd": partial(Own, lr=0.1, momentum=0.9, nesterov=True),
     "fused adamw": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "for-loop adam": partial(torch.optim.Adam, lr=1e-2, foreach=False, amsgrad=True),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, centered=True),
@@ -263,9 +273,8 @@ def by_torch(how: str) -> tuple[list[float], dict[str, Tensor]]:
     model = Nasty()  # on the CPU, since gloo moves no memory of a GPU
     wrapped: nn.Module = model
     if how == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(
-            model, find_unused_parameters=True
-        )
+        options = {"find_unused_parameters": True}
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
     elif how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

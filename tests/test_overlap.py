@@ -127,18 +127,16 @@ def test_units_that_do_not_fit_are_told(two: Pool) -> None:
     assert "make smaller units" in message
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("prefetch_bucket_size", -1),
-        ("max_live_parameters", 0),
-        ("param_persistence_threshold", 1.5),
-        ("prefetch_bucket_size", True),
-    ],
-)
-def test_bad_settings_are_told(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} counts elements.*not {value!r}"):
-        Overlap(**{name: value})
+BAD = {"prefetch_bucket_size": -1, "max_live_parameters": 0}
+BAD |= {"param_persistence_threshold": 1.5}
+
+
+def test_bad_settings_are_told() -> None:
+    for name, value in [*BAD.items(), ("prefetch_bucket_size", True)]:
+        with pytest.raises(ValueError, match=f"{name} counts elements.*not {value!r}"):
+            Overlap(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="contention"):
+        Machine(2, 0.0, 1.0, contention=1.0)
 
 
 # the simulator
@@ -151,15 +149,8 @@ def units_of(net: DataParallel) -> list[Layer]:
     ]
 
 
-SIMULATED = [
-    (stage, chosen, bucket)
-    for stage in (0, 1, 2, 3)
-    for chosen, bucket in (
-        (None, HUGE),
-        (settings(), 1000),
-        (settings(prefetch=8000, persist=3000), HUGE),
-    )
-]
+CHOSEN: Any = (None, HUGE), (settings(), 1000), (settings(8000, persist=3000), HUGE)
+SIMULATED = [(stage, *chosen) for stage in (0, 1, 2, 3) for chosen in CHOSEN]
 
 
 def real_and_simulated() -> list[tuple[Any, Any]]:

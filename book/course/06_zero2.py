@@ -152,7 +152,7 @@ class HalfReduce(ZeRO2):
             work = comm.reduce_scatter(mine, half, async_op=True, average=True)
             work.then(partial(own.copy_, mine))
             work.then(partial(self.reduced, flat))
-            unit.works.append(work)
+            unit.under_way.append(work)
 """
     wrong = (
         Wrong(

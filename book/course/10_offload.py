@@ -10,7 +10,8 @@ from minizero.lab.course import Exercise, Wrong, always_fails
 from minizero.lab.course.drivers import kills
 from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.memory.labels import host_memory, label
-from minizero.offload import DoubleBuffer, Offload
+from minizero.offload import Offload
+from minizero.offload.bus import DoubleBuffer
 
 
 class WhichBytes(Exercise):
@@ -290,7 +291,7 @@ def check_sum(accumulate):
 
             def accumulate(means):
                 storage = Offload(Plan.stage(3, "cpu", "cpu"))
-                storage._landing = Blocks("cpu")
+                storage._gradient_blocks = Blocks("cpu")
                 with host_memory():
                     shard = label(torch.zeros_like(means[0]), "gradients", on="cpu")
                 for mean in means:

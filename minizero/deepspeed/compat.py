@@ -49,7 +49,7 @@ def Init(
     made = zero.Init(chosen, enabled=enabled)
     if module is not None and made.enabled:
         made._added(module, "", module)  # as if a module outside had just got it
-        made._hold([])
+        made._unshard_only([])
     return made
 
 

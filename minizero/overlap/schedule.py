@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..memory.plan import Plan
-from .checks import check_settings, does_not_fit
 from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
@@ -21,25 +20,25 @@ __all__ = ['Pass', 'Order', 'Overlap']
 class Pass:
     """A forward or a backward: the units that it should need, in order.
 
-    `place`: how far it has come in them. `seen`: what it has needed so far.
+    `position`: how far it has come in them. `seen`: what it has needed.
     """
 
     def __init__(self, expected: Sequence[Unit] = ()) -> None:
-        self.expected, self.place = list(expected), 0
+        self.expected, self.position = list(expected), 0
         self.seen: list[Unit] = []
 
     def upcoming(self) -> list[Unit]:
         """The units that are expected from here on, the next one first."""
-        return self.expected[self.place :]
+        return self.expected[self.position :]
 
     def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed; returns those left out for good."""
+        """Record that `unit` is needed; returns those skipped for good."""
         self.seen.append(unit)
         coming = self.upcoming()
         if unit not in coming:  # a surprise: keep the prediction
             return []
         at = coming.index(unit)
-        self.place += at + 1
+        self.position += at + 1
         later = coming[at + 1 :]
         return [u for u in coming[:at] if u not in later]
 
@@ -52,28 +51,28 @@ class Order:
     if the forward was like the last one, to be like the last backward.
 
     `running`: "forward", "backward", or "" outside of both.
-    `left`: the units in the order in which the forward left them.
+    `finished`: units in the order in which the forward has finished them.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
         self.running, self.current = "", Pass()
-        self.left: list[Unit] = []
+        self.finished: list[Unit] = []
         self._forward: Sequence[Unit] = units
-        self._last: tuple[list[Unit], list[Unit]] = [], []  # left, backward
+        self._last: tuple[list[Unit], list[Unit]] = [], []
 
     def begin(self, running: str) -> None:
         """A pass begins; predict it."""
         self.end()
-        left, backward = self._last
-        if left != self.left:
-            backward = self.left[::-1]
+        finished, backward = self._last
+        if finished != self.finished:
+            backward = self.finished[::-1]
         expected = self._forward if running == "forward" else backward
         self.running, self.current = running, Pass(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
         """Nothing uses the unit any more; the last one ends a forward."""
         if self.running == "forward" and torch.is_grad_enabled():
-            self.left.append(unit)
+            self.finished.append(unit)
         if self.running == "forward" and is_last:
             self.end()
 
@@ -82,7 +81,8 @@ class Order:
         if self.running == "forward":
             self._forward = self.current.seen
         elif self.running == "backward":
-            self._last, self.left = (self.left, self.current.seen), []
+            self._last = self.finished, self.current.seen
+            self.finished = []
         self.running, self.current = "", Pass()
 
 # %% ../../notebooks/08_overlap.ipynb #overlap
@@ -112,7 +112,11 @@ class Overlap(Schedule):
         self.prefetch_bucket_size = prefetch_bucket_size
         self.max_live_parameters = max_live_parameters
         self.param_persistence_threshold = param_persistence_threshold
-        check_settings(vars(self))
+        for name, value in vars(self).items():
+            least = int(name == "max_live_parameters")
+            if isinstance(value, bool) or value < least or value % 1:
+                what = f"a whole number of at least {least}, not {value!r}"
+                raise ValueError(f"{name} counts elements: it must be {what}")
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
         # by state: its units, the latest one last, and their elements
@@ -162,9 +166,15 @@ class Overlap(Schedule):
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
-        used = self._units["in use"] | {unit: self._elements[unit]}
-        if sum(used.values()) > self.max_live_parameters:
-            raise does_not_fit(unit, used, self.max_live_parameters)
+        others = {u: n for u, n in self._units["in use"].items() if u != unit}
+        size, used = self._elements[unit], sum(others.values())
+        if size + used > (limit := self.max_live_parameters):
+            raise ValueError(
+                f"unit {unit.name!r} has {size:,} elements, and {used:,} of "
+                f"other units are in use {[u.name for u in others]}, but "
+                f"max_live_parameters is {limit:,}; set it to "
+                f"{size + used:,} or more, or make smaller units"
+            )
         freed = self._make_room(unit)
         gathered = [unit, *self._gather_ahead()]
         return [
@@ -174,8 +184,9 @@ class Overlap(Schedule):
         ]
 
     # continued: gather-ahead
-    def _gather_ahead(self) -> Iterator[Unit]:
+    def _gather_ahead(self) -> list[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
+        chosen: list[Unit] = []
         ahead = sum(self._units["ahead"].values())
         room = self.prefetch_bucket_size - ahead
         room = min(room, self.max_live_parameters - self._live)
@@ -183,9 +194,10 @@ class Overlap(Schedule):
             if unit in self._units["sharded"]:
                 room -= self._elements[unit]
                 if room < 0:
-                    return
+                    break
                 self._move(unit, "ahead")
-                yield unit
+                chosen.append(unit)
+        return chosen
 
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:

@@ -36,13 +36,17 @@ class Machine:
     bus: float = float("inf")
     disk: float = float("inf")
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.contention < 1:
+            raise ValueError(f"contention is a share below 1, not {self.contention!r}")
+
 
 @dataclass(eq=False)
 class Buffer:
     """A flat buffer: its elements, a multiple of N, and bytes of each.
 
     `reduced`: of the gradient as it is reduced (default: `itemsize`). `states`: of the
-    optimizer state. `sent`: on the link, gathered and reduced, if these are quantized.
+    optimizer state. `sent`: on the link, as (gathered, reduced), if quantized.
     """
 
     padded: int
@@ -113,13 +117,12 @@ class Timeline:
         """Seconds in waits: exposed communication."""
         return sum(i.end - i.begin for i in self.intervals if i.what == "wait")
 
-    def shifted(self, start: float) -> Timeline:
-        """The same, `start` seconds earlier."""
+    def shift(self, start: float) -> None:
+        """Count times from `start` on."""
         for interval in self.intervals:
             interval.begin -= start
             interval.end -= start
         self.moments = [m._replace(time=m.time - start) for m in self.moments]
-        return self
 
 
 class Simulation:
@@ -134,8 +137,8 @@ class Simulation:
         self.machine, self.plan, self.bucket_size = machine, plan, bucket_size
         self.ranks = machine.ranks
         self.schedule: Any = schedule  # it gets layers in place of units
-        # copies of the parameters alone (hpZ): the rest is sharded over all ranks
-        self.secondary = bool(plan.parameters.group and not plan.optimizer.group)
+        # copies of the parameters alone: the rest is sharded over all ranks
+        self.is_hpz = bool(plan.parameters.group and not plan.optimizer.group)
         self.now, self.line = 0.0, Timeline()
         self._link: list[tuple[float, float]] = []  # its transfers, in order
         self._free: dict[str, float] = {}  # since when: up, down and the disk
@@ -153,11 +156,11 @@ class Simulation:
 
         def compute(what: str, unit: Layer) -> None:
             forward, inside = what == "forward", unit.inside - unit.saved
-            self.changed("activations", unit.name, inside + unit.saved * forward)
+            self.record("activations", unit.name, inside + unit.saved * forward)
             if plan.gradients.sharded and not forward:
-                self.changed("gradients", unit.name, self._full_grads(unit))
+                self.record("gradients", unit.name, self._full_grads(unit))
             self.compute(what, unit.name, getattr(unit, what))
-            self.changed("activations", unit.name, -inside - unit.saved * (not forward))
+            self.record("activations", unit.name, -inside - unit.saved * (not forward))
 
         schedule.pass_begins("forward")
         self.run(schedule.needed(root))
@@ -198,7 +201,7 @@ class Simulation:
                 for flat in gathered:
                     self._arrive(self._unsharded.pop(flat))
                     nbytes = flat.padded * flat.itemsize
-                    self.changed("parameters", layer.name, -nbytes)
+                    self.record("parameters", layer.name, -nbytes)
             elif operation == "wait":
                 for flat in gathered:
                     self._arrive(self._unsharded[flat])
@@ -209,7 +212,7 @@ class Simulation:
 
     def _gather(self, unit: Layer, flat: Buffer) -> None:
         on, nbytes, loaded = self.plan.parameters.on, flat.padded * flat.itemsize, self.now
-        self.changed("parameters", unit.name, nbytes)
+        self.record("parameters", unit.name, nbytes)
         if on == "nvme":
             loaded = self.copy("read", unit.name, nbytes / self.ranks, loaded)
         if on != "device":
@@ -229,7 +232,7 @@ class Simulation:
         ]
 
     def _publish(self, unit: Layer) -> list[Interval]:
-        if self.secondary:  # each group's copy is made of its owners' shards
+        if self.is_hpz:  # each group's copy is made of its owners' shards
             sent = sum(f.padded * f.sent[0] / self.ranks for f in unit.trainable)
             flat, after = unit.flats[0], self._across(sent)
             return [self._launch("all_gather", unit, flat, 0, after=after)]
@@ -244,9 +247,9 @@ class Simulation:
             transfers = self._under_way.pop(unit, [])
             for transfer in transfers:
                 self._arrive(transfer)
-            if transfers and transfers[0].what != "all_gather":
+            if transfers and transfers[0].what != "all_gather":  # reductions
                 if self.plan.gradients.sharded:
-                    self.changed("gradients", unit.name, -self._full_grads(unit))
+                    self.record("gradients", unit.name, -self._full_grads(unit))
                 if self.plan.gradients.on != "device":
                     self._to_host(unit)
 
@@ -264,19 +267,17 @@ class Simulation:
         Off the device each unit is yielded when it is updated; else all at the end.
         """
         plan, on, machine = self.plan, self.plan.optimizer.on, self.machine
+        n = self.ranks
         owned = 1 / machine.ranks if plan.optimizer.sharded else 1.0
-        if self.secondary and machine.across:
+        if self.is_hpz and machine.across:
             owned /= machine.across.ranks
         for unit in layers if on != plan.gradients.on == "device" else ():
             self._to_host(unit)
-        states = [
-            sum(f.padded * f.states / self.ranks for f in unit.trainable)
-            for unit in layers
-        ]
+        states = [sum(f.padded * f.states / n for f in u.trainable) for u in layers]
         ready = [self.now] * len(layers)
         for i, unit in enumerate(layers):
             if on == "nvme":  # this one and the next are read while others are updated
-                for j in range(i and i + 1, min(i + 2, len(layers))):
+                for j in range(i + 1 if i else 0, min(i + 2, len(layers))):
                     ready[j] = self.copy("read", layers[j].name, states[j], self.now)
             self.spend("wait", unit.name, max(ready[i], self._arrives.get(unit, 0.0)))
             self.compute("update", unit.name, unit.update * owned)
@@ -321,7 +322,7 @@ class Simulation:
             after += nbytes / machine.adding
             after += seconds * (op == "all_reduce")  # the sums are exchanged as well
             # among copies: all-reduced, or only reduced to its owner
-            after += (1 if self.secondary else 2) * self._across(shard)
+            after += (1 if self.is_hpz else 2) * self._across(shard)
         if nbytes:
             handed = machine.handling + nbytes / machine.copying
             self.compute("launch", unit.name, handed)
@@ -366,7 +367,7 @@ class Simulation:
             self.line.intervals.append(interval)
             self.now = until
 
-    def changed(self, category: str, unit: str, nbytes: int) -> None:
+    def record(self, category: str, unit: str, nbytes: int) -> None:
         """Bytes on the device came now, or went if `nbytes` is below 0."""
         if nbytes:
             change = Change("device", category, nbytes, unit)
@@ -393,4 +394,5 @@ def simulate(
     start, simulation.line = simulation.now, Timeline()
     simulation.step(layers, boundary)
     simulation.line.duration = simulation.now - start
-    return simulation.line.shifted(start)
+    simulation.line.shift(start)
+    return simulation.line

@@ -8,8 +8,8 @@ and the base class that calls it), `data_parallel`, `stage1`, `stage2`, `stage3`
 from .build import find_units
 from .data_parallel import DataParallel
 from .flat import Flat, Slot, Unit
-from .guards import nets_of
-from .init import GatheredParameters, Init, is_sharded, owners
+from .guards import is_sharded, nets_of
+from .init import GatheredParameters, Init, owners
 from .muon import Muon
 from .parallelize import parallelize
 from .seams import Action, Precision, Schedule, Storage

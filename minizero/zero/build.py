@@ -47,7 +47,7 @@ def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.M
     return found
 
 
-def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
+def params_by_unit(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     """The parameters of each unit; one that units share is the root's."""
     owner: dict[nn.Parameter, str] = {}
     for unit, module in model.named_modules():
@@ -61,7 +61,7 @@ def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, Named]:
     return parts
 
 
-def split(
+def split_by_buffer(
     named: Named, group_of: dict[nn.Parameter, int]
 ) -> list[tuple[int | None, Named]]:
     """Cut a unit's parameters into lists that can share one flat buffer."""
@@ -98,11 +98,11 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     group_of = groups_of(net.model, net.optimizer)
     modules, units = find_units(net.model, policy), []
     with comm.phase("init"):
-        for name, params in assign(net.model, modules).items():
+        for name, params in params_by_unit(net.model, modules).items():
             for _, p in params:
                 p.data = p.data.to(device())
             units.append(unit := Unit(name or "root", modules[name]))
-            for group, part in split(params, group_of):
+            for group, part in split_by_buffer(params, group_of):
                 layout = layout_of(net.optimizer, group, net.grid.copies)
                 flat = net.flat_type(part, group, layout, net.grid.within)
                 flat.grid = net.grid
@@ -120,11 +120,11 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 if flat.trainable:
                     flat.master = net.storage.master(flat, copy)
                 if isinstance(net.optimizer, Muon):
-                    net.optimizer.take(flat)
+                    net.optimizer.note_matrices(flat)
         for module in net.model.modules():
             for buffer in module.buffers(recurse=False):
                 buffer.data = values = buffer.data.to(device())
-                if not values.is_contiguous():  # products round by the layout: keep it
+                if not values.is_contiguous():  # the layout decides how products round
                     values = values.new_empty(0).set_(values.untyped_storage())
                 comm.broadcast(values, group=net.group)
                 labels.label(buffer, "buffers")
@@ -136,7 +136,9 @@ def _twin(
     optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
 ) -> Optimizer:
     """The same optimizer, with one group's options, over other parameters."""
-    twin = copy.copy(optimizer)
+    twin = copy.copy(optimizer)  # which has torch's attributes only
+    vars(twin).update(vars(optimizer) | vars(twin))
+    vars(twin).pop("step", None)  # a learning rate scheduler's, which counts
     # a small learning rate, or none in a warm-up, would hide any difference
     rate = {"lr": 0.1} if "lr" in group else {}
     twin.param_groups = [{**group, **rate, "params": params}]
@@ -187,10 +189,7 @@ def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def state_layout(
     optimizer: Optimizer, group: dict[str, Any], like: Tensor
 ) -> dict[str, torch.dtype]:
-    """Names and dtypes of the states that have one value for each element.
-
-    Those that one step makes for three elements of the dtype of `like`.
-    """
+    """Names and dtypes of the states per element, as a step made here creates them."""
     p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
     p.grad = torch.ones_like(p)
     twin = _twin(optimizer, group, [p])
@@ -218,7 +217,7 @@ def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
     A shard has a piece for each of the groups of ranks that have a copy of the buffer.
     """
     options = optimizer.param_groups[group] if group is not None else {}
-    # torch's fused updates round what is left over from blocks of 64 bytes otherwise
+    # a fused kernel's code for the tail after blocks of 64 bytes rounds otherwise
     lay, multiple = in_order, 32 if options.get("fused") else 1
     if isinstance(optimizer, Muon) and options.get("use_muon"):
         lay, multiple = optimizer.owners, 1
@@ -230,8 +229,8 @@ def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
     return layout
 
 
-def adopt(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
-    """Let the optimizer's groups and state be of what this rank updates.
+def point_at_shards(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
+    """Point the optimizer's groups and state at what this rank updates.
 
     Most optimizers have no state yet; Adagrad makes it at construction. ValueError for
     one that has made steps.

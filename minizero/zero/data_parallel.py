@@ -39,8 +39,8 @@ class DataParallel(Net):
                     shards[:, part], async_op=True, average=True,
                     group=self.group,
                 )  # fmt: skip
-                unit.works.append(work)
-            work.then(partial(self.reduced, flat))
+                unit.under_way.append(work)
+            work.then(partial(self.reduced, flat))  # the last to arrive
 
     def reduced(self, flat: Flat) -> None:
         """Called when the mean has arrived: add it to earlier ones."""
@@ -64,18 +64,20 @@ class DataParallel(Net):
         self._unreduced = dict.fromkeys(reversed(self.units))  # in order
         for unit in self.units:
             unit.missing = {p for f in unit.trainable for p in f.parameters}
-        self._set_aside()  # the means of earlier micro-batches
+        if not self.unsynced:  # then the buffers hold means, not sums
+            self._set_aside()
 
     def _on_grad(self, p: nn.Parameter) -> None:
         """Called by a hook: autograd has left a gradient in `p.grad`."""
         unit, flat, slot = self.where[p]
         flat.collect(slot)
         unit.missing.discard(p)
-        self._reduce_complete()
+        if self.syncing:
+            self._reduce_complete()
 
     def _reduce_complete(self) -> None:
         """Reduce complete units, the last one first on every rank."""
-        for unit in [*self._unreduced] if self.syncing else ():
+        for unit in [*self._unreduced]:
             if unit.missing:
                 break
             self._reduce(unit)
@@ -86,9 +88,9 @@ class DataParallel(Net):
 
     def _end_backward(self) -> None:
         """Reduce the units that never became complete, with zeros."""
-        self.unsynced = not self.syncing  # by `no_sync`
-        for unit in [*self._unreduced] if self.syncing else ():
-            self._reduce(unit)
+        while self.syncing and self._unreduced:
+            self._reduce(next(iter(self._unreduced)))
+        self.unsynced = not self.syncing
         self.wait()
         self.schedule.backward_ends()
 
@@ -175,7 +177,7 @@ class DataParallel(Net):
     def no_sync(self) -> Iterator[None]:
         """Backward inside only adds up; the next one outside reduces.
 
-        RuntimeError where gradients are sharded: a sum has no place to stay.
+        RuntimeError where gradients are sharded: no buffer could take a sum.
         """
         self.check_postponable()
         before, self.syncing = self.syncing, False
@@ -186,7 +188,7 @@ class DataParallel(Net):
 
     def _set_aside(self) -> None:
         """Move means of earlier micro-batches out of the gradient buffers."""
-        for flat in self.trained if not self.unsynced else ():
+        for flat in self.trained:
             if flat.mean is not None and flat.grad is not None:
                 flat.mean = labels.label(flat.mean.clone(), "gradients")
                 flat.mark_uninitialized()

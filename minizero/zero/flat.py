@@ -54,7 +54,7 @@ class Flat:
     """One buffer for parameters of one dtype, device and optimizer group.
 
     It is padded to N equal shards of `size` elements, one for each of the
-    N `ranks`; `place` is this one's among them.
+    N `ranks`; `place` is this rank's number among them.
 
     `full`: [padded], the values; the parameters are views of it.
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
@@ -68,7 +68,7 @@ class Flat:
 
     mean: Tensor | None = None
     grad: Tensor | None = None
-    start = 0
+    start, is_unsharded = 0, True
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class Flat:
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.parameter.data = tensor
 
-    def changed(self) -> None:
-        """Call it after an update: then autograd refuses older graphs."""
+    def shard_updated(self) -> None:
+        """Called after an update: now autograd refuses older graphs."""
         torch.autograd.graph.increment_version(self.parameters)
 
     # continued: zero-flat-gradients
@@ -158,7 +158,7 @@ class Flat:
         return buffer[self.place * self.size : (self.place + 1) * self.size]
 
     def pieces(self, bucket_size: int) -> Iterator[slice]:
-        """Cut all shards alike: pieces of at most `bucket_size` elements."""
+        """Slices of a shard; N of one have at most `bucket_size` elements."""
         width = max(1, bucket_size // self.ranks.size)
         for start in range(0, self.size, width):
             yield slice(start, min(start + width, self.size))
@@ -169,23 +169,23 @@ class Unit:
     """Parameters that communicate together: a block's, or the root's.
 
     `missing`: parameters whose gradient is still to come in this backward.
-    `works`: handles of its collectives under way.
-    `changed`: buffers whose shards have been updated, to be published.
+    `under_way`: handles of its collectives that are not waited for yet.
+    `updated`: buffers whose shards have new values, to be published.
     """
 
     name: str
     module: nn.Module
     flats: list[Any] = field(default_factory=list)  # of the plan's type
     missing: set[nn.Parameter] = field(default_factory=set)
-    works: list[Work] = field(default_factory=list)
-    changed: list[Any] = field(default_factory=list)
+    under_way: list[Work] = field(default_factory=list)
+    updated: list[Any] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[Any]:
         return [flat for flat in self.flats if flat.trainable]
 
     def wait(self) -> None:
-        """Wait for this unit's collectives."""
-        works, self.works = self.works, []
-        for work in works:
+        """Wait for this unit's collectives, in the order of their launch."""
+        launched, self.under_way = self.under_way, []
+        for work in launched:
             work.wait()

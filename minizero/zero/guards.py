@@ -19,13 +19,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..memory.plan import Plan
 
 # the net that trains a parameter, weakly
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+NET_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def nets_of(params: Iterable[nn.Parameter]) -> list[Any]:
     """The nets that train these parameters, each once."""
-    found = (OWNERS[p]() for p in params if p in OWNERS)
+    found = (NET_OF[p]() for p in params if p in NET_OF)
     return list(dict.fromkeys(net for net in found if net is not None))
+
+
+def is_sharded(p: Any) -> bool:
+    """Whether a parameter lies in a sharded buffer, which may be unsharded now."""
+    return hasattr(p, "sharded_in")
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -35,7 +40,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             "the model is wrapped already; build another, with the weights of "
             "net.state_dict()"
         )
-    sharded = any(hasattr(p, "sharded_in") for p in model.parameters())
+    sharded = any(map(is_sharded, model.parameters()))
     if sharded and not plan.parameters.sharded:
         raise ValueError(
             "the model was built inside zero.Init, so its parameters are sharded; use a "
@@ -77,7 +82,7 @@ def move(p: Any, to: Any, view: Tensor) -> None:
     p.__deepcopy__ = partial(copy_unsharded, p)  # and for pickle and `torch.save`:
     p.__reduce_ex__ = lambda protocol: copy_unsharded(p).__reduce_ex__(protocol)
     if source is not None:
-        source.slots = source.parameters = source.freed = []
+        source.slots = source.parameters = source.placeholders = []
         source.free()
 
 

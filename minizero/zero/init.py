@@ -21,14 +21,9 @@ from torch.utils._pytree import tree_leaves
 from .. import comm
 from ..memory.plan import Plan
 from ..ranks import device
-from .guards import nets_of, refuse_sharded_state
+from .guards import is_sharded, nets_of, refuse_sharded_state
 from .seams import Storage
 from .stage3 import ShardedFlat
-
-
-def is_sharded(p: nn.Parameter) -> bool:
-    """Whether a parameter lives in a sharded buffer."""
-    return hasattr(p, "sharded_in")
 
 
 def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
@@ -44,38 +39,39 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Sharded parameters are unsharded inside the block, for every rank.
 
-    With `modifier_rank`, what that rank has written is kept, on every rank;
-    without it, what is written is lost. Parameters that are not sharded have
-    their values anyway. All ranks must enter, with the same parameters.
+    With `modifier_rank`, what that rank has written is kept, on every rank; without it,
+    what is written is lost. Parameters that are not sharded have their values anyway.
+    All ranks (of a net's `group`, in which `modifier_rank` counts) must enter alike.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     flats, nets = owners(params), nets_of(params)
     for net in nets:
         net.synchronize()  # an update that arrived later would undo a write
+    group = nets[0].group if nets else None  # of all ranks
     with ExitStack() as stack:
         for flat in flats:
             stack.enter_context(flat.gathered())
         yield
         if modifier_rank is not None:
             for p in (p for p in params if not is_sharded(p)):
-                comm.broadcast(p.data, modifier_rank)
+                comm.broadcast(p.data, modifier_rank, group=group)
             for flat in flats:
-                take_over(flat, modifier_rank)
+                take_over(flat, modifier_rank, group)
             for net in nets:
                 net.refresh()
 
 
-def take_over(flat: ShardedFlat, modifier_rank: int) -> None:
-    """Keep what that rank has written to a buffer's parameters, everywhere."""
+def take_over(flat: ShardedFlat, src: int, group: comm.Group | None = None) -> None:
+    """Keep what rank `src` of the group has written to a buffer's parameters."""
     with torch._C.DisableTorchFunction():  # inside `Init` this would gather
         for slot, view in zip(flat.slots, flat.views(), strict=True):
             view.copy_(slot.parameter.data)  # after `p.data = values`
-    comm.broadcast(flat.full, modifier_rank, group=flat.ranks)
-    flat.storage.write_shard(flat.stored, flat.kept(flat.full))
+    comm.broadcast(flat.full, src, group=group)
+    flat.storage.write_shard(flat.stored, flat.stored_part(flat.full))
 
 
 class Init(TorchFunctionMode):
-    """Build a model that is never unsharded on any rank.
+    """Build a model that no rank ever holds in full.
 
     Parameters are sharded when the next module registers its own: a rank holds its
     shards, and one module. Code inside the block that touches sharded ones sees their
@@ -105,8 +101,8 @@ class Init(TorchFunctionMode):
             plan = Plan.stage(stage, offload_param="cpu" if on_host else None)
         self.enabled = enabled and plan.parameters.sharded
         self.storage = storage or Storage(plan)
-        self._held: list[ShardedFlat] = []  # unsharded, for the code that runs
-        self._new: list[tuple[nn.Module, str, nn.Parameter, bool]] = []  # of one module
+        self._unsharded: list[ShardedFlat] = []  # for the code that runs
+        self._waiting: list[tuple[nn.Module, str, nn.Parameter, bool]] = []
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -129,7 +125,7 @@ class Init(TorchFunctionMode):
             super().__exit__(*exc)
             self._ends.close()
             if exc[0] is None:
-                self._hold([])
+                self._unshard_only([])
                 gc.collect()  # parameters that others have replaced, as by tying
 
     def _added(self, parent: nn.Module, name: str, child: Any) -> None:
@@ -146,13 +142,13 @@ class Init(TorchFunctionMode):
         """
         if p is None or p.is_meta or is_sharded(p):
             return
-        if self._new and self._new[0][0] is not module:
-            self._shard_new()
+        if self._waiting and self._waiting[0][0] is not module:
+            self._shard_waiting()
         before = module._parameters.get(name)
-        self._new.append((module, name, p, before is not None and before.is_meta))
+        self._waiting.append((module, name, p, before is not None and before.is_meta))
 
-    def _shard_new(self) -> None:
-        new, self._new = self._new, []
+    def _shard_waiting(self) -> None:
+        new, self._waiting = self._waiting, []
         for module, name, p, loaded in new:
             if not is_sharded(p):  # it may be here twice
                 refuse_sharded_state(module)
@@ -160,29 +156,29 @@ class Init(TorchFunctionMode):
                 flat = ShardedFlat([(f"{type(module).__name__}.{name}", p)], None)
                 if not loaded:
                     comm.broadcast(flat.full)
-                flat.keep(self.storage)
+                flat.store(self.storage)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        sharded = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "sharded_in")]
+        sharded = [x for x in tree_leaves((args, kwargs)) if is_sharded(x)]
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
         # `requires_grad` and others need no values; `.data` shows or replaces them
         if sharded and not (is_attribute and func.__self__ is not torch.Tensor.data):
-            self._hold(owners(sharded))
+            self._unshard_only(owners(sharded))
         return func(*args, **kwargs)
 
-    def _hold(self, flats: list[ShardedFlat]) -> None:
+    def _unshard_only(self, flats: list[ShardedFlat]) -> None:
         """Unshard these, and shard those again that code touched before."""
-        if flats and all(flat in self._held for flat in flats):
+        if flats and all(flat in self._unsharded for flat in flats):
             return
-        self._shard_new()
-        held, self._held = self._held, flats
+        self._shard_waiting()
+        held, self._unsharded = self._unsharded, flats
         with torch._C.DisableTorchFunction(), comm.phase("init"):
             for flat in held:
                 take_over(flat, 0)
-                flat.let_go()
+                flat.end_reading()
             for flat in flats:
                 flat.gather().wait()
-                flat.holders += 1
+                flat.readers += 1

@@ -27,22 +27,22 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self.work: list[int] = []  # of each rank, in all units
+        self.costs: list[int] = []  # of each rank, in all units
 
     def __call__(self, params: list[nn.Parameter], n: int) -> tuple[list[int], int]:
         """Where each matrix begins in a buffer of n shards, and a shard's size."""
-        self.work, work, taken = self.work or [0] * n, [0] * n, [0] * n
+        self.costs, unit_costs, filled = self.costs or [0] * n, [0] * n, [0] * n
         found: dict[int, tuple[int, int]] = {}  # parameter: (owner, place in its shard)
         # multiplications of a Newton-Schulz iteration: X Xᵀ, its square, and their X
         sizes = [sorted(p.shape) for p in params]
-        costs = [2 * m * m * n + m**3 for m, n in sizes]
+        costs = [2 * a * a * b + a**3 for a, b in sizes]
         for i in sorted(range(len(params)), key=lambda i: -costs[i]):
-            r = min(range(len(work)), key=lambda r: (work[r], self.work[r], r))
-            found[i] = r, taken[r]
-            taken[r] += params[i].numel()
-            for total in (work, self.work):
+            r = min(range(n), key=lambda r: (unit_costs[r], self.costs[r], r))
+            found[i] = r, filled[r]
+            filled[r] += params[i].numel()
+            for total in (unit_costs, self.costs):
                 total[r] += costs[i]
-        size = max(taken)
+        size = max(filled)
         return [r * size + a for _, (r, a) in sorted(found.items())], size
 
 
@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.owners = Owners()
 
-    def take(self, flat: Flat) -> None:
-        """Update the matrices of a buffer that lie in this rank's part, its master."""
+    def note_matrices(self, flat: Flat) -> None:
+        """Remember which matrices of a buffer lie in its master, this rank's part."""
         places = ((slot.offset - flat.start, slot.shape) for slot in flat.slots)
         end = flat.master.numel()
         self.matrices[flat.master] = [at for at in places if 0 <= at[0] < end]
@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         muon = torch.optim.Muon([torch.empty(0, 0)])
         matrices = muon.param_groups[0] = {**group, "params": []}
-        for start, shape in self.matrices[p]:
+        for start, shape in self.matrices.get(p, [(0, p.shape)]):
             value, value.grad, momentum = (
                 t.detach().view(-1)[start : start + shape.numel()].view(shape)
                 for t in (p, grad, state["momentum_buffer"])

@@ -32,14 +32,14 @@ class CopiedFlat(ShardedFlat):
 
     def own(self, buffer: Tensor) -> Tensor:
         """The piece, of those that this rank stores, that it updates."""
-        return self.kept(buffer).view(self.grid.copies, -1)[self.grid.number]
+        return self.stored_part(buffer).view(self.grid.copies, -1)[self.grid.number]
 
-    def keep(self, storage: Storage) -> None:
-        super().keep(storage)
+    def store(self, storage: Storage) -> None:
+        super().store(storage)
         self.shard = self.stored.view(self.grid.copies, -1)[self.grid.number]
 
-    def changed(self) -> None:
-        super().changed()
+    def shard_updated(self) -> None:
+        super().shard_updated()
         self._send(self.quantized)
 
     def _send(self, quantized: comm.Quantized | None) -> None:
@@ -48,10 +48,10 @@ class CopiedFlat(ShardedFlat):
         comm.all_gather(self.stored, own, group=across, quantized=quantized)
         self.shard.copy_(own)  # quantizing has replaced the own part, too
 
-    def _launch(self, quantized: comm.Quantized | None) -> None:
+    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
         if quantized is not self.quantized:  # exact: then the copies must be, too
             self._send(quantized)
-        super()._launch(quantized)
+        return super()._launch(quantized)
 
 
 def parallelize(

@@ -1,8 +1,11 @@
 """A net's precision, schedule and storage, and `Net`, the base class of all plans.
 
 Later chapters replace the first three (4, 8, 10). Here they are as chapter 3 needs them:
-one dtype, at once, in place. `Net` has what is the same under every plan, also in groups
-of ranks, and notices what a script does to parameters and gradients.
+one dtype, at once, in place.
+
+`DataParallel` and `Net` are one class in two halves: the step, which chapter 3 shows,
+and here what no plan changes. So calls go back and forth, as when a gradient is ready:
+hook (here) > `_on_grad`, `_reduce` > `run` > the stage's `reduce` > `averaged` > `reduced`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from ..memory import labels
 from ..memory.labels import host_empty, label
 from ..memory.plan import Plan
 from ..ranks import device
-from .build import Policy, adopt, build_units, check_elementwise
+from .build import Policy, point_at_shards, build_units, check_elementwise
 from .flat import Flat, Slot, Unit
-from .guards import OWNERS, check_model, refuse_sharded_state
+from .guards import NET_OF, check_model, refuse_sharded_state
 
 
 class Precision:
@@ -38,8 +41,7 @@ class Precision:
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
         """Called once with each flat buffer, to cast it.
 
-        Returns a copy of the shard for the optimizer to update; None if it updates the
-        shard itself.
+        Returns a copy of the shard for the optimizer to update, if it needs one.
         """
         return None
 
@@ -72,7 +74,7 @@ class Precision:
         return grad
 
     def shard_to_master(self, master: Tensor, shard: Tensor) -> None:
-        """Let a master take over what a script has written to the shard."""
+        """Copy to a master what a script has written to the shard."""
         if master is not shard:
             master.copy_(shard)
 
@@ -84,7 +86,7 @@ class Precision:
         return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.skipped_steps = state["skipped_steps"]
 
 
@@ -179,10 +181,7 @@ class Storage:
         return shard if self.plan.parameters.on == "device" else into.copy_(shard)
 
     def on_copy_stream(self) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, loads and gathers run beside the computation.
-
-        Yields what makes the computation wait for them.
-        """
+        """Inside, loads and gathers run beside computation; yields what waits for them."""
         return nullcontext(lambda: None)
 
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
@@ -203,13 +202,12 @@ class Storage:
         """
         flats = [flat for unit in units for flat in unit.trainable]
         for flat in flats:
-            assert flat.mean is not None
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
         cast = any(f.staged_grad.dtype != f.master.dtype for f in flats)
-        for part in [[unit] for unit in units] if cast else [units]:
-            step = [flat for unit in part for flat in unit.trainable]
-            self.step(step, optimizer, precision)
-            yield part
+        for batch in [[unit] for unit in units] if cast else [units]:
+            staged = [flat for unit in batch for flat in unit.trainable]
+            self.step(staged, optimizer, precision)
+            yield batch
 
     def step(
         self, flats: list[Any], optimizer: Optimizer, precision: Precision
@@ -231,7 +229,7 @@ class Storage:
         return []
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
-        """Let the master take over what was written to the shard."""
+        """Copy to the master what a script has written to the shard."""
         precision.shard_to_master(flat.master, flat.shard)
 
     def read_shard(self, shard: Tensor, a: int = 0, b: int | None = None) -> Tensor:
@@ -256,17 +254,17 @@ class Net:
     `group`: the ranks that train the model together (default: all).
     `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so many bits (qwZ and
         qgZ, Wang et al. 2023); None as they are.
-    `flat_type`: the class of flat buffers (default: the stage's).
 
-    `has_gradients`: whether a backward has run since the last step.
+    `syncing`: whether a backward reduces gradients; not inside `no_sync`. `unsynced`:
+        the last backward has not. `has_gradients`: one has run since the last step.
+    `in_backward`: one of this net is running; `running` counts those of all nets.
     `where`: of each parameter, its unit, flat buffer and slot.
-    `grid`: the groups of ranks that have a copy each of what is sharded: one, of all
-        ranks, if the plan has no groups.
+    `grid`: the groups of ranks, maybe one, that have a copy each of what is sharded.
     """
 
     plan = Plan.stage(0)
     flat_type: type[Flat] = Flat
-    running = 0  # how many backwards, of any net
+    running = 0
     # `DataParallel` has these
     zero_grad: Callable[[], None]
     reduced: Callable[[Flat], None]
@@ -306,7 +304,7 @@ class Net:
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self._register_hooks()
-        adopt(optimizer, self.trained, self.storage)
+        point_at_shards(optimizer, self.trained, self.storage)
         optimizer.register_step_pre_hook(refuse_step)
         self.schedule.attach(self.units, self.plan)
         self.note_writes()
@@ -332,7 +330,7 @@ class Net:
         for unit, flat in [(u, flat) for u in self.units for flat in u.flats]:
             for slot in flat.slots:
                 p = slot.parameter
-                self.where[p], OWNERS[p] = (unit, flat, slot), this
+                self.where[p], NET_OF[p] = (unit, flat, slot), this
                 if flat.trainable:
                     p.register_post_accumulate_grad_hook(hook)
         for module in self.model.modules() if self.plan.parameters.sharded else ():
@@ -358,18 +356,18 @@ class Net:
     def averaged(self, unit: Unit, flat: Flat) -> None:
         """Called when the mean of the group has arrived: average it over the groups."""
         if self.grid.copies > 1:
-            shard = flat.full_grad()[flat.place * flat.size :][: flat.size]
+            shard = Flat.own(flat, flat.full_grad())
             rows, across = shard.view(self.grid.copies, -1), self.grid.across
             how: Any = {"average": True, "group": across, "quantized": self.quantized}
             with comm.phase(unit=unit.name):
-                if flat.master.numel() == flat.size:  # every group updates all of it
+                if flat.master.numel() == flat.size:  # not hpZ: each group updates all
                     comm.all_reduce(shard, **how)
                 else:
                     comm.reduce_scatter(rows[across.rank], rows, **how)
         self.reduced(flat)
 
     def all_rows(self, mine: Tensor) -> Tensor:
-        """A row for each of the N shards, from rows for those that this rank updates."""
+        """A row for each of the N shards, from those for what this rank updates."""
         across, within = self.grid.across, self.grid.within
         mine = comm.reachable(mine)
         for ranks, n in (across, across.size), (within, self.group.size):
@@ -392,10 +390,10 @@ class Net:
     def _updated(self, units: list[Unit], frozen: bool = False) -> None:
         """Publish units whose shards, maybe the frozen ones too, have new values."""
         for unit in units:
-            unit.changed = unit.flats if frozen else unit.trainable
+            unit.updated = unit.flats if frozen else unit.trainable
             with comm.phase(unit=unit.name):
-                for flat in unit.changed:
-                    flat.changed()
+                for flat in unit.updated:
+                    flat.shard_updated()
             self.run(self.schedule.updated(unit))
 
     def shards_written(self, *units: Unit) -> None:
@@ -441,7 +439,7 @@ class Net:
                 f"a gradient of parameter {slot.name!r} came outside of backward(loss) of "
                 "the wrapper; call that in place of loss.backward()"
             )
-        if not getattr(flat, "is_unsharded", True):
+        if not flat.is_unsharded:
             raise RuntimeError(
                 f"parameter {slot.name!r} was used outside of the forward of unit "
                 f"{unit.name!r}, where it is NaN; make one unit of all modules that use it"
@@ -478,7 +476,7 @@ class Net:
             )
 
     def before_update(self) -> None:
-        """Take over what the script has written, and end an update under way."""
+        """Copy to masters what the script has written; end an update under way."""
         self.check_unchanged()
         comm.check_sequence()
         # writes to sharded parameters are noticed when these are gathered
@@ -497,7 +495,7 @@ class Net:
     def _checksums(self) -> Tensor:
         """Of each buffer of which the optimizer updates a copy; on the device.
 
-        A count of writes would not do: `p.data.clamp_()` is not counted.
+        It reads these twice a step, since `p.data.clamp_()` is in no count of writes.
         """
         sums = []
         for flat in () if self.plan.parameters.sharded else self.trained:
@@ -508,7 +506,7 @@ class Net:
         return torch.stack(sums) if sums else torch.empty(0)
 
     def refresh(self) -> None:
-        """Let masters take over what was written; all ranks must call it."""
+        """Copy to the masters what a script has written; all ranks must call it."""
         for flat in () if self.plan.parameters.sharded else self.flats:
             flat.fill()  # maybe from other memory, after `p.data = values`
         for flat in self.trained:
@@ -529,11 +527,11 @@ class Net:
             if frozen or flat.trainable:
                 with getattr(flat, "gathered", nullcontext)():
                     for p in flat.parameters if first else ():
-                        values[p] = p.detach().cpu().clone()
+                        values[p] = p.detach().to("cpu", copy=True)
         named = self.model.named_parameters(remove_duplicate=False)
         weights = {name: values[p] for name, p in named if p in values}
         others = self.module_state().items() if first else ()
-        return weights | {k: v.detach().cpu().clone() for k, v in others}
+        return weights | {k: v.detach().to("cpu", copy=True) for k, v in others}
 
     def module_state(self) -> dict[str, Any]:
         """Persistent buffers and extra state of all modules, by name."""
@@ -556,8 +554,8 @@ def check_unwritten(flat: Any) -> None:
     if (found := writes_to(flat)) != flat.known_writes:
         every = zip(flat.slots, flat.known_writes, found, strict=True)
         name = next(slot.name for slot, a, b in every if a != b)
-        flat.freed[0].fill_(flat.blank)  # the one element that all of them show
-        flat.hide()
+        flat.placeholders[0].fill_(flat.no_value)  # all of them show this element
+        flat.show_placeholders()
         raise RuntimeError(
             f"parameter {name!r} was written to while it was sharded, and what was "
             "written is lost; write to it inside zero.GatheredParameters(..., "

@@ -43,15 +43,15 @@ class ZeRO1(DataParallel):
                     own[part], shards[:, part], async_op=True, average=True,
                     group=flat.ranks, quantized=self.quantized,
                 )  # fmt: skip
-                unit.works.append(work)
-            work.then(partial(self.averaged, unit, flat))
+                unit.under_way.append(work)
+            work.then(partial(self.averaged, unit, flat))  # the last one
 
     # continued: zero-stage1-publish
     def publish(self, unit: Unit) -> None:
         """Launch what sends the own updated shard to every rank."""
-        for flat in unit.changed:
+        for flat in unit.updated:
             own = flat.own(flat.full)
             work = comm.all_gather(
                 flat.full, own, async_op=True, group=flat.ranks
             )
-            unit.works.append(work)
+            unit.under_way.append(work)

@@ -34,29 +34,30 @@ class ShardedFlat(Flat):
 
     While it is empty, the parameters are views of one NaN, in their shapes.
 
-    `stored`: what this rank stores of it between steps; `shard`, a part of
-        that, is what it updates: here, all of it.
+    `stored`: what this rank stores between steps. `shard`: what it updates,
+        the same tensor here (a part of it in chapter 17).
     `is_unsharded`: whether `full` has its storage.
-    `used`: whether the unit needs it. `holders`: how many others do.
+    `used`: whether its unit uses it. `readers`: how many blocks of
+        `GatheredParameters` do.
     """
 
     storage = Storage(Plan.stage(3))
     quantized: comm.Quantized | None = None
-    is_unsharded, used, holders = True, False, 0
+    used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
     # continued: zero-sharded-keep
-    def keep(self, storage: Storage) -> None:
+    def store(self, storage: Storage) -> None:
         """Store this rank's shard, and free the buffer; called once."""
-        self.storage, kept = storage, self.kept(self.full)
-        self.shard = self.stored = storage.store(kept, "parameters")
-        is_float = kept.is_floating_point() or kept.is_complex()
-        self.blank = torch.nan if is_float else 0
-        nan = kept.new_full((), self.blank)
-        self.freed = [nan.expand(slot.shape) for slot in self.slots]
+        self.storage, part = storage, self.stored_part(self.full)
+        self.shard = self.stored = storage.store(part, "parameters")
+        is_float = part.is_floating_point() or part.is_complex()
+        self.no_value = torch.nan if is_float else 0
+        nan = part.new_full((), self.no_value)
+        self.placeholders = [nan.expand(slot.shape) for slot in self.slots]
         self.free()
 
-    def kept(self, buffer: Tensor) -> Tensor:
+    def stored_part(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that this rank stores: its shard."""
         return super().own(buffer)
 
@@ -71,31 +72,32 @@ class ShardedFlat(Flat):
         return self._gathered
 
     # continued: zero-sharded-launch
-    def _launch(self, quantized: comm.Quantized | None) -> None:
+    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
         with self.storage.on_copy_stream() as arrive:
-            own = self.storage.load(self.stored, self.kept(self.full))
+            own = self.storage.load(self.stored, self.stored_part(self.full))
             work = comm.all_gather(
                 self.full, own, async_op=True, group=self.ranks,
                 quantized=quantized,
             )  # fmt: skip
         self._gathered = work.then(arrive).then(self._arrived)
+        return self._gathered
 
     def _arrived(self) -> None:
         self.point(self.views())
 
     # continued: zero-sharded-free
-    def hide(self) -> None:
+    def show_placeholders(self) -> None:
         """Make the parameters views of NaN."""
-        self.point(self.freed)
+        self.point(self.placeholders)
         self.known_writes = writes_to(self)
 
     def free(self) -> None:
-        """Empty the storage, unless somebody still needs it."""
-        if not self.is_unsharded or self.used or self.holders:
+        """Empty the storage, unless it is still needed."""
+        if not self.is_unsharded or self.used or self.readers:
             return
         if self._gathered is not None:
             self._gathered.wait()  # it must not write into freed memory
-        self.hide()
+        self.show_placeholders()
         self.full.untyped_storage().resize_(0)  # a graph's views hold it
         self.is_unsharded = False
 
@@ -115,19 +117,20 @@ class ShardedFlat(Flat):
         """Unsharded inside the block, with the values as they are stored."""
         self.gather().wait()
         if self.quantized is not None:  # gather once more, exact
-            self._launch(None)
-            self._gathered.wait()
-        self.holders += 1
+            self._launch(None).wait()
+        self.readers += 1
         try:
             yield
         finally:
-            self.let_go()
+            self.end_reading()
 
-    def let_go(self) -> None:
+    def end_reading(self) -> None:
         """Free it; views that a script has kept keep the old memory."""
-        self.holders -= 1
-        if not self.used and not self.holders:
-            self.hide()
+        self.readers -= 1
+        if self.used and not self.readers and self.quantized is not None:
+            self._launch(self.quantized).wait()  # as the unit had it
+        if not self.used and not self.readers:
+            self.show_placeholders()
             self.full = self.full[:0].clone()  # drops the old memory
             self.full = label(self.full.new_empty(self.padded), "parameters")
             self.free()
@@ -177,14 +180,14 @@ class ZeRO3(ZeRO2):
     def allocate(self, flat: Any) -> None:
         """Keep a shard of the parameters."""
         super().allocate(flat)
-        flat.keep(self.storage)
+        flat.store(self.storage)
 
     # continued: zero-stage3-gather
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""
         for flat in unit.flats:
             flat.used = True
-            unit.works.append(flat.gather())
+            unit.under_way.append(flat.gather())
 
     def release(self, unit: Unit) -> None:
         for flat in unit.flats:
@@ -211,67 +214,16 @@ class ZeRO3(ZeRO2):
                 )
                 module.register_forward_hook(after, always_call=True)
 
-    # continued: zero-stage3-before
-    def _before_forward(
-        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        if self._begins(unit, module):
-            self.run(self.schedule.needed(unit))
-            if torch.is_grad_enabled():
-                # what checkpointing computes again has no backward of its own
-                self._expected[unit] += 0 if self.in_backward else 1
-                done = partial(self._after_backward, unit)
-                return mark_inputs(done, args, kwargs)
-        return args, kwargs
-
-    # continued: zero-stage3-around
-    def _after_forward(
-        self, unit: Unit, module: nn.Module, args: Any, out: Any
-    ) -> None:
-        """Also called, with None as `out`, when the forward has failed."""
-        if self._ends(unit):
-            outputs = tensors_in(out)
-            begin = partial(self._before_backward, unit)
-            for x in outputs:
-                if x.grad_fn is not None:
-                    x.register_hook(begin)
-            self._leave(unit)
-            check_outputs(unit, outputs)
-
-    # continued: zero-stage3-after
-    def _before_backward(self, unit: Unit, _: Tensor) -> None:
-        if unit not in self._backwards:
-            self._backwards.add(unit)
-            self.run(self.schedule.needed(unit))
-
-    def _after_backward(self, unit: Unit) -> None:
-        self._backwards.discard(unit)
-        self._leave(unit)
-        self._expected[unit] -= 1
-        # below 0, as where a graph is used again: reduce it at the end
-        last = self._expected[unit] == 0 and unit in self._unreduced
-        if self.in_backward and last:
-            self._reduce(unit)
-
-    # continued: zero-stage3-backward
-    def _leave(self, unit: Unit) -> None:
-        """Release the unit, unless a call of it is still running."""
-        if not self._forwards[unit] and unit not in self._backwards:
-            self.run(self.schedule.done(unit))
-
-    def _begins(self, unit: Unit, module: nn.Module) -> bool:
-        """Whether this is the outermost call of the unit, not repeated."""
+    # continued: zero-stage3-calls
+    def _enter(self, unit: Unit) -> bool:
+        """Count a call of the unit; returns whether it is the outermost."""
         if self._is_recomputed(unit):
             return False
         self._forwards[unit] += 1
-        begins = self._forwards[unit] == 1
-        if begins and module is self.model and not self.in_backward:
-            self.schedule.pass_begins("forward")
-        return begins
+        return self._forwards[unit] == 1
 
-    # continued: zero-stage3-recomputed
-    def _ends(self, unit: Unit) -> bool:
-        """Whether the outermost call of the unit is over."""
+    def _exit(self, unit: Unit) -> bool:
+        """Count its end; returns whether it was the outermost."""
         if self._is_recomputed(unit):
             return False
         self._forwards[unit] -= 1
@@ -281,11 +233,60 @@ class ZeRO3(ZeRO2):
         """By checkpointing, in the unit's backward: it is unsharded."""
         return self.in_backward and unit in self._backwards
 
+    # continued: zero-stage3-before
+    def _before_forward(
+        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        if self._enter(unit):
+            if module is self.model and not self.in_backward:
+                self.schedule.pass_begins("forward")
+            self.run(self.schedule.needed(unit))
+            if torch.is_grad_enabled():
+                if not self.in_backward:  # else it is a recomputation
+                    self._expected[unit] += 1
+                done = partial(self._after_backward, unit)
+                return mark_inputs(done, args, kwargs)
+        return args, kwargs
+
+    # continued: zero-stage3-after
+    def _after_forward(
+        self, unit: Unit, module: nn.Module, args: Any, out: Any
+    ) -> None:
+        """Also called, with None as `out`, when the forward has failed."""
+        if self._exit(unit):
+            outputs = tensors_in(out)
+            begin = partial(self._before_backward, unit)
+            for x in outputs:
+                if x.grad_fn is not None:
+                    x.register_hook(begin)
+            self._leave(unit)
+            check_outputs(unit, outputs)
+
+    def _leave(self, unit: Unit) -> None:
+        """Release the unit, unless a call of it is still running."""
+        if not self._forwards[unit] and unit not in self._backwards:
+            self.run(self.schedule.done(unit))
+
+    # continued: zero-stage3-backward
+    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+        if unit not in self._backwards:
+            self._backwards.add(unit)
+            self.run(self.schedule.needed(unit))
+
+    def _after_backward(self, unit: Unit) -> None:
+        self._backwards.discard(unit)
+        self._leave(unit)
+        self._expected[unit] -= 1
+        # below 0 after a second backward of one graph: reduced at the end
+        last = self._expected[unit] == 0 and unit in self._unreduced
+        if self.in_backward and last:
+            self._reduce(unit)
+
     # continued: zero-stage3-last
     def _end_backward(self) -> None:
         """Also release units none of whose inputs has a gradient."""
-        used = {*self._backwards, *+self._forwards}
-        left = [unit for unit in self.units if unit in used]
+        used = {unit for unit, n in self._forwards.items() if n > 0}
+        left = [u for u in self.units if u in used | self._backwards]
         for table in self._forwards, self._backwards, self._expected:
             table.clear()
         for unit in left:
@@ -293,4 +294,4 @@ class ZeRO3(ZeRO2):
         super()._end_backward()
 
     def _reduce_complete(self) -> None:
-        """Nothing: `_after_backward` reduces, on every rank alike."""
+        """Nothing: `_after_backward` reduces, the same on every rank."""

@@ -123,7 +123,7 @@ def line(at: Setting, size: Size = SMALL) -> Timeline:
     if at.micro_batches == 1:
         return last
     first = micro_batch(False)
-    last = last.shifted(-first.duration)
+    last.shift(-first.duration)
     return Timeline(
         first.intervals + last.intervals,
         first.moments + last.moments,
