@@ -31,11 +31,9 @@ SOURCES = [
     for path in (ROOT / "minizero").rglob(f"*.{kind}")
     if path.name != "_modidx.py"
 ]
-A_SOURCE = "source/minizero/zero/stage1.py"
+OTHERS = ["source/minizero/zero/stage1.py", max(SOURCES, key=len), "search"]
 
-LONGEST = max(SOURCES, key=len)
-
-each_page = pytest.mark.parametrize("page", [*PAGES, A_SOURCE, LONGEST, "search"])
+each_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 
 
 @pytest.fixture(scope="session")

@@ -162,9 +162,7 @@ def test_the_example_trains(root: Path, tmp_path: Path, tool: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_commands_of_the_package(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_the_package(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Each `python -m minizero` line runs, in the README's order."""
     text = (root / "README.md").read_text()
     lines = re.findall(r"^\$ python -m (minizero .*?)(?: +#.*)?$", text, re.M)
