@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from ..memory.plan import check
 from ..zero.build import Policy, find_units
-from .saved_tensors import noting
+from .saved_tensors import recording_kept
 from .stores import Store, store_hooks
 
 # %% auto #0
@@ -48,20 +48,20 @@ def selective_contexts(keep: Callable[..., bool]) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     forward, backward = create_selective_checkpoint_contexts(policy)
-    return noting(keep, forward), backward
+    return recording_kept(keep, forward), backward
 
 # %% ../../notebooks/09_activations.ipynb #act-class
 MODES = ("none", "selective", "full")
 
 
 class Recompute:
-    """Calls functions so that less of what they compute is saved.
+    """How a unit's forward is called so that backward needs less memory.
 
     `mode`: "full" saves the arguments and computes the rest again in backward
     (Chen et al. 2016); "selective" also saves what `keep` chooses; "none"
     saves all.
-    `store`: where the saved arguments wait, or with "none" everything that is
-    saved but parameters (default: on the device).
+    `store`: where what is saved waits for backward, except parameters
+    (default: on the device). `Recompute("none", Offloaded())` offloads all.
     `keep`: of an operator and its arguments, whether to keep its results.
     """
 
@@ -81,20 +81,20 @@ class Recompute:
     def __call__(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """`function(*args, **kwargs)`."""
+        """`function(*args, **kwargs)`, as a unit with the function's name."""
         name = getattr(function, "__qualname__", type(function).__name__)
-        return self.call(name, function, args, kwargs)
+        return self.call_unit(name, function, args, kwargs)
 
-    def call(
-        self, unit: str, function: Callable[..., Any], args: Any, kwargs: Any
+    def call_unit(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """The same, as the unit of a name."""
+        """Call the function; what it saves is the unit's of this name."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        with store_hooks(self.store or Store(), unit):
+        with store_hooks(self.store or Store(), name):
             if self.mode == "none":
                 return function(*args, **kwargs)
-            # by position: torch would store keyword arguments itself, unseen
+            # by position: torch would keep keyword arguments past the hooks
             leaves, spec = tree_flatten((args, kwargs))
 
             def inside(*leaves: Any) -> Any:
@@ -109,13 +109,14 @@ class Recompute:
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             own = type(module).forward.__get__(module)
-            return self.call(name, own, args, kwargs)
+            return self.call_unit(name, own, args, kwargs)
 
+        # a later call may undo this one, but no foreign `forward`
         forward.wraps_unit = True  # type: ignore[attr-defined]
         module.forward = MethodType(forward, module)
 
 # %% ../../notebooks/09_activations.ipynb #act-units
-# how `deepspeed.checkpointing.checkpoint` calls functions
+# the process's own: `deepspeed.checkpointing.checkpoint` calls it
 CHECKPOINT = Recompute("full")
 
 

@@ -32,11 +32,11 @@ class Saved:
     nbytes: int
 
 
-_listing: list[SavedTensors] = []  # those that are entered
+_active: list[SavedTensors] = []  # those that are entered
 
 
 class SavedTensors(TorchFunctionMode):
-    """Lists what is kept for the backward of `model` while entered.
+    """A context manager that lists what is kept for the backward of `model`.
 
     Autograd calls a pack hook with each tensor that an operator saves. A storage counts
     once, until its last owner is gone: `live` shrinks during backward.
@@ -48,7 +48,7 @@ class SavedTensors(TorchFunctionMode):
         # names of the running modules and functions, the innermost last
         self._running = [("", "")]
         self._saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._preexisting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def live(self) -> list[Saved]:
         """What is saved at this moment, in the order of saving."""
@@ -63,28 +63,28 @@ class SavedTensors(TorchFunctionMode):
         """Bytes of the activations saved at this moment."""
         return sum(saved.nbytes for saved in self.activations())
 
-    def note(self, x: Tensor, op: str = "") -> None:
+    def record(self, x: Tensor, op: str = "") -> None:
         """List a tensor's storage, unless it is listed already."""
         storage, (module, running) = x.untyped_storage(), self._running[-1]
         if storage.nbytes() and storage not in self._saved:
-            kind = self._given.get(storage, "activation")
+            kind = self._preexisting.get(storage, "activation")
             where = module, running or op or "apply", kind
             self._saved[storage] = Saved(*where, storage.nbytes())
 
     def _pack(self, x: Tensor) -> Tensor:
-        self.note(x)
+        self.record(x)
         # detached: an output that held itself would never be freed
         return x.detach()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(saved_tensors_hooks(self._pack, lambda x: x))
-        _listing.append(self)
-        self._stack.callback(_listing.remove, self)
+        _active.append(self)
+        self._stack.callback(_active.remove, self)
         for name, module in self._model.named_modules():
-            enter = partial(self._entered, name)
+            before = partial(self._before_forward, name)
             for handle in (
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(self._left, always_call=True),
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(self._after_forward, always_call=True),
             ):
                 self._stack.callback(handle.remove)
         return super().__enter__()
@@ -93,7 +93,7 @@ class SavedTensors(TorchFunctionMode):
         super().__exit__(*exc)
         self._stack.close()
 
-    def _entered(self, name: str, module: nn.Module, *inputs: Any) -> None:
+    def _before_forward(self, name: str, module: nn.Module, *inputs: Any) -> None:
         self._running.append((name, ""))
         for kind, tensors in (
             ("input", tree_iter(inputs if module is self._model else ())),
@@ -103,9 +103,9 @@ class SavedTensors(TorchFunctionMode):
         ):
             for x in tensors:
                 if isinstance(x, Tensor):
-                    self._given[x.untyped_storage()] = kind
+                    self._preexisting[x.untyped_storage()] = kind
 
-    def _left(self, *_: Any) -> None:
+    def _after_forward(self, *_: Any) -> None:
         self._running.pop()
 
     def __torch_function__(
@@ -119,13 +119,13 @@ class SavedTensors(TorchFunctionMode):
             self._running.pop()
 
 
-def note(x: Tensor, op: str = "") -> None:
-    """List a tensor that is kept for backward without autograd's hooks, by `op`."""
-    for saved in _listing:
-        saved.note(x, op)
+def record_saved(x: Tensor, op: str = "") -> None:
+    """List a tensor that `op` keeps for backward, unseen by hooks of `SavedTensors`."""
+    for saved in _active:
+        saved.record(x, op)
 
 
-class Noting(TorchDispatchMode):
+class RecordKept(TorchDispatchMode):
     """Lists the results of operators that `keep` chooses."""
 
     def __init__(self, keep: Callable[..., bool]) -> None:
@@ -138,16 +138,16 @@ class Noting(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out) if self.keep(func, *args) else ():
             if isinstance(x, Tensor):
-                note(x, func._schema.name)
+                record_saved(x, func._schema.name)
         return out
 
 
 @contextmanager
-def noting(
-    keep: Callable[..., bool], inside: AbstractContextManager[Any]
+def recording_kept(
+    keep: Callable[..., bool], context: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Enter `inside`, and list the results that `keep` chooses."""
-    with inside, Noting(keep) if _listing else nullcontext():
+    """Enter `context`, and list the results that `keep` chooses."""
+    with context, RecordKept(keep) if _active else nullcontext():
         yield
 
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..memory.labels import host_empty
 from ..ranks import rank, world_size
-from .saved_tensors import note
+from .saved_tensors import record_saved
 
 
 class Store:
@@ -29,7 +29,7 @@ class Store:
         return None
 
     def pack(self, x: Tensor, call: Any) -> Any:
-        note(x, "recompute")
+        record_saved(x, "recompute")
         return x.detach()
 
     def unpack(self, held: Any) -> Tensor:
@@ -38,15 +38,15 @@ class Store:
 
 
 def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
-    """Hand to the store what autograd saves, but parameters and integers."""
+    """Hand to the store what autograd saves, except parameters and (small) integers."""
     call = store.begin(unit)
 
     def pack(x: Tensor) -> Any:
         base = x._base if x._is_view() else x
-        moves = x.is_floating_point() and not isinstance(base, nn.Parameter)
-        if moves and x.numel():
+        is_stored = x.is_floating_point() and not isinstance(base, nn.Parameter)
+        if is_stored and x.numel():
             return partial(store.unpack, store.pack(x, call))
-        note(x)
+        record_saved(x)
         return partial(unchanged, x, x._version)
 
     return saved_tensors_hooks(pack, lambda restore: restore())
@@ -120,7 +120,7 @@ def join(shard: Tensor, numel: int) -> Tensor:
     return full[:numel]
 
 
-copy_stream = cache(torch.cuda.Stream)  # of a device
+copy_stream = cache(torch.cuda.Stream)  # one for each device, made once
 
 
 class HostCopy:
@@ -160,16 +160,16 @@ class HostCopy:
         """Start copying it back, once."""
         if self.back is None:
             self.wait()
-            # by shape: what is made of host tensors alone counts as host
+            # by shape: `empty_like` would label it as host memory, as `host` is
             shape, dtype = self.host.shape, self.host.dtype
             self.back = torch.empty(shape, dtype=dtype, device=self.device)
             self._event = self._copy(self.back, self.host)
 
 
 class Copies(weakref.WeakSet[HostCopy]):
-    """The host copies of one forward; `before`: weakly, of the one before."""
+    """The host copies of one forward; `previous`: weakly, those of the one before."""
 
-    before: Callable[[], Copies | None]
+    previous: Callable[[], Copies | None]
 
 
 class Offloaded(Store):
@@ -189,12 +189,12 @@ class Offloaded(Store):
         for copy in self._last() or ():
             copy.wait()
         copies = Copies()
-        copies.before, self._last = self._last, weakref.ref(copies)
+        copies.previous, self._last = self._last, weakref.ref(copies)
         return copies
 
     def pack(self, x: Tensor, copies: Copies) -> Any:
         x = x.detach()
-        # a small window of something large: its own bytes only
+        # a small window of a large storage: copy its own bytes only
         if x.untyped_storage().nbytes() > 8 * x.nbytes:
             x = x.clone()
         storage = x.untyped_storage()
@@ -208,7 +208,8 @@ class Offloaded(Store):
 
     def unpack(self, held: Any) -> Tensor:
         copies, copy, shape, stride, offset = held
-        for unit in (copies, copies.before() or ()):  # this one, and the next
+        # backward runs in reverse: the forward before is the one it needs next
+        for unit in (copies, copies.previous() or ()):
             for each in unit:
                 each.fetch()
         copy.wait()

@@ -114,7 +114,7 @@ def find(folder: Path, tag: str | None = None) -> tuple[str, bytes]:
     """Which checkpoint is meant: its tag, and what its index file holds.
 
     Without a tag: the one that `latest` names or, where there is no such file, the
-    newest that is complete. Raises CheckpointError.
+    newest that is complete. CheckpointError if there is none.
     """
     tags = [complete for complete, _ in checkpoints(folder)]
     where = folder
