@@ -16,7 +16,7 @@ def batch_sizes(
     """All three, from the ones that are given: total = micro * steps * ranks.
 
     `total`: samples of a step; `micro`: samples of one rank in one forward;
-    `steps`: micro-batches of a step. One of the first two alone means no
+    `steps`: micro-batches of a step. `total` or `micro` alone means no
     accumulation. Raises ValueError if the sizes do not fit.
     """
     if total is None and micro is None:

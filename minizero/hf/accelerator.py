@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
     Sizes of batches that it leaves out are the loop's.
     """
 
-    config: Any
+    config: Any  # a source; `TrainerMixin` sets a function
     engine: Engine | None = None
     _reduce_now = True  # False inside `no_sync`
 

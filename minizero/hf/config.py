@@ -27,7 +27,7 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
     def __init__(self, source: Source) -> None:
         # not the one of transformers, which asks for a package deepspeed
         HfDeepSpeedConfig.__init__(self, dict(load(source)[0]))
-        self._dtype = None  # not known yet
+        self._dtype = None  # of the inherited class: not known yet
         self.mismatches: list[str] = []
 
     def trainer_config_process(self, args: Any, *more: Any) -> None:
