@@ -8,6 +8,7 @@ from anyway.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import re
@@ -77,6 +78,7 @@ def launch(command: list[str], *, cwd: str, env: dict[str, str], **_: Any) -> Ke
 
 def serve(arguments: list[str], cwd: str, env: dict[str, str], address: str) -> None:
     """The life of a kernel."""
+    gc.freeze()  # as a rank does
     os.setsid()
     os.chdir(cwd)
     sys.path[0] = ""

@@ -41,6 +41,7 @@ with contextlib.suppress(AttributeError, OSError):
 # would keep the cores from those that compute, and some tests take nine times as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes for it
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent

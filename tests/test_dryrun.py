@@ -208,6 +208,7 @@ def test_a_dry_run_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
         dryrun(build, {}, world_size=2, batch=(), device="mps")
 
 
+@THOROUGH
 def test_a_plan_fits_by_the_dry_run_of_its_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

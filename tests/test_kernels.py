@@ -159,16 +159,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_what_no_kernel_takes_is_torchs() -> None:
-    """Other dtypes, rows that are too wide, parameters that are not contiguous."""
+    """Other dtypes or modes, rows that are too wide, what is not contiguous."""
     before = Counter(launched)
     double, wide = zeros(2, 3, dtype=torch.float64), zeros(1, 20_000)
     kernels.layer_norm(double, zeros(3, dtype=torch.float64))
     kernels.rms_norm(wide, zeros(20_000))
     kernels.cross_entropy(double, torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    for p in (nn.Parameter(double.clone()), nn.Parameter(zeros(3, 2).t())):
+    for x, up in (double, False), (zeros(3, 2).t(), False), (zeros(2, 3), True):
+        p = nn.Parameter(x.clone())
         p.grad = torch.ones_like(p)
-        FusedAdam([p], lr=0.5).step()
-        assert torch.allclose(p, torch.full_like(p, -0.5))
+        FusedAdam([{"params": [p], "maximize": up}], lr=0.5).step()
+        assert torch.allclose(p, torch.full_like(p, 0.5 if up else -0.5))
     assert launched == before
     with pytest.raises(RuntimeError):
         kernels.layer_norm(zeros(2, 3), zeros(3), zeros(2))
@@ -178,18 +179,18 @@ def test_what_no_kernel_takes_is_torchs() -> None:
 
 # pointers to what is stored and to fp32, whole numbers, fp32 numbers, constants
 KERNELS: list[tuple[str, str, str, str, str, dict[str, Any]]] = [
-    ("adam_step", "p_at grad_at m_at v_at", "", "n",
+    ("adam_step", "p_ptr grad_ptr m_ptr v_ptr", "", "n",
      "beta1 rest1 beta2 rest2 rate root eps decay",
      {"DECOUPLED": True, "BLOCK": 1024}),
-    *(("norm_forward", "x_at weight_at y_at", "mean_at rstd_at", "width", "eps",
-       {"CENTRE": centre, "BLOCK": 1024, "bias_at": None}) for centre in (True, False)),
-    *(("norm_backward", "x_at weight_at dy_at dx_at", "mean_at rstd_at dweight_at",
-       "rows width", "", {"CENTRE": centre, "BLOCK": 1024, "dbias_at": None})
-      for centre in (True, False)),
-    ("loss_forward", "logits_at", "total_at loss_at", "vocabulary ignored", "",
+    *(("norm_forward", "x_ptr weight_ptr y_ptr", "mean_ptr rstd_ptr", "width", "eps",
+       {"CENTRE": mean, "BLOCK": 1024, "bias_ptr": None}) for mean in (True, False)),
+    *(("norm_backward", "x_ptr weight_ptr dy_ptr dx_ptr",
+       "mean_ptr rstd_ptr dweight_ptr", "rows width", "",
+       {"CENTRE": mean, "BLOCK": 1024, "dbias_ptr": None}) for mean in (True, False)),
+    ("loss_forward", "logits_ptr", "total_ptr loss_ptr", "vocabulary ignored", "",
      {"BLOCK": 4096}),
-    ("loss_backward", "logits_at dlogits_at", "total_at dloss_at", "vocabulary ignored",
-     "", {"BLOCK": 4096}),
+    ("loss_backward", "logits_ptr dlogits_ptr", "total_ptr dloss_ptr",
+     "vocabulary ignored", "", {"BLOCK": 4096}),
 ]  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def test_kernels_compile_for_a_gpu(kind: str) -> None:
     """16 bytes an access, and no product fused into a sum in Adam."""
     every = []
     for name, stored, wide, whole, numbers, constants in KERNELS:
-        types = {"target_at": "*i64"} if "loss" in name else {}
+        types = {"target_ptr": "*i64"} if "loss" in name else {}
         columns = (
             (stored, f"*{kind}"),
             (wide, "*fp32"),

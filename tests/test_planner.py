@@ -84,7 +84,6 @@ def test_only_equals_are_compared_by_their_options() -> None:
     [
         Candidate(2, "none", 1, 2, group=2),
         Candidate(3, "none", 2, 1, group=2),
-        Candidate(3, "none", 2, 1, secondary=2),
         Candidate(3, "none", 1, 2, secondary=2, weight_bits=8, gradient_bits=4),
     ],
     ids=str,

@@ -15,6 +15,7 @@ from conftest import Run
 from packaging.requirements import Requirement
 
 from minizero import estimate
+from minizero.__main__ import main
 from minizero.lab.plots.style import amount
 
 PAGES = ("README.md", "book/index.md")
@@ -147,6 +148,7 @@ assert after < before / 2 and engine.global_steps == 8, (before, after)
 """
 
 
+@pytest.mark.thorough
 def test_the_example_trains(root: Path, tmp_path: Path, tool: Run) -> None:
     """The README's config and loop, by its torchrun command, on two ranks."""
     (config,), (script, *_) = blocks(root, "json"), blocks(root, "python")
@@ -160,14 +162,15 @@ def test_the_example_trains(root: Path, tmp_path: Path, tool: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_commands_of_the_package(root: Path, tmp_path: Path, tool: Run) -> None:
+def test_commands_of_the_package(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Each `python -m minizero` line runs, in the README's order."""
     text = (root / "README.md").read_text()
     lines = re.findall(r"^\$ python -m (minizero .*?)(?: +#.*)?$", text, re.M)
     assert len(lines) >= 5
+    monkeypatch.chdir(tmp_path)
     for line in lines:
         extra = "--steps 3 --save-every 3 --out ." if " train " in line else ""
-        tool("python", "-m", *line.split(), *extra.split(), cwd=tmp_path)
+        assert main([*line.split()[1:], *extra.split()]) == 0
 
 
 HUGGING_FACE = """

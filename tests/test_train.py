@@ -62,13 +62,11 @@ def test_weights_load_into_the_plain_model(stage_3: tuple[Path, str]) -> None:
     assert torch.equal(model.head.weight, weights["tokens.weight"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            "--stage 1 --precision fp16 --steps 7 --offload-optimizer cpu",
-            marks=pytest.mark.thorough,
-        ),
+        "--stage 1 --precision fp16 --steps 7 --offload-optimizer cpu",
         "--precision bf16 --offload-optimizer nvme --offload-param nvme --overlap",
     ],
 )
@@ -127,6 +125,7 @@ def test_bad_input_ends_in_one_sentence(
     assert not Path("out").exists()
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_under_another_plan_with_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

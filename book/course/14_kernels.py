@@ -151,18 +151,18 @@ import triton.language as tl
 
 @triton.jit
 def adam_kernel(
-    p_at, g_at, m_at, v_at, half_at, n, rate, BLOCK: tl.constexpr
+    p_ptr, g_ptr, m_ptr, v_ptr, half_ptr, n, rate, BLOCK: tl.constexpr
 ):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    g = tl.load(g_at + at, mask=inside)
-    m = 0.9 * tl.load(m_at + at, mask=inside) + 0.1 * g
-    v = 0.999 * tl.load(v_at + at, mask=inside) + 0.001 * g * g
-    old = tl.load(p_at + at, mask=inside)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    g = tl.load(g_ptr + offsets, mask=mask)
+    m = 0.9 * tl.load(m_ptr + offsets, mask=mask) + 0.1 * g
+    v = 0.999 * tl.load(v_ptr + offsets, mask=mask) + 0.001 * g * g
+    old = tl.load(p_ptr + offsets, mask=mask)
     p = old - rate * m / (tl.sqrt(v) + 1e-8)
-    tl.store(p_at + at, p, mask=inside)
-    tl.store(m_at + at, m, mask=inside)
-    tl.store(v_at + at, v, mask=inside){store}
+    tl.store(p_ptr + offsets, p, mask=mask)
+    tl.store(m_ptr + offsets, m, mask=mask)
+    tl.store(v_ptr + offsets, v, mask=mask){store}
 
 
 def update(p, g, m, v, half, rate):
@@ -186,7 +186,7 @@ half = torch.empty(300, dtype=torch.float16)
 update(p, g, m, v, half, 0.01)
 assert torch.equal(half, p.half())
 """
-    store = "\n    tl.store(half_at + at, p, mask=inside)"
+    store = "\n    tl.store(half_ptr + offsets, p, mask=mask)"
     reference = KERNEL.format(store=store, after="")
     wrong = (
         Wrong(
@@ -197,8 +197,8 @@ assert torch.equal(half, p.half())
         ),
         Wrong(
             "before the update",
-            "half_at + at, p,",
-            "half_at + at, old,",
+            "half_ptr + offsets, p,",
+            "half_ptr + offsets, old,",
             "You stored the parameter as it was before the update.",
         ),
         Wrong(
@@ -211,18 +211,18 @@ assert torch.equal(half, p.half())
             + """
 
 @triton.jit
-def rounded(p_at, half_at, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    p = tl.load(p_at + at, mask=at < n)
-    tl.store(half_at + at, p, mask=at < n)
+def rounded(p_ptr, half_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.load(p_ptr + offsets, mask=offsets < n)
+    tl.store(half_ptr + offsets, p, mask=offsets < n)
 """,
             "A kernel of your own reads the master again, too: store the copy while "
             "the value is in a register.",
         ),
         Wrong(
             "first block only",
-            "half_at + at, p, mask=inside",
-            "half_at + at, p, mask=inside & (at < BLOCK)",
+            "half_ptr + offsets, p, mask=mask",
+            "half_ptr + offsets, p, mask=mask & (offsets < BLOCK)",
             "Only the first program stores its block.",
         ),
     )

@@ -64,11 +64,12 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what has a gradient; a closure is left to torch's own."""
+        """Update what has a gradient; torch's own does what no kernel can."""
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
         runs = all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work)
-        if closure is not None or not runs:
+        known = not any(g["amsgrad"] or g["maximize"] for _, g in work)
+        if closure is not None or not (runs and known):
             return super().step(closure)
         for p, group in work:
             self.update(p, p.grad, group)

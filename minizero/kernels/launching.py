@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HAS_TRITON = find_spec("triton") is not None
 launched: Counter[str] = Counter()  # how often each kernel was, by its name
 
 
@@ -24,7 +25,7 @@ def runs_on(*tensors: Tensor | None) -> bool:
     """
     given = [tensor for tensor in tensors if tensor is not None]
     known = all(tensor.dtype in DTYPES for tensor in given)
-    if find_spec("triton") is None or not known:
+    if not (HAS_TRITON and known):
         return False
     (on, *others) = {tensor.device for tensor in given}
     interprets = os.environ.get("TRITON_INTERPRET") == "1"

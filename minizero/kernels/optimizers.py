@@ -15,16 +15,16 @@ def optimizer_call(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that a config's `optimizer.type` names, and its keyword arguments.
 
-    DeepSpeed's `Adam` is AdamW unless `adam_w_mode` is false; neither decays weights by
-    default. Both are torch's fused ones unless `torch_adam` is true. For Muon use
-    `muon_options`.
+    DeepSpeed's `Adam` is AdamW unless `adam_w_mode` is false. Both are torch's fused ones
+    unless `torch_adam` is true, and decay no weights by default; torch's AdamW does, if
+    that is true. For Muon use `muon_options`.
     """
     options = dict(params)
     if name in ("FusedAdam", "CPUAdam"):  # on the host both are torch's fused Adam
         return FusedAdam, options
     if name in ("Adam", "AdamW"):
         torch_adam = options.pop("torch_adam", False)
-        decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
+        decoupled = options.pop("adam_w_mode", True) or name == "AdamW"  # as DeepSpeed
         if not torch_adam:
             options.setdefault("fused", True)
         if not (torch_adam and decoupled):

@@ -14,18 +14,18 @@ __all__ = ['adam_step', 'norm_forward', 'norm_backward', 'loss_forward', 'loss_b
 # %% ../../notebooks/14_kernels.ipynb #adam-kernel
 @triton.jit
 def adam_step(
-    p_at: tl.tensor, grad_at: tl.tensor, m_at: tl.tensor, v_at: tl.tensor,
+    p_ptr: tl.tensor, grad_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor,
     n: tl.tensor, beta1: float, rest1: float, beta2: float, rest2: float,
     rate: float, root: float, eps: float, decay: float,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """Update one block of n elements: each is read once and written once."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    p = tl.load(p_at + at, mask=inside).to(tl.float32)
-    grad = tl.load(grad_at + at, mask=inside).to(tl.float32)
-    m = tl.load(m_at + at, mask=inside).to(tl.float32)
-    v = tl.load(v_at + at, mask=inside).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
+    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
+    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
     if DECOUPLED:
         p = p * decay
     else:
@@ -33,58 +33,58 @@ def adam_step(
     m = beta1 * m + rest1 * grad
     v = beta2 * v + rest2 * (grad * grad)
     p = p - tl.div_rn(rate * m, tl.sqrt_rn(v) * root + eps)
-    tl.store(p_at + at, p, mask=inside)
-    tl.store(m_at + at, m, mask=inside)
-    tl.store(v_at + at, v, mask=inside)
+    tl.store(p_ptr + offsets, p, mask=mask)
+    tl.store(m_ptr + offsets, m, mask=mask)
+    tl.store(v_ptr + offsets, v, mask=mask)
 
 # %% ../../notebooks/14_kernels.ipynb #norm-forward
 @triton.jit
 def norm_forward(
-    x_at: tl.tensor, weight_at: tl.tensor, bias_at: tl.tensor,
-    y_at: tl.tensor, mean_at: tl.tensor, rstd_at: tl.tensor,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor,
+    y_ptr: tl.tensor, mean_ptr: tl.tensor, rstd_ptr: tl.tensor,
     width: tl.tensor, eps: float,
     CENTRE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """y = (x - mean) * rstd * weight + bias; without CENTRE the mean is 0."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    here = row * width + at
-    x = tl.load(x_at + here, mask=inside, other=0.0).to(tl.float32)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    offsets = row * width + cols
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if CENTRE:
         mean = tl.sum(x, 0) / width
-        x = tl.where(inside, x - mean, 0.0)
-        tl.store(mean_at + row, mean)
+        x = tl.where(mask, x - mean, 0.0)
+        tl.store(mean_ptr + row, mean)
     rstd = 1 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
-    tl.store(rstd_at + row, rstd)
-    y = x * rstd * tl.load(weight_at + at, mask=inside).to(tl.float32)
-    if bias_at is not None:
-        y += tl.load(bias_at + at, mask=inside).to(tl.float32)
-    tl.store(y_at + here, y, mask=inside)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd * tl.load(weight_ptr + cols, mask=mask).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+    tl.store(y_ptr + offsets, y, mask=mask)
 
 # %% ../../notebooks/14_kernels.ipynb #norm-backward
 @triton.jit
 def norm_backward(
-    x_at: tl.tensor, weight_at: tl.tensor, dy_at: tl.tensor,
-    mean_at: tl.tensor, rstd_at: tl.tensor,
-    dx_at: tl.tensor, dweight_at: tl.tensor, dbias_at: tl.tensor,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, dy_ptr: tl.tensor,
+    mean_ptr: tl.tensor, rstd_ptr: tl.tensor,
+    dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor,
     rows: tl.tensor, width: tl.tensor,
     CENTRE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """dx of every row, and this program's part of the sums over rows."""
     first = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    weight = tl.load(weight_at + at, mask=inside, other=0.0).to(tl.float32)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     for row in range(first, rows, tl.num_programs(0)):
-        here = row * width + at
-        x = tl.load(x_at + here, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_at + here, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_at + row)
+        offsets = row * width + cols
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
         if CENTRE:
-            x = tl.where(inside, x - tl.load(mean_at + row), 0.0)
+            x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
         x *= rstd  # normalised
         dweight += dy * x
         dbias += dy
@@ -92,56 +92,58 @@ def norm_backward(
         dx = dy - x * (tl.sum(dy * x, 0) / width)
         if CENTRE:
             dx -= tl.sum(dy, 0) / width
-        tl.store(dx_at + here, dx * rstd, mask=inside)
-    tl.store(dweight_at + first * width + at, dweight, mask=inside)
-    if dbias_at is not None:
-        tl.store(dbias_at + first * width + at, dbias, mask=inside)
+        tl.store(dx_ptr + offsets, dx * rstd, mask=mask)
+    tl.store(dweight_ptr + first * width + cols, dweight, mask=mask)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + first * width + cols, dbias, mask=mask)
 
 # %% ../../notebooks/14_kernels.ipynb #loss-forward
 @triton.jit
 def loss_forward(
-    logits_at: tl.tensor, target_at: tl.tensor,
-    loss_at: tl.tensor, total_at: tl.tensor,
+    logits_ptr: tl.tensor, target_ptr: tl.tensor,
+    loss_ptr: tl.tensor, total_ptr: tl.tensor,
     vocabulary: tl.tensor, ignored: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:
     """loss = log sum exp(logits) - logits[target], of one row, read once."""
     row = tl.program_id(0).to(tl.int64)
-    logits_at += row * vocabulary
+    logits_ptr += row * vocabulary
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_at + at, mask=at < vocabulary, other=float("-inf"))
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < vocabulary
+        x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf"))
         x = x.to(tl.float32)
         new = tl.maximum(most, x)
         # where a lane has only -inf: -inf minus -inf would be NaN
-        away = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(most - away) + tl.exp(x - away)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(most - safe) + tl.exp(x - safe)
         most = new
     top = tl.max(most, 0)
     total = top + tl.log(tl.sum(total * tl.exp(most - top), 0))
-    tl.store(total_at + row, total)
-    target = tl.load(target_at + row)
+    tl.store(total_ptr + row, total)
+    target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocabulary)
-    x = tl.load(logits_at + target, mask=known, other=float("nan"))
+    x = tl.load(logits_ptr + target, mask=known, other=float("nan"))
     loss = total - x.to(tl.float32)
-    tl.store(loss_at + row, tl.where(target == ignored, 0.0, loss))
+    tl.store(loss_ptr + row, tl.where(target == ignored, 0.0, loss))
 
 # %% ../../notebooks/14_kernels.ipynb #loss-backward
 @triton.jit
 def loss_backward(
-    logits_at: tl.tensor, target_at: tl.tensor,
-    total_at: tl.tensor, dloss_at: tl.tensor, dlogits_at: tl.tensor,
+    logits_ptr: tl.tensor, target_ptr: tl.tensor,
+    total_ptr: tl.tensor, dloss_ptr: tl.tensor, dlogits_ptr: tl.tensor,
     vocabulary: tl.tensor, ignored: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:
     """dlogits = dloss * (softmax - one at the target), of one block."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocabulary
-    x = tl.load(logits_at + row * vocabulary + at, mask=inside).to(tl.float32)
-    target = tl.load(target_at + row)
-    share = tl.exp(x - tl.load(total_at + row))
-    share -= tl.where(at == target, 1.0, 0.0)
-    dlogits = share * tl.load(dloss_at + row)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < vocabulary
+    offsets = row * vocabulary + cols
+    x = tl.load(logits_ptr + offsets, mask=mask).to(tl.float32)
+    target = tl.load(target_ptr + row)
+    share = tl.exp(x - tl.load(total_ptr + row))
+    share -= tl.where(cols == target, 1.0, 0.0)
+    dlogits = share * tl.load(dloss_ptr + row)
     dlogits = tl.where(target == ignored, 0.0, dlogits)
-    tl.store(dlogits_at + row * vocabulary + at, dlogits, mask=inside)
+    tl.store(dlogits_ptr + offsets, dlogits, mask=mask)

@@ -202,7 +202,7 @@ class NVMe(Offload):
         upcoming = self.schedule.upcoming() if self.schedule else []
         for flat in (flat for unit in upcoming for flat in unit.flats):
             following = self._swapped.get(flat.shard)
-            if following is not None and not getattr(flat, "is_unsharded", True):
+            if following is not None and not flat.is_unsharded:
                 coming += [(following, r) for r in range(following.records)]
         self.buffers.reclaim()
         for place in coming:

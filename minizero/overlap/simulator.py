@@ -154,7 +154,7 @@ class Simulation:
             reduces = boundary or plan.gradients.sharded
             self.run(schedule.grads_ready(unit) if reduces else [])
 
-        def compute(what: str, unit: Layer) -> None:
+        def process(what: str, unit: Layer) -> None:
             forward, inside = what == "forward", unit.inside - unit.saved
             self.record("activations", unit.name, inside + unit.saved * forward)
             if plan.gradients.sharded and not forward:
@@ -166,16 +166,16 @@ class Simulation:
         self.run(schedule.needed(root))
         for unit in blocks:
             self.run(schedule.needed(unit))
-            compute("forward", unit)
+            process("forward", unit)
             self.run(schedule.done(unit))
-        compute("forward", root)
+        process("forward", root)
         self.run(schedule.done(root))
         schedule.pass_begins("backward")
         self.run(schedule.needed(root))
-        compute("backward", root)
+        process("backward", root)
         for unit in reversed(blocks):
             self.run(schedule.needed(unit))
-            compute("backward", unit)
+            process("backward", unit)
             self.run(schedule.done(unit))
             reduce(unit)
         self.run(schedule.done(root))
@@ -313,7 +313,12 @@ class Simulation:
         self, op: str, unit: Layer, flat: Buffer, elements: int,
         since: float = 0.0, after: float = 0.0,
     ) -> Interval:  # fmt: skip
-        """Queue for the link, from `since` on, with so many elements of a buffer."""
+        """Queue for the link, from `since` on, with so many elements of a buffer.
+
+        A rank sends N-1 shards. On arrival a reduction adds what has come, and an
+        all-reduce sends the sums as well. Copies in several groups are then summed: by
+        an all-reduce, or under hpZ by a reduction to their owner, half as long.
+        """
         machine, gathers = self.machine, op == "all_gather"
         shard = elements * flat.sent[not gathers] / machine.ranks
         nbytes = shard * (machine.ranks - 1)

@@ -140,4 +140,4 @@ def leave() -> None:
     """End the process group. Without it some runs abort at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()
+        gc.collect()  # groups that are held by cycles, too
