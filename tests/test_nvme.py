@@ -141,8 +141,7 @@ def test_what_is_stored_comes_back(
     """A placeholder stands for it."""
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
-    options = {"buffer_size": 4_032, "block_size": ALIGN, "queue_depth": 3}
-    storage = NVMe(ALL, tmp_path, **options)
+    storage = NVMe(ALL, tmp_path, buffer_size=4_032, block_size=ALIGN, queue_depth=3)
     values = torch.randn(10_001).to(dtype)
     shard = storage.store(values, "parameters")
     assert shard.isnan().all() and shard.untyped_storage().nbytes() <= 4

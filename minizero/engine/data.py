@@ -41,8 +41,8 @@ class Loader(DataLoader[Any]):
     """Batches of one rank, [batch_size, ...], in the order of its `data_sampler`.
 
     An iterator begins the epoch anew; after `load_state_dict` the next batch is the one
-    after the saved place, and until then `len` counts what is left. The permutation is the same in each epoch unless
-    `data_sampler.set_epoch` changes it, as in DeepSpeed.
+    after the saved place, and until then `len` counts what is left. The permutation is
+    the same in each epoch unless `data_sampler.set_epoch` changes it, as in DeepSpeed.
 
     `dataset`: with `len` and `[index]`. `drop_last`: leave out a smaller last batch.
     `seen`: samples of all ranks that the last iterator has given; None between epochs.

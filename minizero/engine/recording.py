@@ -31,7 +31,7 @@ def trace(
 ) -> Iterator[Recording]:
     """Record the steps inside the block: what a rank does, when, for which unit.
 
-    Every rank enters it, between the same two steps. Afterwards the result's `trace` is this
+    Every rank enters it, between the same two steps. Then the result's `trace` is this
     rank's; with `path`, rank 0 has written all ranks' there as Chrome trace JSON.
 
     The book's timeline draws the first 50,000 events of a file: a few steps of a model

@@ -254,9 +254,9 @@ class Costs:
     def element(self, how: Candidate) -> tuple[float, float, float, float]:
         """What an element costs to gather and to reduce, beside arithmetic.
 
-        Bytes on the link to gather it and to reduce it, then seconds in passes over
-        memory, for the same: quantized parameters are decoded; gradients are copied into one buffer, cast if
-        they are reduced in another dtype, divided, and encoded and decoded if quantized.
+        Bytes on the link to gather and to reduce it, then seconds over memory for both:
+        quantized parameters are decoded; gradients copied into one buffer, cast if they
+        are reduced in another dtype, divided, and encoded and decoded if quantized.
         """
         size, reduced = self.itemsize, self.job.reduced
         gather_bytes, reduce_bytes = (
