@@ -28,7 +28,7 @@ on_two_ranks = pytest.mark.usefixtures("two")
 on_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def some(names: Iterable[Any], left: Callable[[Any], bool]) -> list[Any]:
+def some(names: Iterable[str], left: Callable[[str], bool]) -> list[Any]:
     """Parameters of a test, of which `left` is left to `make test-all`."""
     marks = {True: [pytest.mark.thorough], False: []}
     return [pytest.param(name, marks=marks[left(name)]) for name in names]

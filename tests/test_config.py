@@ -237,7 +237,10 @@ BAD: list[tuple[Any, str]] = [
         zero(offload_param=NVME, offload_optimizer=NVME | {"nvme_path": "other"}),
         "two nvme_path, other and disk, but all files are in one folder",
     ),
-    (zero(3, offload_optimizer={"delayed_update": True}), 'give "device": "cpu" and'),
+    (
+        zero(3, offload_optimizer={"delayed_update": True}),
+        'give "device": "cpu" and no',
+    ),
     (
         zero(3, zero_hpz_partition_size=8),
         "zero_hpz_partition_size = 8, but 4 ranks cannot shard in groups of 8",

@@ -54,7 +54,7 @@ def printed(asked: Exercise) -> str:
 MEASURES = [pytest.mark.thorough]  # what trains, starts ranks, or is not of these
 ASKED = ("ex-memory-1", "ex-ranks-1", "ex-overlap-1", "ex-scale-1")
 ALL = "MINIZERO_COURSE_ALL" in os.environ
-"""All exercises on ranks, a quarter of an hour; else one a chapter, not the last's."""
+"""All exercises on ranks, a quarter of an hour; else one a chapter but the capstone."""
 
 
 def tried() -> Iterator[Exercise]:

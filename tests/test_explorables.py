@@ -277,6 +277,7 @@ def test_interval() -> None:
         done += best * (lasts // (best + save))
         passed += lasts
     assert 1 - done / passed == pytest.approx(least, rel=0.05)
+    assert interval.lost(best, save, between, restart=600.0) > least
 
 
 def test_figures_of_saves() -> None:
