@@ -97,8 +97,8 @@ def test_the_next_slice_is_read_and_the_last_written_meanwhile(
 
         monkeypatch.setattr(Slice, method, noted)
 
-    for method in ("launch_reads", "expose", "launch_writes"):
-        watch(method[7:8] or "s", method)
+    for what, call in (("r", "launch_reads"), ("s", "expose"), ("w", "launch_writes")):
+        watch(what, call)
     one_step(net)
     expected = ["r0"]
     for i in range(len(numbers)):
