@@ -430,7 +430,7 @@ def padding(shapes, ranks):
             "without padding",
             "max(filled) * ranks / sum(filled)",
             "max(work) * ranks / sum(work)",
-            "You returned the busiest rank's work over the mean, not the buffer's size.",
+            "You returned the busiest rank's work over the mean, not a size.",
         ),
     )
 
@@ -456,8 +456,8 @@ class UntilHowManyTokens(Exercise):
 def until(
     params: float, layers: int, hidden: int, nodes: int, gpus: int
 ) -> tuple[float, float]:
-    # The number of tokens on a GPU at which as much enters a node as under ZeRO-3, of a
-    # model that is split over the nodes in width, and in depth; 16 bits for each number.
+    # The number of tokens on a GPU at which as much enters a node as under ZeRO-3, if
+    # the model is split over the nodes in width, and in depth; all in 16 bits.
     return 0.0, 0.0
 """
     public = """
@@ -477,7 +477,7 @@ def until(params, layers, hidden, nodes, gpus):
             "a GPU's batch",
             "gpus * 8 * nodes *",
             "gpus * 8 *",
-            "You counted one GPU's activations in width: the ranks that compute a model "
+            "You counted one GPU's activations in width: ranks that compute a model "
             "together have all their batches in common.",
         ),
         Wrong(
