@@ -132,6 +132,15 @@ def test_shards_are_read_ahead(
     storage.close()
 
 
+def in_page_cache(fd: int) -> bool | None:
+    """Whether the system has a file's first page in memory; None if it does not say."""
+    with open(f"/proc/self/fd/{fd}", "rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+        except OSError as error:
+            return False if error.errno == errno.EAGAIN else None
+
+
 @pytest.mark.parametrize(
     ("direct", "dtype"), [(True, torch.float32), (False, torch.bfloat16)]
 )
@@ -150,6 +159,7 @@ def test_what_is_stored_comes_back(
     assert torch.equal(storage.load(shard, torch.empty_like(values)), values)
     assert torch.equal(storage.read_shard(shard, 3_000, 9_000), values[3_000:9_000])
     assert storage.on_disk.parameters == values.nbytes
+    assert in_page_cache(storage.swap.fd) in (not direct, None)
     size = os.fstat(storage.swap.fd).st_size
     assert size == storage.swap.size == pages(10_001, dtype.itemsize, 4_032)
     # a file without a name: no kill leaves it behind

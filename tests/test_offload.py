@@ -9,7 +9,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,9 @@ def test_bytes_of_a_delayed_update(two: Pool) -> None:
 # --- refusals -----------------------------------------------------------------
 
 
-def twice(storage: Storage) -> None:
+def twice(make: Callable[[Plan], Storage], **options: Any) -> None:
     for _ in range(2):
-        wrap(storage.plan, lambda _: storage)
+        wrap(FULL, make, **options)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def twice(storage: Storage) -> None:
             lambda: wrap(Plan.stage(3), lambda _: Offload(FULL)),
             "the storage is for Plan",
         ),
-        (lambda: twice(Offload(FULL)), "belongs to another net already"),
-        (lambda: twice(Delayed(FULL)), "belongs to another net already"),
+        (lambda: twice(cache(Offload)), "another net has this Offload"),
+        (lambda: twice(Offload, precision=MixedPrecision()), "has this MixedPrecision"),
         (lambda: Delayed(Plan.stage(3)), "optimizer is on 'device'"),
     ],
 )

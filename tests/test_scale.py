@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,16 @@ def test_shapes_have_their_published_parameters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="heads must divide hidden"):
         replace(MODELS["mpt-1b"], heads=7)
     path = tmp_path / "config.json"
-    path.write_text(
-        '{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,'
-        '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,'
-        '"hidden_act": "silu", "tie_word_embeddings": false}'
-    )
-    assert find(str(tmp_path)).parameters == MODELS["llama-8b"].parameters
-    path.write_text(path.read_text().replace("{", '{"num_local_experts": 8, '))
+    keys = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+    keys += "num_key_value_heads", "intermediate_size", "hidden_act", "model_type"
+    keys += ("tie_word_embeddings",)
+    llama = 4096, 32, 32, 128_256, 8, 14_336, "silu", "llama", False
+    gemma = 2048, 18, 8, 256_000, 1, 16_384, "gelu", "gemma", None  # 2B; tied
+    for values, size in (llama, MODELS["llama-8b"].parameters), (gemma, 2_506_172_416):
+        config = dict(zip(keys, values, strict=True))
+        path.write_text(json.dumps(config))
+        assert find(str(tmp_path)).parameters == size
+    path.write_text(json.dumps(config | {"num_local_experts": 8}))
     with pytest.raises(ValueError, match="has experts"):
         find(str(path))
     path.write_text('{"hidden_size": 8}')

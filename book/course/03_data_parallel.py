@@ -313,73 +313,243 @@ def loss_of(logits, targets):
         return {"weights after a step": launch(stepped, ranks, timeout=PATIENCE)[0]}
 
 
-class LaterSchedule(Exercise):
+class TwoAtATime(Exercise):
     label = "ex-ddp-5"
     on_ranks = True
-    answer = "Later"
+    answer = "AtMost"
     points = 6
     starter = """
 from minizero.zero import Action, Schedule
 
 
-class Later(Schedule):
-    "Launches a unit's reduction when its gradients are complete, and does not wait."
+class AtMost(Schedule):
+    # At most `most` units are being reduced at a time. Before another one is launched,
+    # the one that was launched first is waited for.
+    def __init__(self, most: int):
+        self.most = most
 """
     public = """
-assert issubclass(Later, Schedule)
+assert isinstance(AtMost(2), Schedule)
 """
     reference = """
 from minizero.zero import Action, Schedule
 
 
-class Later(Schedule):
+class AtMost(Schedule):
+    def __init__(self, most):
+        self.most, self.launched = most, []
+
     def grads_ready(self, unit):
-        return [Action("reduce", unit)]
+        actions = []
+        if len(self.launched) == self.most:
+            actions.append(Action("wait", self.launched.pop(0)))
+        self.launched.append(unit)
+        return [*actions, Action("reduce", unit)]
+
+    def backward_ends(self):
+        self.launched.clear()
 """
     wrong = (
         Wrong(
             "unchanged",
-            '    def grads_ready(self, unit):\n        return [Action("reduce", unit)]',
-            "    pass",
+            "",
+            starter,
             "Backward still stands still at each unit until its sums are there.",
         ),
         Wrong(
-            "nothing launched",
-            'return [Action("reduce", unit)]',
-            "return []",
-            "You launch nothing, so gradients are never averaged: leave out the wait "
-            "only.",
+            "never waits",
+            "        if len(self.launched) == self.most:\n"
+            '            actions.append(Action("wait", self.launched.pop(0)))\n',
+            "",
+            "You never wait, so all units are being reduced when backward ends.",
         ),
         Wrong(
-            "launched twice",
-            'return [Action("reduce", unit)]',
-            'return [Action("reduce", unit), Action("reduce", unit)]',
-            "Each unit is reduced twice: `reduce` launches, and one launch is enough.",
+            "the newest",
+            "self.launched.pop(0)",
+            "self.launched.pop()",
+            "You wait for the unit that was launched last: it has had the least time.",
+        ),
+        Wrong(
+            "one too many",
+            "len(self.launched) == self.most",
+            "len(self.launched) > self.most",
+            "One unit too many is being reduced: wait before you launch another.",
         ),
     )
     explain = "Why the bits should be the same."
 
     def draw(self, rng):
         odd = rng.sample([11, 13, 15, 17], 2)
-        return [{"ranks": n, "width": w} for n, w in zip((2, 3), odd, strict=True)]
+        most = rng.sample([2, 3], 2)
+        return [
+            {"ranks": n, "width": w, "most": m}
+            for n, w, m in zip((2, 3), odd, most, strict=True)
+        ]
 
     @staticmethod
-    def run(answer, ranks, width):
+    def run(answer, ranks, width, most):
         def trained():
-            model = Odd(width)
+            model = Odd(width, depth=6)
             adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
-            net = DataParallel(model, adamw, schedule=answer())
+            net = DataParallel(model, adamw, schedule=answer(most))
             for step in range(2):
                 with comm.algorithm("direct"), comm.ledger() as calls:
                     net.backward(net(rows(width, step, 0)))
                     net.step()
-            reduced = calls.select("all_reduce", "backward")
-            launched = max((c.launched for c in reduced), default=0)
-            waited = min((c.waited for c in reduced), default=0)
+            calls = calls.select("all_reduce", "backward")
+            starts = [c.launched for c in calls]
+            at_once = [sum(c.launched <= t < c.waited for c in calls) for t in starts]
             return {
                 "calls": len(calls),
-                "waits between launches": waited < launched,
+                "under way at each launch": at_once,
+                "waited for": [c.unit for c in sorted(calls, key=lambda c: c.waited)],
                 "weights": digest(net.state_dict()) if rank() == 0 else "",
             }
 
         return launch(trained, ranks, timeout=PATIENCE)[0]
+
+
+class AsDDPFills(Exercise):
+    label = "ex-ddp-6"
+    on_ranks = True
+    answer = "Filled"
+    points = 8
+    starter = """
+import torch
+from torch import nn
+
+from minizero import comm
+
+
+class Filled:
+    # Averages gradients over ranks, in buckets of at most `bucket_size` elements (or
+    # one larger parameter), filled from the last parameter to the first. A call ends
+    # a backward: each `p.grad` is the mean then.
+    def __init__(self, model: nn.Module, bucket_size: int):
+        self.parameters = [*model.parameters()]
+
+    def __call__(self):
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            comm.all_reduce(p.grad, average=True)
+"""
+    public = """
+layer = nn.Linear(3, 2)
+average = Filled(layer, 6)
+layer(torch.ones(1, 3)).sum().backward()
+average()  # one rank alone
+assert layer.weight.grad.tolist() == [[1.0] * 3] * 2
+"""
+    reference = """
+import torch
+from torch import nn
+
+from minizero import comm
+
+
+class Filled:
+    def __init__(self, model, bucket_size):
+        self.buckets, room = [], 0
+        for p in reversed([*model.parameters()]):
+            if p.numel() > room:
+                self.buckets.append([])
+                room = bucket_size
+            self.buckets[-1].append(p)
+            room -= p.numel()
+            p.register_post_accumulate_grad_hook(self.arrived)
+        self.missing, self.under_way = {*model.parameters()}, []
+
+    def arrived(self, p):
+        self.missing.discard(p)
+        for params in self.buckets[len(self.under_way) :]:
+            if not self.missing.isdisjoint(params):
+                break
+            self.launch(params)
+
+    def launch(self, params):
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        flat = torch.cat([p.grad.flatten() for p in params])
+        work = comm.all_reduce(flat, async_op=True, average=True)
+        self.under_way.append((params, flat, work))
+
+    def __call__(self):
+        for params in self.buckets[len(self.under_way) :]:
+            self.launch(params)
+        for params, flat, work in self.under_way:
+            work.wait()
+            parts = flat.split([p.numel() for p in params])
+            for p, part in zip(params, parts):
+                p.grad.copy_(part.view_as(p))
+        self.missing = {p for params in self.buckets for p in params}
+        self.under_way.clear()
+"""
+    wrong = (
+        Wrong(
+            "each alone",
+            "",
+            starter,
+            "You make a call for each parameter, and all of them after backward.",
+        ),
+        Wrong(
+            "after backward",
+            "            p.register_post_accumulate_grad_hook(self.arrived)\n",
+            "",
+            "All buckets are launched after backward, so nothing overlaps with it.",
+        ),
+        Wrong(
+            "first to last",
+            "reversed([*model.parameters()])",
+            "[*model.parameters()]",
+            "The first bucket has the first parameters, whose gradients come last: the "
+            "others wait for it.",
+        ),
+        Wrong(
+            "too full",
+            "if p.numel() > room:",
+            "if room <= 0:",
+            "A bucket is closed only when it is full already: it has more elements "
+            "than it may.",
+        ),
+        Wrong(
+            "sums",
+            "async_op=True, average=True",
+            "async_op=True",
+            "You give the sum over ranks, not the mean.",
+        ),
+    )
+    explain = "What would happen if a rank launched a later bucket first."
+
+    def draw(self, rng):
+        odd = rng.sample([7, 9, 11, 13], 2)
+        return [
+            {"ranks": n, "width": w, "bucket_size": 2 * w * w + rng.randint(1, w)}
+            for n, w in zip((2, 3), odd, strict=True)
+        ]
+
+    @staticmethod
+    def run(answer, ranks, width, bucket_size):
+        def averaged():
+            torch.manual_seed(width)
+            layers = [torch.nn.Linear(width, width) for _ in range(6)]
+            model = torch.nn.ModuleList(layers)
+            average, launched = answer(model, bucket_size), []
+            for step in range(2):
+                model.zero_grad()
+                with comm.algorithm("direct"), comm.ledger() as calls:
+                    x = rows(width, step, 0)
+                    for i, layer in enumerate(layers):
+                        # each rank leaves another of the first layers out
+                        x = x if i == rank() else x + layer(x).tanh()
+                    x.square().mean().backward()
+                    launched.append(len(calls))
+                    average()
+            norms = {k: p.grad.norm().item() for k, p in model.named_parameters()}
+            return {
+                "elements of calls": [c.elements for c in calls],
+                "launched in backward": launched,
+                "norms of means": norms,
+            }
+
+        found = launch(averaged, ranks, timeout=PATIENCE)
+        return {f"rank {r}": each for r, each in enumerate(found)}

@@ -1,13 +1,11 @@
 """Chapter 7: ZeRO-3."""
 
-import os
-import tempfile
-
 import torch
 
 from minizero import comm, launch
 from minizero.lab.course import Exercise, Wrong
 from minizero.lab.course.drivers import PATIENCE, Odd, digest, rows, seen_on, train
+from minizero.ranks import rank
 from minizero.zero import ZeRO3
 
 
@@ -171,89 +169,126 @@ class Kept(ZeRO2):
         return seen_on(ranks, train, answer, width, micro, look=True)
 
 
-class TheCheckpoint(Exercise):
+class AverageOfWeights(Exercise):
     label = "ex-zero3-4"
     on_ranks = True
-    answer = "save"
+    answer = "Average"
+    points = 6
     starter = """
-import torch
+class Average:
+    # A running average of a net's weights. All ranks call `update` after each step,
+    # and `state_dict` at the end, which returns the average on rank 0, named as by
+    # `net.state_dict()`. The net itself goes on as before.
+    def __init__(self, net, rate: float):
+        self.net, self.rate = net, rate
+        named = net.model.named_parameters()
+        self.average = {name: p.detach().clone() for name, p in named}
 
-from minizero.ranks import rank
+    def update(self):
+        for name, p in self.net.model.named_parameters():
+            self.average[name].lerp_(p.detach(), self.rate)
 
-
-def save(net, path: str) -> None:
-    # Called on every rank: saves a dict of all weights, by their names in the
-    # model, to `path`.
-    if rank() == 0:
-        weights = {k: p.detach() for k, p in net.model.named_parameters()}
-        torch.save(weights, path)
+    def state_dict(self):
+        return self.average
 """
     public = """
-assert callable(save)
+assert callable(Average.update) and callable(Average.state_dict)
 """
     reference = """
-import torch
+class Average:
+    def __init__(self, net, rate):
+        self.net, self.rate = net, rate
+        self.shards = [flat.shard.clone() for flat in net.flats]
 
-from minizero.ranks import rank
+    def update(self):
+        for average, flat in zip(self.shards, self.net.flats):
+            average.lerp_(flat.shard, self.rate)
 
+    def exchange(self):
+        for average, flat in zip(self.shards, self.net.flats):
+            own = flat.shard.clone()
+            flat.shard.copy_(average)
+            average.copy_(own)
 
-def save(net, path):
-    weights = net.state_dict()
-    if rank() == 0:
-        torch.save(weights, path)
+    def state_dict(self):
+        self.exchange()
+        weights = self.net.state_dict()
+        self.exchange()
+        return weights
 """
     wrong = (
         Wrong(
-            "freed",
-            "    weights = net.state_dict()\n    if rank() == 0:\n",
-            "    if rank() == 0:\n"
-            "        named = net.model.named_parameters()\n"
-            "        weights = {k: p.detach() for k, p in named}\n",
-            "The parameters are freed at that moment and read as NaN, and so does the"
-            " file.",
+            "of freed parameters",
+            "",
+            starter,
+            "Between steps the parameters are freed and read as NaN, and so does their "
+            "average.",
         ),
         Wrong(
-            "gathered by one",
-            "    weights = net.state_dict()\n    if rank() == 0:\n",
-            "    if rank() == 0:\n        weights = net.state_dict()\n",
-            "Rank 0 alone gathers: it waits for shards that nobody sends. All ranks "
-            "must call `state_dict`.",
+            "gathered each step",
+            "",
+            """
+class Average:
+    def __init__(self, net, rate):
+        self.net, self.rate = net, rate
+        self.average = net.state_dict()
+
+    def update(self):
+        for name, value in self.net.state_dict().items():
+            self.average[name].lerp_(value, self.rate)
+
+    def state_dict(self):
+        return self.average
+""",
+            "Each update gathers all weights: the average of a shard needs no other "
+            "shard.",
         ),
         Wrong(
-            "the module's own",
-            "net.state_dict()",
-            "{k: p.detach() for k, p in net.model.state_dict().items()}",
-            "The module's own `state_dict` refuses: its parameters are freed. "
-            "`net.state_dict()` gathers them.",
+            "left in the net",
+            "        weights = self.net.state_dict()\n        self.exchange()\n",
+            "        weights = self.net.state_dict()\n",
+            "The net is left with the average, and would train on from there.",
+        ),
+        Wrong(
+            "the last weights",
+            "        self.exchange()\n        weights = self.net.state_dict()\n"
+            "        self.exchange()\n",
+            "        weights = self.net.state_dict()\n",
+            "You return the net's own weights, not their average.",
         ),
     )
-    explain = (
-        "What is in the file of the starter, and why gathering inside the `if` does "
-        "not help."
-    )
+    explain = "What the script's `average` holds, and from when on."
 
     def draw(self, rng):
         odd = rng.sample([7, 9, 11, 13], 2)
-        return [{"ranks": n, "width": w} for n, w in zip((2, 3), odd, strict=True)]
+        return [
+            {"ranks": n, "width": w, "rate": rng.choice([0.1, 0.2, 0.3])}
+            for n, w in zip((2, 3), odd, strict=True)
+        ]
 
     @staticmethod
-    def run(answer, ranks, width):
-        def saved():
+    def run(answer, ranks, width, rate):
+        def averaged():
             model = Odd(width)
-            net = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-            net.backward(net(rows(width, 0, 0)))
-            net.step()
-            answer(net, path)
+            net = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+            average = answer(net, rate)
+            with comm.ledger() as calls:
+                for step in range(3):
+                    net.backward(net(rows(width, step, 0)))
+                    net.step()
+                    average.update()
+            found = average.state_dict()
+            bad = [name for name, w in found.items() if w.isnan().any()]
+            norms = {k: w.nan_to_num().norm().item() for k, w in found.items()}
+            weights = net.state_dict()
+            return {
+                "elements sent in steps": calls.sent(),
+                "NaN in": len(bad),
+                "norms of the average": norms,
+                "weights of the net": digest(weights) if rank() == 0 else "",
+            }
 
-        path = os.path.join(tempfile.mkdtemp(), "weights.pt")
-        launch(saved, ranks, timeout=PATIENCE)
-        weights = torch.load(path, weights_only=True)
-        bad = [k for k, w in weights.items() if w.isnan().any()]
-        return {
-            "NaN in": len(bad),
-            "names": sorted(weights),
-            "weights": digest(weights),
-        }
+        return launch(averaged, ranks, timeout=PATIENCE)[0]
 
 
 class SmallUnits(Exercise):
@@ -343,7 +378,7 @@ class Persistent(ZeRO2):
         return seen_on(ranks, train, kind, width, 1, look=True)
 
 
-class LookAtTheLoss(Exercise):
+class ARowMore(Exercise):
     label = "ex-zero3-6"
     on_ranks = True
     answer = "evaluate"
@@ -351,16 +386,12 @@ class LookAtTheLoss(Exercise):
     starter = """
 import torch
 
-from minizero.ranks import rank
-
 
 def evaluate(net, batches: list) -> float:
-    # Called on every rank with the same batches, a multiple of the ranks: their
-    # mean loss.
-    if rank() == 0:
-        with torch.no_grad():
-            return sum(net(x).item() for x in batches) / len(batches)
-    return 0.0
+    # Called on every rank with batches of its own, on some with more than on others:
+    # the mean loss over all ranks' batches, on every rank.
+    with torch.no_grad():
+        return sum(net(x).item() for x in batches) / len(batches)
 """
     public = """
 assert callable(evaluate)
@@ -373,41 +404,50 @@ from minizero.ranks import rank, world_size
 
 
 def evaluate(net, batches):
+    counts = torch.zeros(world_size())
+    counts[rank()] = len(batches)
+    comm.all_reduce(counts)
+    total = torch.zeros(1)
     with torch.no_grad():
-        total = sum(net(x).reshape(1) for x in batches[rank() :: world_size()])
+        for i in range(int(counts.max())):
+            loss = net(batches[min(i, len(batches) - 1)])
+            total += loss if i < len(batches) else 0
     comm.all_reduce(total)
-    return total.item() / len(batches)
+    return total.item() / counts.sum().item()
 """
     wrong = (
         Wrong(
-            "rank 0 alone",
-            "",
-            """
-import torch
-
-from minizero.ranks import rank
-
-
-def evaluate(net, batches):
-    if rank() == 0:
-        with torch.no_grad():
-            return sum(net(x).item() for x in batches) / len(batches)
-    return 0.0
-""",
-            "Rank 0 waits for shards that nobody sends: under ZeRO-3 a forward is a "
-            "sequence of collectives, and every rank must run it.",
+            "as many as it has",
+            "range(int(counts.max()))",
+            "range(len(batches))",
+            "Ranks with a batch more wait for shards that nobody sends: under ZeRO-3 "
+            "every rank must run as many forwards as the others.",
+        ),
+        Wrong(
+            "repeated ones counted",
+            "loss if i < len(batches) else 0",
+            "loss",
+            "A batch that a rank runs again for the others' sake counts twice.",
+        ),
+        Wrong(
+            "mean of means",
+            "    comm.all_reduce(total)\n    return total.item() / counts.sum().item()",
+            "    total /= len(batches)\n    comm.all_reduce(total, average=True)\n"
+            "    return total.item()",
+            "You took the mean of the ranks' means: a rank with fewer batches counts "
+            "as much as one with more.",
+        ),
+        Wrong(
+            "the last ones left out",
+            "range(int(counts.max()))",
+            "range(int(counts.min()))",
+            "You left out the batches that some ranks have more than others.",
         ),
         Wrong(
             "own part",
-            "    comm.all_reduce(total)\n    return total.item() / len(batches)",
-            "    return total.item() * world_size() / len(batches)",
-            "Each rank returns the mean of its own part: add the sums of all ranks.",
-        ),
-        Wrong(
-            "barrier",
-            "    comm.all_reduce(total)\n    return total.item() / len(batches)",
-            "    comm.barrier()\n    return total.item() / len(batches)",
-            "A barrier brings ranks together and adds nothing up.",
+            "    comm.all_reduce(total)\n    return total.item() / counts.sum().item()",
+            "    return total.item() / len(batches)",
+            "Each rank returns the mean of its own batches: add the sums of all ranks.",
         ),
     )
     explain = "What each rank is doing when the starter stops."
@@ -415,7 +455,7 @@ def evaluate(net, batches):
     def draw(self, rng):
         odd = rng.sample([7, 9, 11, 13], 2)
         return [
-            {"ranks": n, "width": w, "batches": n * rng.randint(2, 4)}
+            {"ranks": n, "width": w, "batches": n * rng.randint(2, 4) + n - 1}
             for n, w in zip((2, 3), odd, strict=True)
         ]
 
@@ -425,8 +465,9 @@ def evaluate(net, batches):
             model = Odd(width)
             net = ZeRO3(model, torch.optim.SGD(model.parameters(), lr=0.01))
             torch.manual_seed(width)
+            every = [k * torch.randn(4, width) for k in range(1, batches + 1)]
             with comm.algorithm("direct"):
-                return answer(net, [torch.randn(4, width) for _ in range(batches)])
+                return answer(net, every[rank() :: ranks])
 
         found = launch(evaluated, ranks, timeout=PATIENCE)
         return {f"mean on rank {r}": float(each) for r, each in enumerate(found)}

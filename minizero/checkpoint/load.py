@@ -193,7 +193,7 @@ def fill(
     scalars = run.values("scalars")
     for flat in net.flats:
         if not flat.trainable:  # no update sends it: each rank reads all that it stores
-            stored = getattr(flat, "stored", flat.full)
+            stored = flat.stored if net.plan.parameters.sharded else flat.full
             start = rank() % (flat.padded // stored.numel()) * stored.numel()
             read(flat, "parameters", start, stored)
             continue

@@ -388,5 +388,4 @@ class Engine(StepLoop, nn.Module):
         try:
             checkpoint.finish()
         finally:
-            if hasattr(self.net.storage, "close"):
-                self.net.storage.close()
+            self.net.storage.close()

@@ -56,6 +56,22 @@ class Delayed(Offload):
             self._updated_shards[flat] = host_empty(shape, dtype, "buffers")
         return master
 
+    # continued: delayed-take
+    def _take_gradients(self, flats: list[Flat]) -> None:
+        """Keep this step's gradients; the next backward writes to others."""
+        taken = self._taken_grads
+        self.down.follow()
+        for flat in flats:
+            assert flat.mean is not None
+            if flat not in taken:
+                shape, dtype = flat.mean.shape, flat.mean.dtype
+                taken[flat] = host_empty(shape, dtype, "gradients")
+            if self.plan.gradients.on == "cpu":
+                taken[flat], flat.mean = flat.mean, taken[flat]
+            else:
+                self.down.copy(taken[flat], flat.mean)
+        self.down.event().synchronize()
+
     # continued: delayed-update
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
@@ -74,7 +90,6 @@ class Delayed(Offload):
         if self.steps <= self.start:
             yield self.flush()
 
-    # continued: delayed-now
     def _freeze_settings(
         self, optimizer: Optimizer, precision: Precision
     ) -> tuple[Optimizer, Precision]:
@@ -86,31 +101,6 @@ class Delayed(Offload):
         optimizer = copy.copy(optimizer)
         optimizer.param_groups = [dict(g) for g in optimizer.param_groups]
         return optimizer, copy.copy(precision)
-
-    # continued: delayed-refresh
-    def refresh(self, flat: Flat, precision: Precision) -> None:
-        if self._under_way:
-            raise RuntimeError(
-                "parameters were written to while an update was under way, "
-                "which would undo that; call net.synchronize() first"
-            )
-        super().refresh(flat, precision)
-
-    # continued: delayed-take
-    def _take_gradients(self, flats: list[Flat]) -> None:
-        """Keep this step's gradients; the next backward writes to others."""
-        taken = self._taken_grads
-        self.down.follow()
-        for flat in flats:
-            assert flat.mean is not None
-            if flat not in taken:
-                shape, dtype = flat.mean.shape, flat.mean.dtype
-                taken[flat] = host_empty(shape, dtype, "gradients")
-            if self.plan.gradients.on == "cpu":
-                taken[flat], flat.mean = flat.mean, taken[flat]
-            else:
-                self.down.copy(taken[flat], flat.mean)
-        self.down.event().synchronize()
 
     # continued: delayed-flush
     def flush(self) -> list[Unit]:
@@ -127,3 +117,11 @@ class Delayed(Offload):
             del flat.staged_shard
         self.up.event().wait()
         return [*under_way]
+
+    def refresh(self, flat: Flat, precision: Precision) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                "parameters were written to while an update was under way, "
+                "which would undo that; call net.synchronize() first"
+            )
+        super().refresh(flat, precision)

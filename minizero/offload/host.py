@@ -53,7 +53,6 @@ class Offload(HostStorage):
         self.up.copy(into, shard)
         return into
 
-    # continued: host-stream
     @contextmanager
     def on_copy_stream(self) -> Iterator[Callable[[], None]]:
         if self.plan.parameters.on == "device":
@@ -93,6 +92,41 @@ class Offload(HostStorage):
         while self._arriving:
             self._add_oldest()
 
+    # continued: host-stage
+    def _stage(self, unit: Unit) -> Callable[[], None]:
+        """Launch copies of what the update needs; returns their wait."""
+        labels.mark("in", unit.name)
+        self._staging.turn()
+        # the unit that had this block must have been copied out of it
+        self._inward.follow(self._outward)
+        for flat in unit.trainable:
+            assert flat.mean is not None
+            flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
+            if self.stages_parameters:
+                flat.staged_shard = self._staging.take(flat.shard)
+                # a master copy is rounded into it; without one it is updated
+                if not self.has_master_copy(flat):
+                    self._inward.copy(flat.staged_shard, flat.shard)
+                    flat.master.data = flat.staged_shard
+            if self.stages_gradients:
+                flat.staged_grad = self._staging.take(flat.mean)
+                self._inward.copy(flat.staged_grad, flat.mean)
+        copied = self._inward.event()
+        return copied.synchronize if self.at == "cpu" else copied.wait
+
+    def _unstage(self, unit: Unit) -> None:
+        """Launch copies of the updated shards to where they are stored."""
+        labels.mark("out", unit.name)
+        self._outward.follow()
+        for flat in unit.trainable:
+            if self.stages_parameters:
+                self._outward.copy(flat.shard, flat.staged_shard)
+                if not self.has_master_copy(flat):
+                    flat.master.data = placeholder(flat.master, self.at)
+            del flat.staged_shard
+        if self.at == "cpu":
+            self._outward.event().wait()  # the publication reads shards
+
     # continued: host-update
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
@@ -116,39 +150,3 @@ class Offload(HostStorage):
         gradient = flat.shard.numel() * flat.grad_dtype.itemsize
         nbytes = aligned(flat.shard.nbytes) * self.stages_parameters
         return nbytes + aligned(gradient) * self.stages_gradients
-
-    # continued: host-stage
-    def _stage(self, unit: Unit) -> Callable[[], None]:
-        """Launch copies of what the update needs; returns their wait."""
-        labels.mark("in", unit.name)
-        self._staging.turn()
-        # the unit that had this block must have been copied out of it
-        self._inward.follow(self._outward)
-        for flat in unit.trainable:
-            assert flat.mean is not None
-            flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
-            if self.stages_parameters:
-                flat.staged_shard = self._staging.take(flat.shard)
-                # a master copy is rounded into it; without one it is updated
-                if not self.has_master_copy(flat):
-                    self._inward.copy(flat.staged_shard, flat.shard)
-                    flat.master.data = flat.staged_shard
-            if self.stages_gradients:
-                flat.staged_grad = self._staging.take(flat.mean)
-                self._inward.copy(flat.staged_grad, flat.mean)
-        copied = self._inward.event()
-        return copied.synchronize if self.at == "cpu" else copied.wait
-
-    # continued: host-unstage
-    def _unstage(self, unit: Unit) -> None:
-        """Launch copies of the updated shards to where they are stored."""
-        labels.mark("out", unit.name)
-        self._outward.follow()
-        for flat in unit.trainable:
-            if self.stages_parameters:
-                self._outward.copy(flat.shard, flat.staged_shard)
-                if not self.has_master_copy(flat):
-                    flat.master.data = placeholder(flat.master, self.at)
-            del flat.staged_shard
-        if self.at == "cpu":
-            self._outward.event().wait()  # the publication reads shards

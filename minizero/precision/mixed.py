@@ -37,6 +37,22 @@ class MixedPrecision(MixedSettings):
         return master
 
     # continued: precision-class
+    def clip(self, grads: list[Tensor], factor: Tensor) -> None:
+        """Keep the factor for `cast_grad`: 16 bit rounds small numbers."""
+        self.clip_factor = factor * self.clip_factor
+
+    def cast_grad(self, grad: Tensor) -> Tensor:
+        """The gradient in fp32, unscaled and clipped there, by one factor."""
+        wide = torch.promote_types(grad.dtype, torch.float32)  # or complex
+        if grad.dtype != wide:
+            grad = label(grad.to(wide), "gradients")
+        if isinstance(self.grad_factor, Tensor):  # to the optimizer's device
+            self.grad_factor = self.grad_factor.to(grad.device)
+        elif self.grad_factor == 1:
+            return grad
+        return grad.mul_(self.grad_factor)
+
+    # continued: precision-scale
     clip_factor: Tensor | float = 1.0  # from clipping to the update
     grad_factor: Tensor | float = 1.0  # in the update: that / loss scale
 
@@ -65,22 +81,6 @@ class MixedPrecision(MixedSettings):
     def unscale_norm(self, norm: Tensor) -> Tensor:
         """The norm after unscaling and clipping."""
         return norm / self.loss_scale * self.clip_factor
-
-    def clip(self, grads: list[Tensor], factor: Tensor) -> None:
-        """Keep the factor for `cast_grad`: 16 bit rounds small numbers."""
-        self.clip_factor = factor * self.clip_factor
-
-    def cast_grad(self, grad: Tensor) -> Tensor:
-        """The gradient in fp32, unscaled and clipped there, by one factor."""
-        wide = torch.promote_types(grad.dtype, torch.float32)  # or complex
-        if grad.dtype != wide:
-            grad = label(grad.to(wide), "gradients")
-        factor = self.grad_factor
-        if isinstance(factor, Tensor):  # to the optimizer's device, once
-            factor = self.grad_factor = factor.to(grad.device)
-        elif factor == 1:
-            return grad
-        return grad.mul_(factor)
 
     def grads_cleared(self) -> None:
         """The next step clips anew."""

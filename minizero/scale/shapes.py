@@ -149,7 +149,7 @@ def find(model: str) -> Shape:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     given = {key: value for key, value in config.items() if value is not None}
-    found: dict[str, Any] = {
+    found: dict[str, Any] = {"tied": True} | {  # as for transformers
         name: next(given[key] for key in keys if key in given)
         for name, keys in _KEYS.items()
         if given.keys() & {*keys}
@@ -157,7 +157,9 @@ def find(model: str) -> Shape:
     if missing := [n for n in ("layers", "hidden", "heads", "vocab") if n not in found]:
         wanted = ", ".join(" or ".join(_KEYS[name]) for name in missing)
         raise ValueError(f"{path} does not say {wanted}; is it a decoder's config?")
-    shape = Shape(gated=str(config.get("hidden_act")) in ("silu", "swiglu"), **found)
+    is_gemma = given.get("model_type") == "gemma"  # the one GLU with a gelu
+    gated = is_gemma or given.get("hidden_act") in ("silu", "swiglu")
+    shape = Shape(gated=gated, **found)
     width = given.get("head_dim", shape.hidden // shape.heads)
     if width * shape.heads != shape.hidden or "expert" in " ".join(given):
         raise ValueError(f"{path} has experts or its own head_dim; `Shape` has neither")

@@ -36,9 +36,8 @@ def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.M
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for key, child in module.named_children():
             full = f"{name}.{key}" if name else key
-            chosen = policy(child) if policy else listed
-            one = chosen and not isinstance(child, nn.ModuleList)
-            if one and any(True for _ in child.parameters()):
+            one = policy(child) if policy else listed
+            if one and not isinstance(child, nn.ModuleList) and [*child.parameters()]:
                 found[full] = child
             else:
                 search(full, child)
@@ -113,12 +112,12 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 comm.broadcast(flat.full, group=net.group)
                 own = net.owned(flat.full, flat)
                 flat.start = int(own.storage_offset())
-                copy = net.precision.attach(flat, own)
+                master = net.precision.attach(flat, own)
                 flat.shard = net.owned(flat.full, flat)
                 net.allocate(flat)
                 flat.master = flat.shard
                 if flat.trainable:
-                    flat.master = net.storage.master(flat, copy)
+                    flat.master = net.storage.master(flat, master)
                 if isinstance(net.optimizer, Muon):
                     net.optimizer.note_matrices(flat)
         for module in net.model.modules():
@@ -132,18 +131,13 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     return units
 
 
-def _twin(
-    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
-) -> Optimizer:
-    """The same optimizer, with one group's options, over other parameters."""
-    twin = copy.copy(optimizer)  # which has torch's attributes only
-    vars(twin).update(vars(optimizer) | vars(twin))
-    vars(twin).pop("step", None)  # a learning rate scheduler's, which counts
-    # a small learning rate, or none in a warm-up, would hide any difference
-    rate = {"lr": 0.1} if "lr" in group else {}
-    twin.param_groups = [{**group, **rate, "params": params}]
-    twin.state = defaultdict(dict)
-    return twin
+def twin(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """A copy with all attributes of the optimizer's class, other groups and state."""
+    made = copy.copy(optimizer)  # which has torch's attributes only
+    vars(made).update(vars(optimizer) | vars(made))
+    vars(made).pop("step", None)  # a learning rate scheduler's, which counts
+    made.param_groups, made.state = groups, state
+    return made
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -178,11 +172,14 @@ def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     start, *grads = torch.randn(4, 4, 6, generator=generator).to(where)
     matrix = nn.Parameter(start)
     pieces = [nn.Parameter(part.clone()) for part in start.flatten().split([10, 14])]
-    twins = [_twin(optimizer, group, params) for params in ([matrix], pieces)]
+    # a small learning rate, or none in a warm-up, would hide any difference
+    options = {**group, "lr": 0.1} if "lr" in group else group
+    groups = [[{**options, "params": params}] for params in ([matrix], pieces)]
+    twins = [twin(optimizer, group, defaultdict(dict)) for group in groups]
     for matrix.grad in grads:
         pieces[0].grad, pieces[1].grad = matrix.grad.flatten().split([10, 14])
-        for twin in twins:
-            twin.step()
+        for each in twins:
+            each.step()
     return torch.allclose(matrix.flatten(), torch.cat([*pieces]), rtol=1e-4)
 
 
@@ -192,10 +189,10 @@ def state_layout(
     """Names and dtypes of the states per element, as a step made here creates them."""
     p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
     p.grad = torch.ones_like(p)
-    twin = _twin(optimizer, group, [p])
-    twin.step()
-    state = twin.state[p].items()
-    return {k: v.dtype for k, v in state if isinstance(v, Tensor) and v.shape == (3,)}
+    state: Any = defaultdict(dict)
+    twin(optimizer, [{**group, "params": [p]}], state).step()
+    found = state[p].items()
+    return {k: v.dtype for k, v in found if isinstance(v, Tensor) and v.shape == (3,)}
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:

@@ -26,10 +26,9 @@ from .seams import Storage
 from .stage3 import ShardedFlat
 
 
-def owners(params: Iterable[nn.Parameter]) -> list[ShardedFlat]:
+def owners(params: Iterable[Any]) -> list[ShardedFlat]:
     """The sharded buffers that hold these parameters, each once."""
-    found = (getattr(p, "sharded_in", None) for p in params)
-    return list(dict.fromkeys(flat for flat in found if flat is not None))
+    return list(dict.fromkeys(p.sharded_in for p in params if is_sharded(p)))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Precision:
     `skipped_steps`: updates that were left out, their gradients not finite.
     """
 
-    skipped_steps = 0
+    skipped_steps, is_used = 0, False
 
     def attach(self, flat: Flat, shard: Tensor) -> Tensor | None:
         """Called once with each flat buffer, to cast it.
@@ -144,17 +144,13 @@ class Storage:
 
     places: tuple[str, ...] = ("device",)
     schedule: Schedule | None = None
+    is_used = False
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def attach(self, plan: Plan, schedule: Schedule, optimizer: Optimizer) -> None:
         """Called once, by the net that it serves; ValueError if it cannot."""
-        if self.schedule is not None:
-            raise ValueError(
-                f"this {type(self).__name__} belongs to another net already; "
-                "make one for each call of parallelize"
-            )
         if plan != self.plan:
             raise ValueError(f"the storage is for {self.plan}, not for {plan}")
         for category, placement in vars(plan).items():
@@ -240,6 +236,9 @@ class Storage:
         """Write values into a shard, from element a on."""
         shard.detach()[a : a + values.numel()].copy_(values)
 
+    def close(self) -> None:
+        """Free what would outlive the net, such as a file on disk."""
+
 
 class Net:
     """A model in flat buffers, its optimizer, and what else takes part in a step.
@@ -296,6 +295,11 @@ class Net:
         self.precision = precision or Precision()
         self.schedule = schedule or Schedule()
         self.storage = storage or Storage(self.plan)
+        for part in (self.precision, self.storage):
+            if part.is_used:
+                kind = type(part).__name__
+                raise ValueError(f"another net has this {kind}; make one for each net")
+            part.is_used = True
         self.storage.attach(self.plan, self.schedule, optimizer)
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
@@ -525,7 +529,7 @@ class Net:
         values: dict[nn.Parameter, Tensor] = {}
         for flat in self.flats:
             if frozen or flat.trainable:
-                with getattr(flat, "gathered", nullcontext)():
+                with flat.gathered() if self.plan.parameters.sharded else nullcontext():
                     for p in flat.parameters if first else ():
                         values[p] = p.detach().to("cpu", copy=True)
         named = self.model.named_parameters(remove_duplicate=False)

@@ -26,13 +26,11 @@ from .seams import writes_to
 from .stage2 import ZeRO2
 
 # %% auto #0
-__all__ = ['ShardedFlat', 'AfterBackward', 'mark_inputs', 'tensors_in', 'ZeRO3']
+__all__ = ['ShardedFlat', 'ZeRO3', 'AfterBackward', 'mark_inputs', 'tensors_in']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-sharded-flat
 class ShardedFlat(Flat):
     """A flat buffer whose storage is empty, except from `gather` to `free`.
-
-    While it is empty, the parameters are views of one NaN, in their shapes.
 
     `stored`: what this rank stores between steps. `shard`: what it updates,
         the same tensor here (a part of it in chapter 17).
@@ -46,22 +44,6 @@ class ShardedFlat(Flat):
     used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
-    # continued: zero-sharded-keep
-    def store(self, storage: Storage) -> None:
-        """Store this rank's shard, and free the buffer; called once."""
-        self.storage, part = storage, self.stored_part(self.full)
-        self.shard = self.stored = storage.store(part, "parameters")
-        is_float = part.is_floating_point() or part.is_complex()
-        self.no_value = torch.nan if is_float else 0
-        nan = part.new_full((), self.no_value)
-        self.placeholders = [nan.expand(slot.shape) for slot in self.slots]
-        self.free()
-
-    def stored_part(self, buffer: Tensor) -> Tensor:
-        """The part of a buffer that this rank stores: its shard."""
-        return super().own(buffer)
-
-    # continued: zero-sharded-gather
     def gather(self) -> comm.Work:
         """Launch the all-gather of the shards into `full`, if need be."""
         if not self.is_unsharded:
@@ -71,7 +53,6 @@ class ShardedFlat(Flat):
             self._launch(self.quantized)
         return self._gathered
 
-    # continued: zero-sharded-launch
     def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.stored_part(self.full))
@@ -86,6 +67,20 @@ class ShardedFlat(Flat):
         self.point(self.views())
 
     # continued: zero-sharded-free
+    def store(self, storage: Storage) -> None:
+        """Store this rank's shard, and free the buffer; called once."""
+        self.storage, part = storage, self.stored_part(self.full)
+        self.shard = self.stored = storage.store(part, "parameters")
+        is_float = part.is_floating_point() or part.is_complex()
+        self.no_value = torch.nan if is_float else 0
+        nan = part.new_full((), self.no_value)
+        self.placeholders = [nan.expand(slot.shape) for slot in self.slots]
+        self.free()
+
+    def stored_part(self, buffer: Tensor) -> Tensor:
+        """The part of a buffer that this rank stores: its shard."""
+        return super().own(buffer)
+
     def show_placeholders(self) -> None:
         """Make the parameters views of NaN."""
         self.point(self.placeholders)
@@ -135,37 +130,6 @@ class ShardedFlat(Flat):
             self.full = label(self.full.new_empty(self.padded), "parameters")
             self.free()
 
-# %% ../../notebooks/07_zero3.ipynb #zero-stage3-marks
-class AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward ends the unit's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.done()
-        return None, *grads
-
-# %% ../../notebooks/07_zero3.ipynb #zero-stage3-inputs
-def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Call `done` when all these inputs have got their gradients."""
-    leaves, tree = tree_flatten((args, kwargs))
-    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
-    found = {id(x) for x in inputs}
-    leaves = [next(marked) if id(x) in found else x for x in leaves]
-    return tree_unflatten(leaves, tree)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, and of objects in it, such as dataclasses."""
-    leaves = tree_leaves(tree)
-    objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
-    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]
-
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-operations
 class ZeRO3(ZeRO2):
     """Plan 3: parameters are sharded too (Rajbhandari et al. 2020, sec. 5.3).
@@ -182,7 +146,6 @@ class ZeRO3(ZeRO2):
         super().allocate(flat)
         flat.store(self.storage)
 
-    # continued: zero-stage3-gather
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""
         for flat in unit.flats:
@@ -197,41 +160,6 @@ class ZeRO3(ZeRO2):
     def publish(self, unit: Unit) -> None:
         """Free old values; ranks gather the new ones when they need them."""
         self.release(unit)
-
-    # continued: zero-stage3-hooks
-    def _register_hooks(self) -> None:
-        """Also call `_before_forward` and `_after_forward` around units."""
-        super()._register_hooks()
-        self._forwards: Counter[Unit] = Counter()  # depth of forwards running
-        self._backwards: set[Unit] = set()  # whose backward is running
-        self._expected: Counter[Unit] = Counter()  # backwards still to come
-        for unit in self.units:
-            before = Hook(self._before_forward, unit)
-            after = Hook(self._after_forward, unit)
-            for module in users_of(unit, self.model):
-                module.register_forward_pre_hook(
-                    before, prepend=True, with_kwargs=True
-                )
-                module.register_forward_hook(after, always_call=True)
-
-    # continued: zero-stage3-calls
-    def _enter(self, unit: Unit) -> bool:
-        """Count a call of the unit; returns whether it is the outermost."""
-        if self._is_recomputed(unit):
-            return False
-        self._forwards[unit] += 1
-        return self._forwards[unit] == 1
-
-    def _exit(self, unit: Unit) -> bool:
-        """Count its end; returns whether it was the outermost."""
-        if self._is_recomputed(unit):
-            return False
-        self._forwards[unit] -= 1
-        return self._forwards[unit] == 0
-
-    def _is_recomputed(self, unit: Unit) -> bool:
-        """By checkpointing, in the unit's backward: it is unsharded."""
-        return self.in_backward and unit in self._backwards
 
     # continued: zero-stage3-before
     def _before_forward(
@@ -248,7 +176,6 @@ class ZeRO3(ZeRO2):
                 return mark_inputs(done, args, kwargs)
         return args, kwargs
 
-    # continued: zero-stage3-after
     def _after_forward(
         self, unit: Unit, module: nn.Module, args: Any, out: Any
     ) -> None:
@@ -282,7 +209,6 @@ class ZeRO3(ZeRO2):
         if self.in_backward and last:
             self._reduce(unit)
 
-    # continued: zero-stage3-last
     def _end_backward(self) -> None:
         """Also release units none of whose inputs has a gradient."""
         used = {unit for unit, n in self._forwards.items() if n > 0}
@@ -295,3 +221,68 @@ class ZeRO3(ZeRO2):
 
     def _reduce_complete(self) -> None:
         """Nothing: `_after_backward` reduces, the same on every rank."""
+
+    # continued: zero-stage3-hooks
+    def _register_hooks(self) -> None:
+        """Also call `_before_forward` and `_after_forward` around units."""
+        super()._register_hooks()
+        self._forwards: Counter[Unit] = Counter()  # depth of forwards running
+        self._backwards: set[Unit] = set()  # whose backward is running
+        self._expected: Counter[Unit] = Counter()  # backwards still to come
+        for unit in self.units:
+            before = Hook(self._before_forward, unit)
+            after = Hook(self._after_forward, unit)
+            for module in users_of(unit, self.model):
+                module.register_forward_pre_hook(
+                    before, prepend=True, with_kwargs=True
+                )
+                module.register_forward_hook(after, always_call=True)
+
+    def _enter(self, unit: Unit) -> bool:
+        """Count a call of the unit; returns whether it is the outermost."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] += 1
+        return self._forwards[unit] == 1
+
+    def _exit(self, unit: Unit) -> bool:
+        """Count its end; returns whether it was the outermost."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] -= 1
+        return self._forwards[unit] == 0
+
+    def _is_recomputed(self, unit: Unit) -> bool:
+        """By checkpointing, in the unit's backward: it is unsharded."""
+        return self.in_backward and unit in self._backwards
+
+# %% ../../notebooks/07_zero3.ipynb #zero-stage3-marks
+class AfterBackward(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward ends the unit's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
+        ctx.done = done
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.done()
+        return None, *grads
+
+
+def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """Call `done` when all these inputs have got their gradients."""
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
+    found = {id(x) for x in inputs}
+    leaves = [next(marked) if id(x) in found else x for x in leaves]
+    return tree_unflatten(leaves, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, and of objects in it, such as dataclasses."""
+    leaves = tree_leaves(tree)
+    objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
+    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]

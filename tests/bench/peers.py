@@ -1,21 +1,22 @@
 """Side by side: a step here, under torch's DDP and FSDP2, and under DeepSpeed.
 
-All train one GPT on the same data. A turn builds each in its turn on the same ranks,
-takes one step that does not count, and times the next ones. Beside them the model is
-trained by each rank alone: what a step takes longer than that is what a library costs.
-DeepSpeed has ranks of its own, where the model alone is trained too, because at stage 3
-it replaces functions of torch for the whole process.
+All train one GPT on the same data, on ranks that torchrun starts and that call
+`init_process_group` themselves, as a user's script does. A turn builds each library in
+its turn on the same ranks, takes one step that does not count, and times the next
+ones. Beside them the model is trained by each rank alone: what a step takes longer than
+that is what a library costs. DeepSpeed has ranks of its own, where the model alone is
+trained too, because at stage 3 it replaces functions of torch for the whole process.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,17 +32,14 @@ import minizero
 from bench.runner import Comparison, interleaved
 from minizero import comm
 from minizero.lab.models.gpt import GPT, GPTConfig, count_parameters
-from minizero.ranks import Pool, launch, rank, world_size
+from minizero.ranks import rank, world_size
 
 Step = Callable[[], None]
 Measured = dict[str, float]
 
-STEPS = 2
+RANKS, STEPS = 2, 2
 ROWS, LENGTH = 1, 64
-MODELS = {
-    "20M": GPTConfig(layers=6, hidden=528, heads=8, sequence=LENGTH),
-    "80M": GPTConfig(layers=11, hidden=776, heads=8, sequence=LENGTH),
-}
+SIZES = GPTConfig(layers=6, hidden=528, heads=8, sequence=LENGTH)
 LR = 1e-4
 
 # a block's parameters are there while it computes and while the one before it does, as
@@ -49,40 +48,21 @@ BUCKET = 25 * 2**20 // 4  # elements: DDP's default; of one block, but not of tw
 NO_MORE = {"prefetch_bucket_size": BUCKET, "max_reuse_distance": 0}
 NO_MORE |= {"param_persistence_threshold": 0}
 LEAST = [{}, {}, {}, {f"stage3_{name}": n for name, n in NO_MORE.items()}]
-THEIRS = {"zero_force_ds_cpu_optimizer": False}  # all have torch's own Adam
+CONFIG = {  # for DeepSpeed and for minizero alike, but for the stage
+    "train_micro_batch_size_per_gpu": ROWS,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
+    "zero_force_ds_cpu_optimizer": False,  # all have torch's own Adam
+}
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every library trains."""
-
-    model: str
-    ranks: int
-    precision: str
-
-    def __str__(self) -> str:
-        return f"{self.model} parameters, {self.ranks} ranks, {self.precision}"
-
-    @property
-    def elements(self) -> int:
-        return count_parameters(MODELS[self.model])
-
-    def build(self) -> GPT:
-        torch.manual_seed(0)
-        return GPT(MODELS[self.model])
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """For DeepSpeed and for minizero alike, but for the stage."""
-        return {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_clipping": 0.0,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": self.precision == "bf16"},
-        }
+PRECISIONS = ("fp32", "bf16")
+JOB = f"20M parameters, {RANKS} ranks"
 
 
-JOBS = [Job("20M", 2, precision) for precision in ("fp32", "bf16")]
+def _model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(SIZES)
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -107,10 +87,10 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def alone(job: Job) -> Step:
+def alone(precision: str) -> Step:
     """The model on each rank, and nothing sent; bf16 with masters in fp32."""
-    model = job.build()
-    if job.precision == "fp32":
+    model = _model()
+    if precision == "fp32":
         return _loop(model, _adam(model.parameters()))
     model.bfloat16()
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
@@ -131,11 +111,11 @@ def alone(job: Job) -> Step:
     return step
 
 
-def ddp(job: Job) -> Step:
+def ddp(precision: str) -> Step:
     """In bf16: the model in fp32 under autocast, which is DDP's own way."""
-    model = nn.parallel.DistributedDataParallel(job.build())
+    model = nn.parallel.DistributedDataParallel(_model())
     step = _loop(model, _adam(model.parameters()))
-    if job.precision == "fp32":
+    if precision == "fp32":
         return step
 
     def autocast() -> None:
@@ -145,25 +125,22 @@ def ddp(job: Job) -> Step:
     return autocast
 
 
-def fsdp2(job: Job) -> Step:
+def fsdp2(precision: str) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model, mesh = job.build(), init_device_mesh("cpu", (world_size(),))
-    half = torch.bfloat16 if job.precision == "bf16" else None
+    model, mesh = _model(), init_device_mesh("cpu", (world_size(),))
+    half = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
     for block in (*model.blocks, model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return _loop(model, _adam(model.parameters()))
 
 
-def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
-    model = job.build()
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "reduce_bucket_size": BUCKET,
-        **LEAST[stage],
-    }
+def _engine(library: Any, precision: str, stage: int, offload: bool) -> Step:
+    model, half = _model(), precision == "bf16"
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET}
+    zero |= LEAST[stage]
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     elif stage in (1, 2):  # DDP computes no norm; at other stages DeepSpeed always does
@@ -171,7 +148,7 @@ def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
     engine, *_ = library.initialize(
         model=model,
         optimizer=_adam(model.parameters()),
-        config=job.config | {"zero_optimization": zero, **THEIRS},
+        config=CONFIG | {"zero_optimization": zero, "bf16": {"enabled": half}},
     )
     x, y = _batch()
 
@@ -182,20 +159,20 @@ def _engine(library: Any, job: Job, stage: int, offload: bool) -> Step:
     return step
 
 
-def ours(stage: int, job: Job, offload: bool = False) -> Step:
-    return _engine(minizero, job, stage, offload)
+def ours(stage: int, precision: str, offload: bool = False) -> Step:
+    return _engine(minizero, precision, stage, offload)
 
 
-def deepspeed(stage: int, job: Job, offload: bool = False) -> Step:
+def deepspeed(stage: int, precision: str, offload: bool = False) -> Step:
     import deepspeed as library
 
     for name in {"ds_id", "ds_status"} & vars(nn.Parameter).keys():
         delattr(nn.Parameter, name)  # minizero's, in whose place DeepSpeed has its own
     library.init_distributed(dist_backend="gloo", verbose=False)
-    return _engine(library, job, stage, offload)
+    return _engine(library, precision, stage, offload)
 
 
-CASES: dict[str, dict[str, Callable[[Job], Step]]] = {
+CASES: dict[str, dict[str, Callable[[str], Step]]] = {
     "here": {
         "alone": alone,
         "DDP": ddp,
@@ -224,10 +201,10 @@ def _resident(word: str) -> int:
     return int(text.partition(f"{word}:")[2].split()[0]) * 1024
 
 
-def speed(cases: str, job: Job) -> dict[str, Measured]:
+def speed(cases: str, precision: str) -> dict[str, Measured]:
     """Of every case of "here" or "there", in its turn: seconds, and bytes sent."""
     torch.set_num_threads(1)
-    return {name: _timed(build(job)) for name, build in CASES[cases].items()}
+    return {name: _timed(build(precision)) for name, build in CASES[cases].items()}
 
 
 def _timed(step: Step) -> Measured:
@@ -251,7 +228,7 @@ def _sent(step: Step) -> int:
     return _on_the_wire() - sent
 
 
-def memory(cases: str, name: str, job: Job) -> Measured:
+def memory(cases: str, name: str, precision: str) -> Measured:
     """Most bytes in the second step, in a process that has done nothing before.
 
     live: of tensors, by torch's own allocator. resident: of the process, beyond what it
@@ -260,7 +237,7 @@ def memory(cases: str, name: str, job: Job) -> Measured:
     torch.set_num_threads(1)
     before = _resident("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step = CASES[cases][name](job)
+        step = CASES[cases][name](precision)
         step()
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         with torch.profiler.record_function("second"):
@@ -276,7 +253,7 @@ def memory(cases: str, name: str, job: Job) -> Measured:
     return {"live": most, "resident": resident}
 
 
-# seconds beyond the model alone, as a part of the other's: the goal at the first job
+# seconds beyond the model alone, as a part of the other's: the goal in fp32
 GOALS = {
     ("minizero 0", "DDP"): None,
     ("minizero 1", "DDP"): 0.9,
@@ -293,11 +270,11 @@ GATHERED_TWICE = ("minizero 3", "FSDP2", "DeepSpeed 3")
 
 
 def compare(repeats: int) -> list[Comparison]:
-    """Seconds beyond the model alone, and traffic, of each job; imports."""
-    steps = [
-        found for job in JOBS for found in _compared(job, list(_turns(job, repeats)))
-    ]
-    names = ["torch", "minizero", *(["deepspeed"] if _deepspeed() else [])]
+    """Seconds beyond the model alone, and traffic, in each precision; imports."""
+    steps = []
+    for precision in PRECISIONS:
+        steps += _compared(precision, [_turn(precision) for _ in range(repeats)])
+    names = ["torch", "minizero", "deepspeed"][: 1 + len(_groups())]
     seconds = interleaved({name: partial(_imported, name) for name in names}, repeats)
     ours = seconds.pop("minizero")
     return steps + [
@@ -307,35 +284,25 @@ def compare(repeats: int) -> list[Comparison]:
 
 
 def compare_memory() -> list[Comparison]:
-    """Most bytes of tensors, and of the process, of each job."""
+    """Most bytes of tensors, and of the process, in each precision."""
     found = []
-    for job in JOBS:
+    for precision in PRECISIONS:
         most = {
-            name: _worst(launch(memory, job.ranks, group, name, job))
+            name: _worst(_on_ranks("memory", precision, group, name))
             for group in _groups()
             for name in CASES[group]
         }
-        for what, key in (
-            ("tensors at the peak", "live"),
-            ("resident at the peak", "resident"),
-        ):
-            pairs = ((a, b) for a, b in GOALS if b in most)
-            found += [
-                Comparison(
-                    f"{what}: {job}", "B", a, b, [most[a][key]], [most[b][key]],
-                    at_most=1.0,
-                )
-                for a, b in pairs
-            ]  # fmt: skip
+        for what, key in (("tensors", "live"), ("resident", "resident")):
+            name = f"{what} at the peak: {JOB}, {precision}"
+            for a, b in GOALS:
+                if b in most:
+                    ours, theirs = [most[a][key]], [most[b][key]]
+                    found.append(Comparison(name, "B", a, b, ours, theirs, at_most=1.0))
     return found
 
 
-def _deepspeed() -> bool:
-    return importlib.util.find_spec("deepspeed") is not None
-
-
 def _groups() -> list[str]:
-    return ["here", *(["there"] if _deepspeed() else [])]
+    return [*CASES] if importlib.util.find_spec("deepspeed") else ["here"]
 
 
 def _imported(name: str) -> float:
@@ -345,37 +312,44 @@ def _imported(name: str) -> float:
     return perf_counter() - start
 
 
-def _turns(job: Job, repeats: int) -> Iterator[dict[str, Measured]]:
+def _turn(precision: str) -> dict[str, Measured]:
     """Of each library the worst of its ranks."""
-    with ExitStack() as stack:
-        pools = {group: stack.enter_context(Pool(job.ranks)) for group in _groups()}
-        for _ in range(repeats):
-            found: dict[str, Measured] = {}
-            for group, pool in pools.items():
-                ranks = pool.run(speed, group, job)
-                worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
-                least = worst.pop("alone")["seconds"]
-                for name, values in worst.items():
-                    found[name] = values | {"beyond": values["seconds"] - least}
-            yield found
+    found: dict[str, Measured] = {}
+    for group in _groups():
+        ranks = _on_ranks("speed", precision, group)
+        worst = {name: _worst([of[name] for of in ranks]) for name in ranks[0]}
+        least = worst.pop("alone")["seconds"]
+        for name, values in worst.items():
+            found[name] = values | {"beyond": values["seconds"] - least}
+    return found
+
+
+def _on_ranks(what: str, precision: str, *args: str) -> Any:
+    """Of each rank what `speed` or `memory` measures: this file, under torchrun."""
+    with tempfile.NamedTemporaryFile("r") as out:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(RANKS), "-m", __spec__.name]
+        command += [what, out.name, precision, *args]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+        return json.load(out)
 
 
 def _worst(ranks: list[Measured]) -> Measured:
     return {what: max(of[what] for of in ranks) for what in ranks[0]}
 
 
-def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:
-    what, found = f"beyond the model alone: {job}", []
+def _compared(precision: str, turns: list[dict[str, Measured]]) -> list[Comparison]:
+    what, found = f"beyond the model alone: {JOB}, {precision}", []
     for (a, b), goal in GOALS.items():
         if b in turns[0]:
             ours, theirs = ([turn[name]["beyond"] for turn in turns] for name in (a, b))
-            most = goal if job == JOBS[0] else None
+            most = goal if precision == "fp32" else None
             found.append(Comparison(what, "s", a, b, ours, theirs, at_most=most))
-    what = f"sent by a rank in a step: {job}"
-    width = 2 if job.precision == "bf16" else 4
+    what = f"sent by a rank in a step: {JOB}, {precision}"
+    held = count_parameters(SIZES) * (2 if precision == "bf16" else 4)
     for name in turns[0]:
         times = 3 if name in GATHERED_TWICE else 2
-        theory = times * width * job.elements * (job.ranks - 1) / job.ranks
+        theory = times * held * (RANKS - 1) / RANKS
         sent = [turn[name]["sent"] for turn in turns]
         bound = 1.02 if name.startswith("minizero") else None
         against = [theory] * len(sent)
@@ -383,3 +357,18 @@ def _compared(job: Job, turns: list[dict[str, Measured]]) -> list[Comparison]:
             Comparison(what, "B", name, "theory", sent, against, at_most=bound)
         )
     return found
+
+
+def script(what: str, out: str, precision: str, *args: str) -> None:
+    """One rank's part."""
+    dist.init_process_group("gloo")
+    measure: Any = {"speed": speed, "memory": memory}[what]
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, measure(*args, precision))
+    if rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    script(*sys.argv[1:])
