@@ -44,15 +44,6 @@ class ShardedFlat(Flat):
     used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
-    def gather(self) -> comm.Work:
-        """Launch the all-gather of the shards into `full`, if need be."""
-        if not self.is_unsharded:
-            check_unwritten(self)
-            self.full.untyped_storage().resize_(self.full.nbytes)
-            self.is_unsharded = True
-            self._launch(self.quantized)
-        return self._gathered
-
     def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.stored_part(self.full))
@@ -66,7 +57,6 @@ class ShardedFlat(Flat):
     def _arrived(self) -> None:
         self.point(self.views())
 
-    # continued: zero-sharded-free
     def store(self, storage: Storage) -> None:
         """Store this rank's shard, and free the buffer; called once."""
         self.storage, part = storage, self.stored_part(self.full)
@@ -86,6 +76,17 @@ class ShardedFlat(Flat):
         self.point(self.placeholders)
         self.known_writes = writes_to(self)
 
+    # continued: zero-sharded-gather
+    def gather(self) -> comm.Work:
+        """Launch the all-gather of the shards into `full`, if need be."""
+        if not self.is_unsharded:
+            check_unwritten(self)
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.is_unsharded = True
+            self._launch(self.quantized)
+        return self._gathered
+
+    # continued: zero-sharded-free
     def free(self) -> None:
         """Empty the storage, unless it is still needed."""
         if not self.is_unsharded or self.used or self.readers:
@@ -146,6 +147,7 @@ class ZeRO3(ZeRO2):
         super().allocate(flat)
         flat.store(self.storage)
 
+    # continued: zero-stage3-gather
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of the unit's parameters."""
         for flat in unit.flats:
