@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import minizero
 from minizero import Plan, parallelize
-from minizero.precision import MixedPrecision
+from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import device
 from minizero.zero import GatheredParameters, Init
 
@@ -128,9 +128,10 @@ def test_complex_parameters_stay_complex_in_mixed_precision() -> None:
     make, data, make_optimizer = MODELS["complex"]
     model = build(make)
     optimizer = make_optimizer(model.parameters())
-    net = parallelize(model, optimizer, Plan.stage(2), precision=MixedPrecision())
+    precision = MixedPrecision(loss_scale=LossScale())  # which looks for overflow
+    net = parallelize(model, optimizer, Plan.stage(2), precision=precision)
     net.backward(loss_of(net(data())))
-    net.step()
+    assert net.step()
     assert (net.state_dict()["weight"] - build(make).weight).imag.all()
 
 

@@ -102,7 +102,8 @@ class MixedPrecision(MixedSettings):
 def has_overflow(grads: list[Tensor]) -> bool:
     """Whether a rank of any group has an inf or a NaN: one all-reduce."""
     # aminmax returns NaN twice if any element is NaN
-    ends = [end for grad in grads if grad.numel() for end in grad.aminmax()]
+    reals = [g.view(g.dtype.to_real()) for g in grads if g.numel()]
+    ends = [end for real in reals for end in real.aminmax()]
     finite = torch.stack(ends).isfinite().all() if ends else torch.ones(())
     found = 1 - finite.to(device(), torch.float32).view(1)
     with comm.phase(unit="overflow"):

@@ -127,8 +127,7 @@ class MixedSettings(Precision):
 
     def attach_buffer(self, buffer: Tensor, module: nn.Module) -> None:
         """Cast a buffer of `module` in place: others may hold it too."""
-        own = module.parameters(recurse=False)
-        dtype = self.buffers
+        own, dtype = module.parameters(recurse=False), self.buffers
         if dtype is None and any(p.is_floating_point() for p in own):
             dtype = self.parameters
         if dtype is not None and buffer.is_floating_point():
