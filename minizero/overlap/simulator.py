@@ -184,7 +184,7 @@ class Simulation:
         schedule.backward_ends()
         for unit in self.update(layers) if boundary else ():
             self.run(schedule.updated(unit))
-        self.wait(*self._under_way)
+        self.run(Action("wait", u) for u in layers)  # type: ignore[arg-type]
 
     # ---- operations
 
