@@ -28,7 +28,7 @@ __all__ = ['DataParallel']
 
 # %% ../../notebooks/03_data_parallel.ipynb #zero-data-parallel-data-parallel
 class DataParallel(Net):
-    """Plan 0: every rank keeps everything; gradients are averaged over ranks."""
+    """Plan 0: every rank keeps everything, and gradients are averaged."""
 
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the unit's gradients over ranks."""
