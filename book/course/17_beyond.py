@@ -386,3 +386,130 @@ def choices(params, ranks, node, groups):
             }
             for node in rng.sample([4, 8, 16], 2)
         ]
+
+
+class OwnersOfYourOwn(Exercise):
+    label = "ex-beyond-6"
+    answer = "padding"
+    points = 6
+    starter = """
+def padding(shapes: list[tuple[int, int]], ranks: int) -> float:
+    # Each matrix to the rank with the least work so far, the costliest first. Returns
+    # the elements of all shards, each as long as the longest, over the matrices'.
+    return 0.0
+"""
+    public = """
+assert padding([(8, 8)] * 2, 2) == 1
+assert padding([(8, 8)] * 3, 2) == 4 / 3
+"""
+    reference = """
+def padding(shapes, ranks):
+    work, filled = [0] * ranks, [0] * ranks
+    costs = [2 * a * a * b + a**3 for a, b in map(sorted, shapes)]
+    for cost, (m, n) in sorted(zip(costs, shapes, strict=True), reverse=True):
+        owner = work.index(min(work))
+        work[owner] += cost
+        filled[owner] += m * n
+    return max(filled) * ranks / sum(filled)
+"""
+    wrong = (
+        Wrong(
+            "as they come",
+            "sorted(zip(costs, shapes, strict=True), reverse=True)",
+            "zip(costs, shapes, strict=True)",
+            "You took matrices in the model's order: the costliest goes first, since "
+            "small ones fill the gaps that are left.",
+        ),
+        Wrong(
+            "work of elements",
+            "work[owner] += cost",
+            "work[owner] += m * n",
+            "You counted elements as work: an iteration multiplies matrices.",
+        ),
+        Wrong(
+            "without padding",
+            "max(filled) * ranks / sum(filled)",
+            "max(work) * ranks / sum(work)",
+            "You returned the busiest rank's work over the mean, not a size.",
+        ),
+    )
+
+    def draw(self, rng):
+        def case():
+            width = 64 * rng.randint(2, 9)
+            kinds = [(width, width), (width, 3 * width), (width, 4 * width)]
+            kinds.append((width, 64 * rng.randint(10, 40)))
+            return {
+                "shapes": [list(rng.choice(kinds)) for _ in range(rng.randint(8, 16))],
+                "ranks": rng.choice([3, 4, 5]),
+            }
+
+        return self.telling(case, 3)
+
+
+class UntilHowManyTokens(Exercise):
+    label = "ex-beyond-7"
+    answer = "until"
+    points = 6
+    book = {"params": 70e9, "layers": 80, "hidden": 8192, "nodes": 16, "gpus": 8}
+    starter = """
+def until(
+    params: float, layers: int, hidden: int, nodes: int, gpus: int
+) -> tuple[float, float]:
+    # The number of tokens on a GPU at which as much enters a node as under ZeRO-3, if
+    # the model is split over the nodes in width, and in depth; all in 16 bits.
+    return 0.0, 0.0
+"""
+    public = """
+width, depth = until(1e9, 10, 1000, 2, 1)
+assert round(width) == 18750 and round(depth) == 375000
+"""
+    reference = """
+def until(params, layers, hidden, nodes, gpus):
+    lacks = 1 - 1 / nodes  # of what ranks of other nodes have
+    zero = 3 * params * lacks
+    width = gpus * 8 * nodes * hidden * lacks * layers  # for a token of each GPU
+    depth = 2 * gpus * nodes * hidden
+    return zero / width, zero / depth
+"""
+    wrong = (
+        Wrong(
+            "a GPU's batch",
+            "gpus * 8 * nodes *",
+            "gpus * 8 *",
+            "You counted one GPU's activations in width: ranks that compute a model "
+            "together have all their batches in common.",
+        ),
+        Wrong(
+            "per GPU",
+            "gpus * 8 * nodes",
+            "8 * nodes",
+            "You counted one GPU: all of a node share its port.",
+        ),
+        Wrong(
+            "both ways",
+            "2 * gpus * nodes",
+            "4 * gpus * nodes",
+            "You counted what leaves a node, too: activations come in from the one "
+            "side, gradients from the other.",
+        ),
+        Wrong(
+            "forward only",
+            "gpus * 8 * nodes",
+            "gpus * 4 * nodes",
+            "You counted forward only in width: backward has as many all-reduces.",
+        ),
+    )
+    explain = "Which sends in every block, and which at a border."
+
+    def draw(self, rng):
+        return [
+            {
+                "params": rng.randint(10, 90) * 1e9,
+                "layers": rng.choice([40, 48, 64, 80]),
+                "hidden": 1024 * rng.randint(4, 12),
+                "nodes": nodes,
+                "gpus": rng.choice([4, 8]),
+            }
+            for nodes in rng.sample([4, 6, 12, 24], 2)
+        ]

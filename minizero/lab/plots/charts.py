@@ -70,9 +70,9 @@ MARKERS = "osD^x"
 
 @rc_context(STYLE)
 def against(rates: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Tokens a second and GPU; across measured, up predicted.
+    """Tokens a second and GPU; across published, up predicted.
 
-    rates: (measured, predicted) by where the rows come from. A grey band is 12 % wide
+    rates: (published, predicted) by where the rows come from. A grey band is 12 % wide
     to either side of what would be exact.
     """
     figure, axes = single(3.1)
@@ -86,7 +86,7 @@ def against(rates: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     low, high = ([share * n for n in ends] for share in (0.88, 1.12))
     axes.fill_between(ends, low, high, color=GREY, alpha=0.2, lw=0, label="±12 %")
     axes.set_title("tokens a second and GPU", fontsize=9.5, loc="left")
-    axes.set_xlabel("published, or measured here")
+    axes.set_xlabel("published")
     axes.set_ylabel("predicted")
     axes.legend(loc="upper left", fontsize=8.5)
     return figure
