@@ -18,7 +18,7 @@ import pytest
 import torch
 from nasty import STATE, Case, Nasty, batches, muon, on_cpu_only, own, plans, same, some
 from nasty import name_of as name
-from test_equal import train
+from test_equal import OPTIMIZERS, train
 from torch import Tensor, nn
 
 from minizero import Delayed, NVMe, Offload, Plan, Tracker, estimate, parallelize, zero
@@ -247,7 +247,7 @@ class Late(Storage):
 
 
 @on_cpu_only
-@pytest.mark.parametrize("bf16, optimizer", [(False, muon), (True, nasty.adamw)])
+@pytest.mark.parametrize("bf16, optimizer", [(False, muon), (True, OPTIMIZERS["sgd"])])
 def test_delay_is_one_step(
     two: Pool, tmp_path: Path, bf16: bool, optimizer: Any
 ) -> None:

@@ -18,13 +18,12 @@ from ..memory.labels import label
 from .transport import Finish, Rows, exchange
 
 # %% auto #0
-__all__ = ['CACHED', 'ordered_sum', 'direct_reduce_scatter', 'direct_all_gather']
+__all__ = ['CACHED', 'ordered_sum', 'sum_rows', 'direct_reduce_scatter', 'direct_all_gather']
 
 # %% ../../notebooks/02_ranks.ipynb #algorithms-sum
 def ordered_sum(
-    parts: Sequence[Tensor], average: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    parts: Sequence[Tensor], average: bool = False, out: Tensor | None = None
+) -> Tensor:
     """The sum of rows, or their mean, always in the same order.
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
@@ -41,10 +40,20 @@ def ordered_sum(
     # before it is rounded: a mean of fp16 fits where their sum may not
     return total.div_(n) if average else total
 
-# %% ../../notebooks/02_ranks.ipynb #algorithms-direct
+# %% ../../notebooks/02_ranks.ipynb #algorithms-rows
 CACHED = 1 << 17  # elements of a piece that stays in a CPU's cache
 
 
+def sum_rows(out: Tensor, rows: Sequence[Tensor], average: bool) -> None:
+    """Sum or average rows in one order; zeros fill the rest of `out`."""
+    n = len(rows[0])
+    width = CACHED if out.device.type == "cpu" else max(n, 1)
+    pieces = [row.split(width) for row in (out[:n], *rows)]
+    for to, *parts in zip(*pieces, strict=True):
+        to.copy_(ordered_sum(parts, average, out=to))
+    out[n:].zero_()
+
+# %% ../../notebooks/02_ranks.ipynb #algorithms-direct
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Finish:
@@ -57,17 +66,11 @@ def direct_reduce_scatter(
     def finish() -> None:
         wait()
         rows = [received.get(j, own) for j in range(len(inp))]
-        n = own.numel()
-        width = CACHED if out.device.type == "cpu" else max(n, 1)
-        for i in range(0, n, width):
-            piece = slice(i, min(i + width, n))
-            to, parts = out[piece], [row[piece] for row in rows]
-            to.copy_(ordered_sum(parts, average, out=to))
-        out[n:].zero_()
+        sum_rows(out, rows, average)
 
     return finish
 
-
+# %% ../../notebooks/02_ranks.ipynb #algorithms-gather
 def direct_all_gather(out: Rows, inp: Tensor, tag: int) -> Finish:
     """Send the own row to all; the others' are received in `out` itself."""
     me, mine = out.group.rank, out.own

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..memory.plan import check
 from ..ranks import device, rank, world_size
 
 ALGORITHMS = "direct", "backend"
@@ -142,10 +143,7 @@ def algorithm(name: str) -> Iterator[None]:
     Without it gloo takes "direct" and NCCL takes "backend". Only "direct" promises that
     all elements are summed in one order.
     """
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"algorithm must be one of {', '.join(ALGORITHMS)}, not {name!r}"
-        )
+    check("algorithm", name, ALGORITHMS)
     _chosen.append(name)
     try:
         yield

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..memory.labels import host_empty
 from ..memory.plan import Plan
+from ..zero.build import twin_of
 from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision
 from .host import Offload
@@ -98,8 +99,8 @@ class Delayed(Offload):
         precision.cast_grad(torch.zeros((), device="cpu"))
         # learning rate schedulers look for this before they warn
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        optimizer = copy.copy(optimizer)
-        optimizer.param_groups = [dict(g) for g in optimizer.param_groups]
+        groups = [dict(group) for group in optimizer.param_groups]
+        optimizer = twin_of(optimizer, groups, optimizer.state)
         return optimizer, copy.copy(precision)
 
     # continued: delayed-flush

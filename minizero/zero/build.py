@@ -131,7 +131,9 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
     return units
 
 
-def twin(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
+def twin_of(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any
+) -> Optimizer:
     """A copy with all attributes of the optimizer's class, other groups and state."""
     made = copy.copy(optimizer)  # which has torch's attributes only
     vars(made).update(vars(optimizer) | vars(made))
@@ -175,7 +177,7 @@ def _same_on_pieces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     # a small learning rate, or none in a warm-up, would hide any difference
     options = {**group, "lr": 0.1} if "lr" in group else group
     groups = [[{**options, "params": params}] for params in ([matrix], pieces)]
-    twins = [twin(optimizer, group, defaultdict(dict)) for group in groups]
+    twins = [twin_of(optimizer, group, defaultdict(dict)) for group in groups]
     for matrix.grad in grads:
         pieces[0].grad, pieces[1].grad = matrix.grad.flatten().split([10, 14])
         for each in twins:
@@ -190,7 +192,7 @@ def state_layout(
     p = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
     p.grad = torch.ones_like(p)
     state: Any = defaultdict(dict)
-    twin(optimizer, [{**group, "params": [p]}], state).step()
+    twin_of(optimizer, [{**group, "params": [p]}], state).step()
     found = state[p].items()
     return {k: v.dtype for k, v in found if isinstance(v, Tensor) and v.shape == (3,)}
 

@@ -54,10 +54,6 @@ class Muon(torch.optim.Optimizer):
         embeddings, the output layer, biases and norms.
     """
 
-    # of each master: where its matrices begin, and their shapes; of the class, since a
-    # copy of an optimizer has only its groups and state
-    matrices: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
         groups = []
         for given in params:
@@ -67,6 +63,8 @@ class Muon(torch.optim.Optimizer):
             groups.append({**kind(group["params"], **options).param_groups[0], **group})
         super().__init__(groups, {})
         self.owners = Owners()
+        # of each master: where its matrices begin, and their shapes
+        self.matrices: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def note_matrices(self, flat: Flat) -> None:
         """Remember which matrices of a buffer lie in its master, this rank's part."""
