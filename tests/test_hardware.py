@@ -18,6 +18,7 @@ from minizero.lab.hardware import (
     intensity,
     sent,
 )
+from minizero.scale.machines import ATTAINED, Machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +29,14 @@ def test_every_source_is_among_the_references() -> None:
     )
     for node in NODES:
         assert node.sources and set(node.sources) <= set(known), node.name
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
+def test_units_are_bytes_and_flop_and_order_is_physical(node: Machine) -> None:
+    assert 1e14 < node.peak < 1e16 and node.flops == ATTAINED * node.peak
+    assert node.hbm > node.link >= node.pcie > node.network > 1e9
+    assert node.dram > node.disk >= node.drive
+    assert node.host > node.memory
 
 
 def test_break_even_is_where_both_take_as_long() -> None:
