@@ -60,7 +60,8 @@ class Work:
         self._counted = count_call(str(self.call), rows.group.ranks)
         report("launched", self._counted)
         self._after: list[Callable[[], Any]] = []
-        self._finish: Finish | None = start(self._counted.history & 0x7FFFFFFF)
+        tag = self._counted.history
+        self._finish: Finish | None = start(tag & 0x7FFFFFFF)
         self.call.returned = perf_counter()
 
     def then(self, callback: Callable[[], Any]) -> Work:

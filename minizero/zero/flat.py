@@ -158,7 +158,7 @@ class Flat:
         return buffer[self.place * self.size : (self.place + 1) * self.size]
 
     def pieces(self, bucket_size: int) -> Iterator[slice]:
-        """Slices of a shard; N of one have at most `bucket_size` elements."""
+        """Slices of a shard; a bucket is the same slice of all N shards."""
         width = max(1, bucket_size // self.ranks.size)
         for start in range(0, self.size, width):
             yield slice(start, min(start + width, self.size))
