@@ -352,11 +352,9 @@ def _compared(precision: str, turns: list[dict[str, Measured]]) -> list[Comparis
         times = 3 if name in GATHERED_TWICE else 2
         theory = times * held * (RANKS - 1) / RANKS
         sent = [turn[name]["sent"] for turn in turns]
-        bound = 1.02 if name.startswith("minizero") else None
+        most = 1.02 if name.startswith("minizero") else None
         against = [theory] * len(sent)
-        found.append(
-            Comparison(what, "B", name, "theory", sent, against, at_most=bound)
-        )
+        found.append(Comparison(what, "B", name, "theory", sent, against, at_most=most))
     return found
 
 
