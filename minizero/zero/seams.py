@@ -299,8 +299,8 @@ class Net:
             if part.is_used:
                 kind = type(part).__name__
                 raise ValueError(f"another net has this {kind}; make one for each net")
-            part.is_used = True
         self.storage.attach(self.plan, self.schedule, optimizer)
+        self.precision.is_used = self.storage.is_used = True
         self.syncing, self.in_backward = True, False
         self.has_gradients = self.unsynced = False
         self._unreduced: dict[Unit, None] = {}  # by this backward, in order
