@@ -41,6 +41,7 @@ RANKS, STEPS = 2, 2
 ROWS, LENGTH = 1, 64
 SIZES = GPTConfig(layers=6, hidden=528, heads=8, sequence=LENGTH)
 LR = 1e-4
+JOB = f"20M parameters, {RANKS} ranks"
 
 # a block's parameters are there while it computes and while the one before it does, as
 # FSDP2 has it; by default a small model is gathered once and kept until its backward
@@ -54,9 +55,6 @@ CONFIG = {  # for DeepSpeed and for minizero alike, but for the stage
     "steps_per_print": 10**9,
     "zero_force_ds_cpu_optimizer": False,  # all have torch's own Adam
 }
-
-
-JOB = f"20M parameters, {RANKS} ranks"
 
 
 def _model() -> GPT:
