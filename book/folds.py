@@ -1,8 +1,8 @@
-"""Folds long code of the pages, and gives them a switch that hides all code.
+"""Folds code beside the point of a page, and gives pages a switch that hides all code.
 
-Cells of imports, exported cells of more than 15 lines, and cells tagged `hide-input`,
-such as those that draw, become a line that says what is in them; a click opens them.
-They are `<details>`, which need no script. The notebooks stay as they are.
+Cells of imports and cells tagged `hide-input`, such as those that draw, become a line
+that says what is in them; a click opens them. They are `<details>`, which need no
+script. What a chapter exports stands open. The notebooks stay as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-LONGEST = 15  # lines of an exported cell that stays open
-EXPORTED = re.compile(r"^ *# continued: |^#\| *export", re.M)
 BUTTON = {
     "type": "javascript",
     "javascript": "toggleCode()",
@@ -42,11 +40,9 @@ def is_import(x: ast.stmt) -> bool:
 
 
 def folds(source: str) -> bool:
-    """Whether a cell without a tag is folded."""
+    """Whether a cell without a tag is folded: one of more than two lines of imports."""
     lines, body = parse(source)
-    if body and all(map(is_import, body)):
-        return len(lines) > 2
-    return bool(EXPORTED.search(source)) and len(lines) > LONGEST
+    return len(lines) > 2 and bool(body) and all(map(is_import, body))
 
 
 def summary(source: str, shows: bool) -> str:
