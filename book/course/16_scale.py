@@ -257,8 +257,9 @@ def extended(
     _, link = bus(machine, gpus)
     seconds = 0.0
     for units, n in ((shape.layers, shape.block), (1, shape.root)):
-        seconds += units * max(2 * n * tokens / flops, 2 * n / link)
-        seconds += units * max(6 * n * tokens / flops, 4 * n / link)
+        forward = max(2 * n * tokens / flops, 2 * n / link)
+        backward = max(6 * n * tokens / flops, 4 * n / link)
+        seconds += units * (forward + backward)
     return tokens / seconds
 """
     public = """

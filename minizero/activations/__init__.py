@@ -4,9 +4,11 @@ Read `saved_tensors` (measure), `stores` (keep it elsewhere) and `recompute` (ke
 Imports `zero` and what is below it.
 """
 
-from .recompute import CHECKPOINT, MODES, Recompute, keep_matmuls, recompute_units
+from .recompute import MODES, Recompute, keep_matmuls, recompute_units
 from .saved_tensors import SavedTensors, by_operator
 from .stores import Offloaded, Sharded, Store
 
+# the process's own: `deepspeed.checkpointing.checkpoint` calls it
+CHECKPOINT = Recompute("full")
 __all__ = ["CHECKPOINT", "MODES", "Offloaded", "Recompute", "SavedTensors", "Sharded"]
 __all__ += ["Store", "by_operator", "keep_matmuls", "recompute_units"]

@@ -25,7 +25,7 @@ from .saved_tensors import recording_kept
 from .stores import Store, store_hooks
 
 # %% auto #0
-__all__ = ['MODES', 'CHECKPOINT', 'keep_matmuls', 'selective_contexts', 'Recompute', 'recompute_units']
+__all__ = ['MODES', 'keep_matmuls', 'selective_contexts', 'Recompute', 'recompute_units']
 
 # %% ../../notebooks/09_activations.ipynb #act-selective
 def keep_matmuls(op: Any, *args: Any) -> bool:
@@ -111,15 +111,20 @@ class Recompute:
             own = type(module).forward.__get__(module)
             return self.call_unit(name, own, args, kwargs)
 
-        # a later call may undo this one, but no foreign `forward`
         forward.wraps_unit = True  # type: ignore[attr-defined]
         module.forward = MethodType(forward, module)
 
+    def unwrap(self, name: str, module: nn.Module) -> None:
+        """Undo an earlier `wrap`, but remove no foreign `forward`."""
+        if "forward" in vars(module):
+            if not hasattr(module.forward, "wraps_unit"):
+                raise ValueError(
+                    f"unit {name!r} has a forward of its own, set by "
+                    "something else; call recompute_units before that"
+                )
+            del module.forward
+
 # %% ../../notebooks/09_activations.ipynb #act-units
-# the process's own: `deepspeed.checkpointing.checkpoint` calls it
-CHECKPOINT = Recompute("full")
-
-
 def recompute_units(
     model: nn.Module,
     how: Recompute | str = "full",
@@ -145,13 +150,7 @@ def recompute_units(
         )
     chosen = list(found)[:number]
     for name, module in found.items():
-        if "forward" in vars(module):
-            if not hasattr(module.forward, "wraps_unit"):
-                raise ValueError(
-                    f"unit {name!r} has a forward of its own, set by "
-                    "something else; call recompute_units before that"
-                )
-            del module.forward
+        how.unwrap(name, module)
         if name in chosen and (how.mode != "none" or how.store is not None):
             how.wrap(name, module)
     return chosen

@@ -67,14 +67,6 @@ class Plan:
     gradients: Placement = Placement()
     optimizer: Placement = Placement()
 
-    @property
-    def group(self) -> int | None:
-        """How many ranks share one copy of what is sharded; None: all.
-
-        In hpZ (Wang et al. 2023) only the parameters have a group: theirs.
-        """
-        return self.parameters.group or self.optimizer.group
-
     @classmethod
     def stage(
         cls,
@@ -103,6 +95,12 @@ class Plan:
             placed(2, "cpu" if off else None),
             placed(1, offload_optimizer),
         )
+
+    # continued: plan-group
+    @property
+    def group(self) -> int | None:
+        """How many ranks share a copy (in hpZ, of parameters); None: all."""
+        return self.parameters.group or self.optimizer.group
 
 # %% ../../notebooks/01_memory.ipynb #plan-9
 # bytes per parameter: the parameter, its gradient, its fp32 master copy

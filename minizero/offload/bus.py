@@ -111,11 +111,15 @@ class HostStorage(Storage):
     """What a placeholder stands for, and where the optimizer works; `Offload` copies.
 
     `down`: the stream of copies from device to host; `up`: from host to device.
+    `_inward`: the one that copies to the optimizer; `_outward`: the other.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.down, self.up = CopyStream(), CopyStream()
+        self._inward, self._outward = self.down, self.up
+        if self.at == "device":
+            self._inward, self._outward = self.up, self.down
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of placeholders
 
     @property

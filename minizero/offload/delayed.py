@@ -44,7 +44,7 @@ class Delayed(Offload):
         self._thread = ThreadPoolExecutor(1, "update")
         # the update under way: of each unit, the thread's result
         self._under_way: dict[Unit, Future[None]] = {}
-        # what the thread reads, and what it updates (or rounds), on the host
+        # on the host: gradients that the thread reads, shards that it makes
         self._taken_grads: dict[Flat, Tensor] = {}
         self._updated_shards: dict[Flat, Tensor] = {}
 
@@ -52,18 +52,18 @@ class Delayed(Offload):
         """Always a copy on the host: the shards are in use meanwhile."""
         master = self.store(flat.shard if copy is None else copy, "optimizer")
         self._updated_shards[flat] = master
-        if copy is not None:
+        if copy is not None:  # mixed precision
             shape, dtype = flat.shard.shape, flat.shard.dtype
             self._updated_shards[flat] = host_empty(shape, dtype, "buffers")
         return master
 
     # continued: delayed-take
-    def _take_gradients(self, flats: list[Flat]) -> None:
+    def _take_gradients(self, units: list[Unit]) -> None:
         """Keep this step's gradients; the next backward writes to others."""
         taken = self._taken_grads
+        # also after what `flush` sent up: the thread will overwrite it
         self.down.follow()
-        for flat in flats:
-            assert flat.mean is not None
+        for flat in [flat for unit in units for flat in unit.trainable]:
             if flat not in taken:
                 shape, dtype = flat.mean.shape, flat.mean.dtype
                 taken[flat] = host_empty(shape, dtype, "gradients")
@@ -78,7 +78,7 @@ class Delayed(Offload):
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
         """Take the gradients and let the thread begin; `flush` ends it."""
-        self._take_gradients([f for unit in units for f in unit.trainable])
+        self._take_gradients(units)
         optimizer, precision = self._freeze_settings(optimizer, precision)
         for unit in [unit for unit in units if unit.trainable]:
             for flat in unit.trainable:
@@ -95,9 +95,9 @@ class Delayed(Offload):
         self, optimizer: Optimizer, precision: Precision
     ) -> tuple[Optimizer, Precision]:
         """Copies with this step's settings; they share the states."""
-        # fetch the clip factor now: the thread would wait for the device
+        # this fetches the clip factor, else the thread waits for the device
         precision.cast_grad(torch.zeros((), device="cpu"))
-        # learning rate schedulers look for this before they warn
+        # a learning rate scheduler warns if it does not find this
         optimizer._opt_called = True  # type: ignore[attr-defined]
         groups = [dict(group) for group in optimizer.param_groups]
         optimizer = twin_of(optimizer, groups, optimizer.state)
@@ -111,7 +111,7 @@ class Delayed(Offload):
             result.result()
         # the computation, or a gather, may still read the old parameters
         self.up.follow()
-        if self.plan.parameters.on == "cpu":
+        if self.plan.parameters.on == "cpu":  # then the host copies, at once
             self.up.event().synchronize()
         for flat in [f for unit in under_way for f in unit.trainable]:
             self.up.copy(flat.shard, flat.staged_shard)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..memory import labels
 from ..memory.labels import aligned
 from ..memory.plan import Plan
-from ..zero.flat import Flat, Unit
+from ..zero.flat import Unit
 from ..zero.seams import Precision
 from .bus import DoubleBuffer, HostStorage, placeholder
 
@@ -32,27 +32,13 @@ class Offload(HostStorage):
 
     places: tuple[str, ...] = ("device", "cpu")
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.stages_parameters = plan.parameters.on != self.at
-        self.stages_gradients = plan.gradients.on != self.at
-        # the copies to the optimizer, and those from it
-        self._inward, self._outward = self.down, self.up
-        if self.at == "device":
-            self._inward, self._outward = self.up, self.down
-        # two blocks each: for the update, and for gradients that arrive
-        self._staging = DoubleBuffer(self.at)
-        self._gradient_blocks = DoubleBuffer("cpu")
-        # under way: (shard, copy of its mean, source kept alive, event)
-        self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
-
-    # continued: host-load
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         if self.plan.parameters.on == "device":
             return shard
         self.up.copy(into, shard)
         return into
 
+    # continued: host-load
     @contextmanager
     def on_copy_stream(self) -> Iterator[Callable[[], None]]:
         if self.plan.parameters.on == "device":
@@ -66,6 +52,14 @@ class Offload(HostStorage):
         arrived.record(self.up.stream)
 
     # continued: host-accumulate
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        # two blocks for gradients that arrive, two for the update
+        self._gradient_blocks = DoubleBuffer("cpu")
+        self._staging = DoubleBuffer(self.at)
+        # under way: (shard, copy of its mean, source kept alive, event)
+        self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
+
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
         """Copy the mean to the host now; the host adds it two calls later."""
         if self.plan.gradients.on == "device":
@@ -78,6 +72,7 @@ class Offload(HostStorage):
             self._add_oldest()
         self._gradient_blocks.turn()
         copied = self._gradient_blocks.take(mean)
+        # a GPU copies later, when the net has freed the mean
         kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)
@@ -100,26 +95,25 @@ class Offload(HostStorage):
         # the unit that had this block must have been copied out of it
         self._inward.follow(self._outward)
         for flat in unit.trainable:
-            assert flat.mean is not None
             flat.staged_shard, flat.staged_grad = flat.shard, flat.mean
-            if self.stages_parameters:
-                flat.staged_shard = self._staging.take(flat.shard)
-                # a master copy is rounded into it; without one it is updated
-                if not self.has_master_copy(flat):
-                    self._inward.copy(flat.staged_shard, flat.shard)
-                    flat.master.data = flat.staged_shard
-            if self.stages_gradients:
+            if self.plan.gradients.on != self.at:
                 flat.staged_grad = self._staging.take(flat.mean)
                 self._inward.copy(flat.staged_grad, flat.mean)
+            if self.plan.parameters.on != self.at:
+                flat.staged_shard = self._staging.take(flat.shard)
+                if not self.has_master_copy(flat):  # else it is only written
+                    self._inward.copy(flat.staged_shard, flat.shard)
+                    flat.master.data = flat.staged_shard
         copied = self._inward.event()
         return copied.synchronize if self.at == "cpu" else copied.wait
 
+    # continued: host-unstage
     def _unstage(self, unit: Unit) -> None:
         """Launch copies of the updated shards to where they are stored."""
         labels.mark("out", unit.name)
         self._outward.follow()
         for flat in unit.trainable:
-            if self.stages_parameters:
+            if self.plan.parameters.on != self.at:
                 self._outward.copy(flat.shard, flat.staged_shard)
                 if not self.has_master_copy(flat):
                     flat.master.data = placeholder(flat.master, self.at)
@@ -145,8 +139,8 @@ class Offload(HostStorage):
             yield [unit]
         self._outward.event().wait()
 
-    def _staged_bytes(self, flat: Flat) -> int:
+    def _staged_bytes(self, flat: Any) -> int:
         """Bytes of the block that its update takes."""
-        gradient = flat.shard.numel() * flat.grad_dtype.itemsize
-        nbytes = aligned(flat.shard.nbytes) * self.stages_parameters
-        return nbytes + aligned(gradient) * self.stages_gradients
+        plan, shard, mean = self.plan, flat.shard.nbytes, flat.mean.nbytes
+        nbytes = aligned(shard) * (plan.parameters.on != self.at)
+        return nbytes + aligned(mean) * (plan.gradients.on != self.at)

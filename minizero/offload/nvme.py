@@ -22,7 +22,7 @@ from ..zero.flat import Flat, Unit
 from ..zero.seams import Precision, Schedule
 from .bus import empty, placeholder
 from .host import Offload
-from .staging import Slice, StagedTensor, StagingBuffers
+from .staging import Slice, StagedRecord, StagingBuffers
 from .swap_file import ALIGN, SwapFile, SwappedTensor, Transfer
 
 # torch's fused Adam computes vectors, and rounds an incomplete one in another way
@@ -227,7 +227,7 @@ class NVMe(Offload):
         with self.guard():
             self._cancel_reads()
             todo = list(self._slices(units, optimizer))
-            sizes = (sum(t.nbytes for t in part.tensors) for part in todo)
+            sizes = (sum(r.nbytes for r in part.records) for part in todo)
             self.buffers.reserve(max(sizes, default=0))
             last = {part.unit: part for part in todo}
             # how many slices are read in advance; one buffer is left for a write
@@ -262,12 +262,12 @@ class NVMe(Offload):
                     like = torch.empty(master.shape, dtype=dtype, device="meta")
                     states[key] = self._allocate(like, "optimizer")
             end, has_copy = master.numel(), self.has_master_copy(flat)
-            for a in range(0, end, self.buffer_size):
-                part = partial(StagedTensor, self, a, min(a + self.buffer_size, end))
+            for i in range(-(-end // self.buffer_size)):
+                staged = partial(StagedRecord, self, i)
                 assert flat.mean is not None
                 # a master copy is rounded into them
-                values = part("parameters", flat.shard, read=not has_copy)
-                grad = part("gradients", flat.mean, written=False)
-                copy = part("optimizer", self._stored[master]) if has_copy else values
-                parts = {k: part("optimizer", s, read=made) for k, s in states.items()}
-                yield Slice(unit, flat, values, grad, copy, parts, scalars, made)
+                values = staged("parameters", flat.shard, is_read=not has_copy)
+                grad = staged("gradients", flat.mean)
+                copy = staged("optimizer", self._stored[master]) if has_copy else values
+                own = {k: staged("optimizer", s, is_read=made) for k, s in states.items()}
+                yield Slice(unit, flat, values, grad, copy, own, scalars)

@@ -19,7 +19,7 @@ from .swap_file import ALIGN, SwappedTensor
 from .swap_file import Transfer, aligned_buffer
 
 # %% auto #0
-__all__ = ['StagingBuffers', 'StagedTensor', 'Slice']
+__all__ = ['StagingBuffers', 'StagedRecord', 'Slice']
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -80,50 +80,44 @@ class StagingBuffers:
         self.free.append(buffer)
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
-class StagedTensor:
-    """Elements a to b of a tensor, while the host updates them.
+class StagedRecord:
+    """A record of a tensor, while the host updates it.
 
-    `staged`: the elements, in host memory. A tensor whose category is
-    placed on "cpu" is used in place; one on the "device" is copied to a
-    section of a staging buffer; of one on "nvme" a to b is a record,
-    which is read into it. `nbytes`: of this section. `read`, `written`:
-    whether the update needs the old values, and changes them.
+    `staged`: its elements, in host memory. A tensor whose category is placed
+    on "cpu" is used in place; a record of one on the "device" or on "nvme"
+    is brought to a section of a staging buffer, which takes `nbytes`.
+    `is_read`: whether the update needs the old values.
     """
 
     def __init__(
-        self, storage: Any, a: int, b: int, category: str, tensor: Tensor,
-        read: bool = True, written: bool = True,
+        self, storage: Any, record: int, category: str, tensor: Tensor,
+        is_read: bool = True,
     ) -> None:
-        self.tensor, self.a, self.b = tensor, a, b
-        self.read, self.written = read, written
-        self.swapped: SwappedTensor | None = storage.swapped(tensor)
-        self.reading: Transfer | None = None
+        self.tensor, self.record, self.is_read = tensor, record, is_read
+        size = storage.buffer_size
+        self.stored = tensor[record * size : (record + 1) * size]
         in_place = getattr(storage.plan, category).on == "cpu"
-        nbytes = aligned((b - a) * tensor.itemsize, ALIGN)
-        self.nbytes = 0 if in_place else nbytes
+        self.nbytes = 0 if in_place else aligned(self.stored.nbytes, ALIGN)
+        self.swapped: SwappedTensor | None = storage.swapped(tensor)
 
     # continued: staging-staged-moves
-    def launch_read(self, section: Tensor) -> None:
-        """Launch what brings the elements to this section of a buffer."""
-        self.section = section
-        self.staged = stored = self.tensor[self.a : self.b]
+    def launch_read(self, section: Tensor) -> Transfer | None:
+        """Bring the elements to this section of a buffer, if they must be."""
+        self.section, self.staged = section, self.stored
         if self.nbytes:
-            self.staged = section.view(self.tensor.dtype)[: self.b - self.a]
-        if self.swapped is not None and self.read:
-            record = self.a // self.swapped.step
-            self.reading = self.swapped.read(record, section)
-        elif self.nbytes and self.read:
-            self.staged.copy_(stored)
+            self.staged = section.view(self.stored.dtype)[: len(self.stored)]
+            if self.is_read and self.swapped is not None:
+                return self.swapped.read(self.record, section)
+            if self.is_read:
+                self.staged.copy_(self.stored)
+        return None
 
     def launch_write(self) -> Transfer | None:
-        """Send the elements back; the transfer, if it is one to the disk."""
-        if not self.written:
-            return None
+        """Send the elements back to where they came from."""
         if self.swapped is not None:
-            record = self.a // self.swapped.step
-            return self.swapped.write(record, self.section)
+            return self.swapped.write(self.record, self.section)
         if self.nbytes:
-            self.tensor[self.a : self.b].copy_(self.staged)
+            self.stored.copy_(self.staged)
         return None
 
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
@@ -132,55 +126,57 @@ class Slice:
     """Some elements of a flat's shard, and all that their update needs.
 
     `values`: of the parameters. `master`: the same object where no copy is
-    kept. `states`: the optimizer's with one value for each element;
-    `has_states`: whether it has made them before. `scalars`: what else it
-    keeps, such as a step counter, as it was before this update.
+    kept. `states`: the optimizer's with one value for each element; not read
+    before it has made them. `scalars`: what else it keeps, such as a step
+    counter, as it was before this update.
     """
 
     unit: Unit
     flat: Any  # a `Flat`
-    values: StagedTensor
-    grad: StagedTensor
-    master: StagedTensor
-    states: dict[str, StagedTensor]
+    values: StagedRecord
+    grad: StagedRecord
+    master: StagedRecord
+    states: dict[str, StagedRecord]
     scalars: dict[str, Any]
-    has_states: bool
 
     @property
-    def tensors(self) -> list[StagedTensor]:
-        tensors = [self.values, self.grad, self.master]
-        return list(dict.fromkeys([*tensors, *self.states.values()]))
+    def records(self) -> list[StagedRecord]:
+        records = [self.values, self.grad, self.master]
+        return list(dict.fromkeys([*records, *self.states.values()]))
 
     def launch_reads(self, buffer: Tensor) -> None:
         """Launch all reads, into this staging buffer."""
-        self.buffer, start = buffer, 0
-        for tensor in self.tensors:
-            tensor.launch_read(buffer[start : start + tensor.nbytes])
-            start += tensor.nbytes
+        self.buffer, start, reads = buffer, 0, []
+        for record in self.records:
+            section = buffer[start : start + record.nbytes]
+            reads.append(record.launch_read(section))
+            start += record.nbytes
+        self.reads = [read for read in reads if read]
 
     # continued: staging-slice-show
     def expose(self, state: dict[str, Any]) -> None:
         """Wait for the reads; point the optimizer at this slice only."""
-        for tensor in self.tensors:
-            if tensor.reading is not None:
-                tensor.reading.synchronize()
+        for read in self.reads:
+            read.synchronize()
         self.placeholder = self.flat.master.data
         self.flat.master.data = self.master.staged
         self.flat.staged_grad = self.grad.staged
         self.flat.staged_shard = self.values.staged
         state.clear()
         state.update(copy.deepcopy(self.scalars))
-        if self.has_states:
-            state.update({key: s.staged for key, s in self.states.items()})
+        for key, record in self.states.items():
+            if record.is_read:
+                state[key] = record.staged
 
     def launch_writes(self, state: dict[str, Any]) -> list[Transfer]:
         """Launch all writes; the optimizer is left with placeholders."""
-        for key, part in self.states.items():
+        for key, record in self.states.items():
             # if the optimizer has made it, or replaced it
-            if state[key].data_ptr() != part.staged.data_ptr():
-                part.staged.copy_(state[key])
-            state[key] = part.tensor
+            if state[key].data_ptr() != record.staged.data_ptr():
+                record.staged.copy_(state[key])
+            state[key] = record.tensor
         self.flat.master.data = self.placeholder
         del self.flat.staged_shard
-        launched = [tensor.launch_write() for tensor in self.tensors]
-        return [write for write in launched if write]
+        changed = [r for r in self.records if r is not self.grad]
+        writes = [record.launch_write() for record in changed]
+        return [write for write in writes if write]

@@ -119,10 +119,7 @@ class Overlap(Schedule):
                 raise ValueError(f"{name} counts elements: it must be {what}")
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
-        # by state: its units, the latest one last, and their elements
-        states = "sharded", "ahead", "in use", "kept"
-        self._units: dict[str, dict[Unit, int]] = {s: {} for s in states}
-        self._live = 0  # elements of the units that are not sharded
+        self._states: dict[Unit, str] = {}  # the latest change comes last
         self._reducing: list[Unit] = []  # at most one
 
     # continued: late
@@ -140,9 +137,8 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-        self._units["sharded"] = dict(self._elements)
+            self._states[unit] = "sharded"
 
-    # continued: overlap-passes
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
 
@@ -154,27 +150,9 @@ class Overlap(Schedule):
         """The units expected next; a disk may read their shards ahead."""
         return self.order.current.upcoming()
 
-    # continued: overlap-move
-    def _move(self, unit: Unit, state: str) -> None:
-        """Put the unit into another state."""
-        old = next(s for s, units in self._units.items() if unit in units)
-        elements = self._units[old].pop(unit)
-        self._units[state][unit] = elements
-        change = (old == "sharded") - (state == "sharded")
-        self._live += change * elements
-
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
-        others = {u: n for u, n in self._units["in use"].items() if u != unit}
-        size, used = self._elements[unit], sum(others.values())
-        if size + used > (limit := self.max_live_parameters):
-            raise ValueError(
-                f"unit {unit.name!r} has {size:,} elements, and {used:,} of "
-                f"other units are in use {[u.name for u in others]}, but "
-                f"max_live_parameters is {limit:,}; set it to "
-                f"{size + used:,} or more, or make smaller units"
-            )
         freed = self._make_room(unit)
         gathered = [unit, *self._gather_ahead()]
         return [
@@ -183,15 +161,29 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
+    # continued: overlap-states
+    def _in(self, *states: str) -> list[Unit]:
+        """The units in these states, the latest one last."""
+        return [u for u, s in self._states.items() if s in states]
+
+    def _count(self, *states: str) -> int:
+        """The elements of the units in these states."""
+        return sum(self._elements[u] for u in self._in(*states))
+
+    def _move(self, unit: Unit, state: str) -> None:
+        """Put the unit into another state."""
+        del self._states[unit]  # so that it comes last
+        self._states[unit] = state
+
     # continued: gather-ahead
     def _gather_ahead(self) -> list[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
         chosen: list[Unit] = []
-        ahead = sum(self._units["ahead"].values())
-        room = self.prefetch_bucket_size - ahead
-        room = min(room, self.max_live_parameters - self._live)
+        live = self._count("ahead", "in use", "kept")
+        room = self.prefetch_bucket_size - self._count("ahead")
+        room = min(room, self.max_live_parameters - live)
         for unit in self.upcoming():
-            if unit in self._units["sharded"]:
+            if self._states[unit] == "sharded":
                 room -= self._elements[unit]
                 if room < 0:
                     break
@@ -202,32 +194,40 @@ class Overlap(Schedule):
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:
         """Choose what is freed before `unit` is gathered."""
-        is_new = unit not in self._units["in use"]
+        used = [u for u in self._in("in use") if u != unit]
+        least = sum(self._elements[u] for u in [unit, *used])
+        if least > (limit := self.max_live_parameters):
+            raise ValueError(
+                f"unit {unit.name!r} and those in use, "
+                f"{[u.name for u in used]}, have {least:,} elements, but "
+                f"max_live_parameters is {limit:,}; set it to {least:,} or "
+                "more, or make smaller units"
+            )
+        is_new = self._states[unit] != "in use"
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in self._units["ahead"] if u in skipped]
+        freed = [u for u in self._in("ahead") if u in skipped]
         for u in freed:
             self._move(u, "sharded")
         self._move(unit, "in use")
-        while self._live > self.max_live_parameters:
-            freed.append([*self._units["kept"], *self._units["ahead"]][-1])
+        while self._count("ahead", "in use", "kept") > limit:
+            freed.append([*self._in("kept"), *self._in("ahead")][-1])
             self._move(freed[-1], "sharded")
         return freed
 
     # continued: prefetch-done
     def done(self, unit: Unit) -> list[Action]:
         """Free the unit, unless it is small."""
-        if unit in self._units["in use"]:
+        if self._states[unit] == "in use":
             self._move(unit, "kept")
-            self.order.leave(unit, is_last=not self._units["in use"])
+            self.order.leave(unit, is_last=not self._in("in use"))
         if self._elements[unit] < self.param_persistence_threshold:
             return []
         self._move(unit, "sharded")
         return [Action("release", unit)]
 
-    # continued: overlap-updated
     def updated(self, unit: Unit) -> list[Action]:
         """Publish the updated shards; gather again what is kept unsharded."""
         actions = [Action("publish", unit)]
-        if unit not in self._units["sharded"] and unit.trainable:
+        if self._states[unit] != "sharded" and unit.trainable:
             actions += [Action("release", unit), Action("gather", unit)]
         return actions

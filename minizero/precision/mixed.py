@@ -37,6 +37,9 @@ class MixedPrecision(MixedSettings):
         return master
 
     # continued: precision-class
+    clip_factor: Tensor | float = 1.0  # from clipping to the update
+    grad_factor: Tensor | float = 1.0  # in the update: that / loss scale
+
     def clip(self, grads: list[Tensor], factor: Tensor) -> None:
         """Keep the factor for `cast_grad`: 16 bit rounds small numbers."""
         self.clip_factor = factor * self.clip_factor
@@ -53,9 +56,6 @@ class MixedPrecision(MixedSettings):
         return grad.mul_(self.grad_factor)
 
     # continued: precision-scale
-    clip_factor: Tensor | float = 1.0  # from clipping to the update
-    grad_factor: Tensor | float = 1.0  # in the update: that / loss scale
-
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast floating-point tensors to the parameters' dtype."""
 

@@ -48,7 +48,7 @@ def predict(job: Job, how: Candidate) -> Prediction:
     ahead = max(layer.flats[0].padded for layer in layers)  # one unit
 
     def micro_batch(boundary: bool) -> Timeline:
-        schedule = Overlap(ahead, 1 << 60, 0)
+        schedule = Overlap(ahead, 1 << 60, 0)  # no limit, all sharded
         return simulate(layers, link, how.plan, schedule, boundary=boundary)
 
     last, others = micro_batch(True), how.accumulation - 1

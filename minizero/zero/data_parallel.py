@@ -32,13 +32,11 @@ class DataParallel(Net):
 
     def reduce(self, unit: Unit) -> None:
         """Launch the averaging of the unit's gradients over ranks."""
+        how: Any = {"async_op": True, "average": True, "group": self.group}
         for flat in unit.trainable:
             shards = flat.full_grad().view(self.group.size, -1)
             for part in flat.pieces(self.bucket_size):
-                work = comm.all_reduce(
-                    shards[:, part], async_op=True, average=True,
-                    group=self.group,
-                )  # fmt: skip
+                work = comm.all_reduce(shards[:, part], **how)
                 unit.under_way.append(work)
             work.then(partial(self.reduced, flat))  # the last to arrive
 
@@ -73,9 +71,10 @@ class DataParallel(Net):
         unit, flat, slot = self.where[p]
         flat.collect(slot)
         unit.missing.discard(p)
-        if self.syncing:
+        if self.syncing:  # not in `no_sync`, below
             self._reduce_complete()
 
+    # continued: zero-data-parallel-in-order
     def _reduce_complete(self) -> None:
         """Reduce complete units, the last one first on every rank."""
         for unit in [*self._unreduced]:
@@ -122,14 +121,15 @@ class DataParallel(Net):
         rank: then no rank has updated anything.
         """
         with comm.phase("step"):
-            means = self._means()
-            self.before_update()
+            means = self._means()  # gradients, averaged
+            self.before_update()  # copy what the script has written
             ready = self.precision.can_step(means)
             self._update(self.units if ready else [])
         self.zero_grad()
         labels.mark("step")
         return ready
 
+    # continued: zero-data-parallel-clear
     def zero_grad(self) -> None:
         """Clear all gradients; `step` does it, an abandoned step needs it."""
         self.wait()

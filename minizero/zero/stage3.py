@@ -44,19 +44,6 @@ class ShardedFlat(Flat):
     used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
-    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
-        with self.storage.on_copy_stream() as arrive:
-            own = self.storage.load(self.stored, self.stored_part(self.full))
-            work = comm.all_gather(
-                self.full, own, async_op=True, group=self.ranks,
-                quantized=quantized,
-            )  # fmt: skip
-        self._gathered = work.then(arrive).then(self._arrived)
-        return self._gathered
-
-    def _arrived(self) -> None:
-        self.point(self.views())
-
     def store(self, storage: Storage) -> None:
         """Store this rank's shard, and free the buffer; called once."""
         self.storage, part = storage, self.stored_part(self.full)
@@ -85,6 +72,19 @@ class ShardedFlat(Flat):
             self.is_unsharded = True
             self._launch(self.quantized)
         return self._gathered
+
+    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
+        with self.storage.on_copy_stream() as arrive:
+            own = self.storage.load(self.stored, self.stored_part(self.full))
+            work = comm.all_gather(
+                self.full, own, async_op=True, group=self.ranks,
+                quantized=quantized,
+            )  # fmt: skip
+        self._gathered = work.then(arrive).then(self._arrived)
+        return self._gathered
+
+    def _arrived(self) -> None:
+        self.point(self.views())
 
     # continued: zero-sharded-free
     def free(self) -> None:
@@ -163,6 +163,40 @@ class ZeRO3(ZeRO2):
         """Free old values; ranks gather the new ones when they need them."""
         self.release(unit)
 
+    # continued: zero-stage3-hooks
+    def _register_hooks(self) -> None:
+        """Also call `_before_forward` and `_after_forward` around units."""
+        super()._register_hooks()
+        self._forwards: Counter[Unit] = Counter()  # depth of forwards running
+        self._backwards: set[Unit] = set()  # whose backward is running
+        self._expected: Counter[Unit] = Counter()  # backwards still to come
+        for unit in self.units:
+            before = Hook(self._before_forward, unit)
+            after = Hook(self._after_forward, unit)
+            for module in users_of(unit, self.model):
+                module.register_forward_pre_hook(
+                    before, prepend=True, with_kwargs=True
+                )
+                module.register_forward_hook(after, always_call=True)
+
+    def _enter(self, unit: Unit) -> bool:
+        """Count a call of the unit; returns whether it is the outermost."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] += 1
+        return self._forwards[unit] == 1
+
+    def _exit(self, unit: Unit) -> bool:
+        """Count its end; returns whether it was the outermost."""
+        if self._is_recomputed(unit):
+            return False
+        self._forwards[unit] -= 1
+        return self._forwards[unit] == 0
+
+    def _is_recomputed(self, unit: Unit) -> bool:
+        """By checkpointing, in the unit's backward: it is unsharded."""
+        return self.in_backward and unit in self._backwards
+
     # continued: zero-stage3-before
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
@@ -223,40 +257,6 @@ class ZeRO3(ZeRO2):
 
     def _reduce_complete(self) -> None:
         """Nothing: `_after_backward` reduces, the same on every rank."""
-
-    # continued: zero-stage3-hooks
-    def _register_hooks(self) -> None:
-        """Also call `_before_forward` and `_after_forward` around units."""
-        super()._register_hooks()
-        self._forwards: Counter[Unit] = Counter()  # depth of forwards running
-        self._backwards: set[Unit] = set()  # whose backward is running
-        self._expected: Counter[Unit] = Counter()  # backwards still to come
-        for unit in self.units:
-            before = Hook(self._before_forward, unit)
-            after = Hook(self._after_forward, unit)
-            for module in users_of(unit, self.model):
-                module.register_forward_pre_hook(
-                    before, prepend=True, with_kwargs=True
-                )
-                module.register_forward_hook(after, always_call=True)
-
-    def _enter(self, unit: Unit) -> bool:
-        """Count a call of the unit; returns whether it is the outermost."""
-        if self._is_recomputed(unit):
-            return False
-        self._forwards[unit] += 1
-        return self._forwards[unit] == 1
-
-    def _exit(self, unit: Unit) -> bool:
-        """Count its end; returns whether it was the outermost."""
-        if self._is_recomputed(unit):
-            return False
-        self._forwards[unit] -= 1
-        return self._forwards[unit] == 0
-
-    def _is_recomputed(self, unit: Unit) -> bool:
-        """By checkpointing, in the unit's backward: it is unsharded."""
-        return self.in_backward and unit in self._backwards
 
 # %% ../../notebooks/07_zero3.ipynb #zero-stage3-marks
 class AfterBackward(torch.autograd.Function):
