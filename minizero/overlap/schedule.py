@@ -119,7 +119,10 @@ class Overlap(Schedule):
                 raise ValueError(f"{name} counts elements: it must be {what}")
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
-        self._states: dict[Unit, str] = {}  # the latest change comes last
+        states = "sharded", "ahead", "in use", "kept"
+        # by state, so that no call looks through all units
+        self._units: dict[str, dict[Unit, None]] = {s: {} for s in states}
+        self._total = dict.fromkeys(states, 0)  # their elements
         self._reducing: list[Unit] = []  # at most one
 
     # continued: late
@@ -137,7 +140,8 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-            self._states[unit] = "sharded"
+            self._units["sharded"][unit] = None
+            self._total["sharded"] += self._elements[unit]
 
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
@@ -162,18 +166,17 @@ class Overlap(Schedule):
         ]
 
     # continued: overlap-states
-    def _in(self, *states: str) -> list[Unit]:
-        """The units in these states, the latest one last."""
-        return [u for u, s in self._states.items() if s in states]
-
     def _count(self, *states: str) -> int:
         """The elements of the units in these states."""
-        return sum(self._elements[u] for u in self._in(*states))
+        return sum(self._total[state] for state in states)
 
     def _move(self, unit: Unit, state: str) -> None:
         """Put the unit into another state."""
-        del self._states[unit]  # so that it comes last
-        self._states[unit] = state
+        old = next(s for s, units in self._units.items() if unit in units)
+        del self._units[old][unit]
+        self._units[state][unit] = None  # the latest one comes last
+        self._total[old] -= self._elements[unit]
+        self._total[state] += self._elements[unit]
 
     # continued: gather-ahead
     def _gather_ahead(self) -> list[Unit]:
@@ -183,7 +186,7 @@ class Overlap(Schedule):
         room = self.prefetch_bucket_size - self._count("ahead")
         room = min(room, self.max_live_parameters - live)
         for unit in self.upcoming():
-            if self._states[unit] == "sharded":
+            if unit in self._units["sharded"]:
                 room -= self._elements[unit]
                 if room < 0:
                     break
@@ -194,7 +197,7 @@ class Overlap(Schedule):
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:
         """Choose what is freed before `unit` is gathered."""
-        used = [u for u in self._in("in use") if u != unit]
+        used = [u for u in self._units["in use"] if u != unit]
         least = sum(self._elements[u] for u in [unit, *used])
         if least > (limit := self.max_live_parameters):
             raise ValueError(
@@ -203,23 +206,23 @@ class Overlap(Schedule):
                 f"max_live_parameters is {limit:,}; set it to {least:,} or "
                 "more, or make smaller units"
             )
-        is_new = self._states[unit] != "in use"
+        is_new = unit not in self._units["in use"]
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in self._in("ahead") if u in skipped]
+        freed = [u for u in self._units["ahead"] if u in skipped]
         for u in freed:
             self._move(u, "sharded")
         self._move(unit, "in use")
         while self._count("ahead", "in use", "kept") > limit:
-            freed.append([*self._in("kept"), *self._in("ahead")][-1])
+            freed.append([*self._units["kept"], *self._units["ahead"]][-1])
             self._move(freed[-1], "sharded")
         return freed
 
     # continued: prefetch-done
     def done(self, unit: Unit) -> list[Action]:
         """Free the unit, unless it is small."""
-        if self._states[unit] == "in use":
+        if unit in self._units["in use"]:
             self._move(unit, "kept")
-            self.order.leave(unit, is_last=not self._in("in use"))
+            self.order.leave(unit, is_last=not self._units["in use"])
         if self._elements[unit] < self.param_persistence_threshold:
             return []
         self._move(unit, "sharded")
@@ -228,6 +231,6 @@ class Overlap(Schedule):
     def updated(self, unit: Unit) -> list[Action]:
         """Publish the updated shards; gather again what is kept unsharded."""
         actions = [Action("publish", unit)]
-        if self._states[unit] != "sharded" and unit.trainable:
+        if unit not in self._units["sharded"] and unit.trainable:
             actions += [Action("release", unit), Action("gather", unit)]
         return actions
