@@ -3,8 +3,8 @@
 # %% ../../notebooks/02_ranks.ipynb #algorithms-head
 """The direct exchange: rows are summed by their ranks and gathered from them.
 
-Each function launches one half, its messages marked by `tag`, and returns
-another that waits for them and completes `out`.
+`direct_*` launches one half, its messages marked by `tag`, and returns
+a function that waits for them and completes `out`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ordered_sum(
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
     group of neighbors may add its own rows first. 16-bit rows give a new
-    tensor in fp32; other sums are written to `out`, which may be a part.
+    tensor in fp32; other sums go to `out`, which may be one of `parts`.
     """
     n, first = len(parts), parts[0]
     narrow = first.is_floating_point() and first.itemsize < 4
@@ -45,7 +45,7 @@ CACHED = 1 << 17  # elements of a piece that stays in a CPU's cache
 
 
 def sum_rows(out: Tensor, rows: Sequence[Tensor], average: bool) -> None:
-    """Sum or average rows in one order; zeros fill the rest of `out`."""
+    """Add or average rows in a fixed order; zeros fill up `out`."""
     n = len(rows[0])
     width = CACHED if out.device.type == "cpu" else max(n, 1)
     pieces = [row.split(width) for row in (out[:n], *rows)]
@@ -57,7 +57,7 @@ def sum_rows(out: Tensor, rows: Sequence[Tensor], average: bool) -> None:
 def direct_reduce_scatter(
     out: Tensor, inp: Rows, tag: int, average: bool
 ) -> Finish:
-    """Send row j to rank j; sum what arrives in one order, in `out`."""
+    """Send row j to rank j; sum what arrives, in a fixed order."""
     me, own = inp.group.rank, inp.own
     others = {j: row for j, row in enumerate(inp) if j != me}
     received = {j: label(torch.empty_like(own), "buffers") for j in others}

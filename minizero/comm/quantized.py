@@ -44,7 +44,7 @@ class Quantized:
         return 2 ** (self.bits - 1) - 1
 
     def blocks(self, row: Tensor) -> Tensor:
-        """A row, [n], as [blocks, BLOCK]; zeros fill each segment's last."""
+        """A row, [n], as [blocks, BLOCK]; zeros fill up each segment."""
         x = row.view(-1, self.segment or max(row.numel(), 1))
         return F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
 

@@ -18,7 +18,7 @@ __all__ = ['ZeroConfig']
 
 # %% ../../notebooks/15_huggingface.ipynb #config
 class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
-    """What `deepspeed=` is given: a dict, the path of a file, or JSON text.
+    """The config given to `deepspeed=`: a dict, a file's path, or JSON text.
 
     `config`: a copy, filled in as far as is known. `mismatches`: a line for
     each value that contradicts the arguments.

@@ -64,7 +64,7 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what has a gradient; torch's own does what no kernel can."""
+        """Update what has a gradient; if the kernel cannot, torch does."""
         work = [(p, g) for g in self.param_groups for p in g["params"]]
         work = [(p, group) for p, group in work if p.grad is not None]
         runs = all(runs_on(p, p.grad) and p.is_contiguous() for p, _ in work)

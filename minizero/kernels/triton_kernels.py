@@ -19,7 +19,7 @@ def adam_step(
     rate: float, root: float, eps: float, decay: float,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """Update one block of n elements: each is read once and written once."""
+    """Update one block of the n elements, in one pass over memory."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
@@ -71,7 +71,7 @@ def norm_backward(
     rows: tl.tensor, width: tl.tensor,
     CENTRE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """dx of every row, and this program's part of the sums over rows."""
+    """dx of this program's rows, and its part of the sums over rows."""
     first = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width

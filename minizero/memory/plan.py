@@ -99,7 +99,7 @@ class Plan:
     # continued: plan-group
     @property
     def group(self) -> int | None:
-        """How many ranks share a copy (in hpZ, of parameters); None: all."""
+        """How many ranks share a copy (chapter 17); None: all ranks."""
         return self.parameters.group or self.optimizer.group
 
 # %% ../../notebooks/01_memory.ipynb #plan-9
@@ -178,8 +178,8 @@ def estimate_activations(
 
     Korthikanti et al. 2022, sec. 4, without dropout and tensor parallelism:
     32·s·b·h a layer. "selective" saves what the matrix products return,
-    22·s·b·h, and "full" the layer's input, 2·s·b·h. With "none" attention
-    that is "unfused" also saves its scores, 5·a·s²·b.
+    22·s·b·h, and "full" the layer's input, 2·s·b·h. Without checkpointing
+    "unfused" attention adds 5·a·s²·b: its scores, with their dropout.
     """
     check("attention", attention, ("fused", "unfused"))
     sbh = sequence * micro_batch * hidden

@@ -28,8 +28,8 @@ class Delayed(Offload):
     """One-step delayed parameter update (Ren et al. 2021, sec. 5.2).
 
     A thread makes the update of step t during the forward and backward of
-    step t + 1; its parameters arrive at the end of that. A gradient is thus
-    computed from parameters that lack the update before. The first `start`
+    step t + 1; the new parameters arrive after these. So a gradient is
+    computed from parameters that lack the last update. The first `start`
     updates are not delayed; pass 0 to resume a run after them.
     """
 
@@ -61,7 +61,7 @@ class Delayed(Offload):
     def _take_gradients(self, units: list[Unit]) -> None:
         """Keep this step's gradients; the next backward writes to others."""
         taken = self._taken_grads
-        # also after what `flush` sent up: the thread will overwrite it
+        # also after `flush`'s copies: the thread overwrites what they read
         self.down.follow()
         for flat in [flat for unit in units for flat in unit.trainable]:
             if flat not in taken:

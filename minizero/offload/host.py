@@ -72,7 +72,7 @@ class Offload(HostStorage):
             self._add_oldest()
         self._gradient_blocks.turn()
         copied = self._gradient_blocks.take(mean)
-        # a GPU copies later, when the net has freed the mean
+        # a GPU copies later: the net may have freed the mean
         kept = None if mean.device.type == "cpu" else mean.clone()
         self.down.follow()
         self.down.copy(copied, mean if kept is None else kept)
@@ -125,7 +125,7 @@ class Offload(HostStorage):
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
-        """At once: copy in unit i + 1, update unit i, copy out unit i - 1."""
+        """Overlap: copy in unit i + 1, update unit i, copy out unit i - 1."""
         units = [unit for unit in units if unit.trainable]
         sizes = (sum(map(self._staged_bytes, u.trainable)) for u in units)
         self._staging.reserve(max(sizes, default=0))

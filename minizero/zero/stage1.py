@@ -29,12 +29,12 @@ class ZeRO1(DataParallel):
     plan = Plan.stage(1)
 
     def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
-        """The own shard of a buffer, [size]."""
+        """This rank's shard of a buffer, [size]."""
         return flat.own(buffer)
 
     # continued: zero-stage1-reduce
     def reduce(self, unit: Unit) -> None:
-        """Launch the averaging of the own shard of the unit's gradients."""
+        """Launch reduce-scatters: each rank gets its shard of the mean."""
         for flat in unit.trainable:
             shards = flat.full_grad().view(flat.ranks.size, -1)
             own = shards[flat.place]
@@ -48,7 +48,7 @@ class ZeRO1(DataParallel):
 
     # continued: zero-stage1-publish
     def publish(self, unit: Unit) -> None:
-        """Launch what sends the own updated shard to every rank."""
+        """Launch the all-gather of updated shards into the flat buffers."""
         for flat in unit.updated:
             own = flat.own(flat.full)
             work = comm.all_gather(
