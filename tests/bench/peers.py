@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -203,7 +204,6 @@ def _resident(word: str) -> int:
 
 def speed(cases: str, precision: str) -> dict[str, Measured]:
     """Of every case of "here" or "there", in its turn: seconds, and bytes sent."""
-    torch.set_num_threads(1)
     return {name: _timed(build(precision)) for name, build in CASES[cases].items()}
 
 
@@ -228,21 +228,13 @@ def _sent(step: Step) -> int:
     return _on_the_wire() - sent
 
 
-def memory(cases: str, name: str, precision: str) -> Measured:
-    """Most bytes in the second step, in a process that has done nothing before.
-
-    live: of tensors, by torch's own allocator. resident: of the process, beyond what it
-    had before the model was built.
-    """
-    torch.set_num_threads(1)
-    before = _resident("VmRSS")
+def tensors(cases: str, name: str, precision: str) -> Measured:
+    """Most bytes of tensors in the second step, by torch's own allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step = CASES[cases][name](precision)
         step()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         with torch.profiler.record_function("second"):
             step()
-        resident = _resident("VmHWM") - before
     events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     start = next(e.start_ns() for e in events if e.name() == "second")
     live = most = 0
@@ -250,7 +242,16 @@ def memory(cases: str, name: str, precision: str) -> Measured:
         if event.name() == "[memory]":
             live += event.nbytes()
             most = max(most, live) if event.start_ns() >= start else most
-    return {"live": most, "resident": resident}
+    return {"bytes": most}
+
+
+def resident(cases: str, name: str, precision: str) -> Measured:
+    """Most bytes of the process then, beyond those before; no profiler adds to it."""
+    before, step = _resident("VmRSS"), CASES[cases][name](precision)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    step()
+    return {"bytes": _resident("VmHWM") - before}
 
 
 # seconds beyond the model alone, as a part of the other's: the goal
@@ -288,18 +289,16 @@ def compare(repeats: int) -> list[Comparison]:
 def compare_memory() -> list[Comparison]:
     """Most bytes of tensors, and of the process, in each precision."""
     found = []
-    for precision in ("fp32", "bf16"):
+    for precision, what in product(("fp32", "bf16"), ("tensors", "resident")):
         most = {
-            name: _worst(_on_ranks("memory", precision, group, name))
+            name: [_worst(_on_ranks(what, precision, group, name))["bytes"]]
             for group in _groups()
             for name in CASES[group]
         }
-        for what, key in (("tensors", "live"), ("resident", "resident")):
-            name = f"{what} at the peak: {JOB}, {precision}"
-            for a, b in GOALS:
-                if b in most:
-                    ours, theirs = [most[a][key]], [most[b][key]]
-                    found.append(Comparison(name, "B", a, b, ours, theirs, at_most=1.0))
+        name = f"{what} at the peak: {JOB}, {precision}"
+        for a, b in GOALS:
+            if b in most:
+                found.append(Comparison(name, "B", a, b, most[a], most[b], at_most=1.0))
     return found
 
 
@@ -326,7 +325,7 @@ def _turn(precision: str) -> dict[str, Measured]:
 
 
 def _on_ranks(what: str, precision: str, *args: str) -> Any:
-    """Of each rank what `speed` or `memory` measures: this file, under torchrun."""
+    """Of each rank what `speed` or another measures: this file, under torchrun."""
     with tempfile.NamedTemporaryFile("r") as out:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(RANKS), "-m", __spec__.name]
@@ -360,7 +359,8 @@ def _compared(precision: str, turns: list[dict[str, Measured]]) -> list[Comparis
 def script(what: str, out: str, precision: str, *args: str) -> None:
     """One rank's part."""
     dist.init_process_group("gloo")
-    measure: Any = {"speed": speed, "memory": memory}[what]
+    torch.set_num_threads(1)
+    measure: Any = {"speed": speed, "tensors": tensors, "resident": resident}[what]
     found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, measure(*args, precision))
     if rank() == 0:
