@@ -56,8 +56,7 @@ class DiskStorage(Offload):
             if size < unit or size % unit:
                 must = f"must be a multiple of {unit} {what}"
                 raise ValueError(f"{name} {must}, not {size!r}")
-        self.buffer_size = buffer_size
-        self.buffers = StagingBuffers(buffer_count)
+        self.buffer_size, self.buffers = buffer_size, StagingBuffers(buffer_count)
         chosen = folder or os.environ.get("MINIZERO_NVME") or tempfile.gettempdir()
         self.swap = SwapFile(Path(chosen), block_size, queue_depth)
         self._swapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of placeholders

@@ -120,7 +120,8 @@ class Slice:
             read.synchronize()
         flat, self.placeholder = self.flat, self.flat.master.data
         flat.master.data = self.master.staged
-        flat.staged_grad, flat.staged_shard = self.grad.staged, self.values.staged
+        flat.staged_grad = self.grad.staged
+        flat.staged_shard = self.values.staged
         self.optimizer_state.clear()
         self.optimizer_state.update(copy.deepcopy(self.scalars))
         for key, record in self.states.items():
