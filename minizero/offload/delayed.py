@@ -52,7 +52,8 @@ class Delayed(Offload):
 
     def flush(self) -> list[Unit]:
         """Wait for the thread; copy the updated parameters to their place."""
-        under_way, self._under_way = self._under_way, {}
+        under_way = self._under_way.copy()
+        self._under_way.clear()
         for result in under_way.values():
             result.result()
         # the computation, or a gather, may still read the old parameters
@@ -114,9 +115,8 @@ class Delayed(Offload):
         precision.cast_grad(torch.zeros((), device="cpu"))
         # a learning rate scheduler warns if it does not find this
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        groups = [dict(group) for group in optimizer.param_groups]
-        optimizer = twin_of(optimizer, groups, optimizer.state)
-        return optimizer, copy.copy(precision)
+        own = [dict(group) for group in optimizer.param_groups]
+        return twin_of(optimizer, own, optimizer.state), copy.copy(precision)
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
         if self._under_way:
