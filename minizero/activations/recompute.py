@@ -38,7 +38,7 @@ def keep_matmuls(op: Any, *args: Any) -> bool:
     name = op._schema.name.removeprefix("aten::")
     return name in ("mm", "addmm") or name.startswith("_scaled_dot_product_")
 
-# %% ../../notebooks/09_activations.ipynb #act-contexts
+
 def selective_contexts(keep: Callable[..., bool]) -> tuple[Any, Any]:
     """The contexts of a forward and of its recomputation, for torch."""
 
@@ -77,7 +77,6 @@ class Recompute:
         if mode == "selective":
             self.options["context_fn"] = partial(selective_contexts, keep)
 
-    # continued: act-call
     def __call__(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -136,8 +135,7 @@ def recompute_units(
 
     `how`: a `Recompute`, or its mode; "none" undoes an earlier call.
     `units`: says which modules are units (default: as `find_units`).
-    `number`: how many, the first ones (default: all). Recomputing the last
-    unit saves least: its backward comes right after its forward.
+    `number`: how many, the first ones (default: all).
 
     Wraps the modules' `forward`, inside their hooks. Returns their names.
     """

@@ -92,15 +92,13 @@ class Overlap(Schedule):
     `prefetch_bucket_size`: most elements gathered ahead of their use. A unit
         is gathered as a whole or not at all; 0 gathers nothing ahead.
     `max_live_parameters`: most unsharded elements at a time, padding
-        included: of units in use, gathered ahead or kept. Never exceeded;
-        units that do not fit together raise ValueError. (What
-        `zero.GatheredParameters` holds is not counted.)
+        included, except in `zero.GatheredParameters`. Never exceeded:
+        units that do not fit together raise ValueError.
     `param_persistence_threshold`: units with fewer elements stay unsharded;
         they are gathered once a step, after the update. 0 keeps none.
 
     The names and defaults are DeepSpeed's (`stage3_prefetch_bucket_size`,
     ...), which compares its threshold with single parameters, not units.
-    The most elements of one reduction are `bucket_size` of `parallelize`.
     """
 
     def __init__(
@@ -125,13 +123,19 @@ class Overlap(Schedule):
         self._total = dict.fromkeys(states, 0)  # their elements
         self._reducing: list[Unit] = []  # at most one
 
-    # continued: late
-    def grads_ready(self, unit: Unit) -> list[Action]:
-        """Launch the unit's reduction when the one before has ended."""
-        before, self._reducing = self._reducing, [unit]
-        return [*(Action("wait", u) for u in before), Action("reduce", unit)]
+    def _count(self, *states: str) -> int:
+        """The elements of the units in these states."""
+        return sum(self._total[state] for state in states)
 
-    # continued: overlap-attach
+    def _move(self, unit: Unit, state: str) -> None:
+        """Put the unit into another state."""
+        old = next(s for s, units in self._units.items() if unit in units)
+        del self._units[old][unit]
+        self._units[state][unit] = None  # the latest one comes last
+        self._total[old] -= self._elements[unit]
+        self._total[state] += self._elements[unit]
+
+    # continued: late
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
         """Measure the units; ValueError if it has a net already."""
         if self._elements:
@@ -154,6 +158,11 @@ class Overlap(Schedule):
         """The units expected next; a disk may read their shards ahead."""
         return self.order.current.upcoming()
 
+    def grads_ready(self, unit: Unit) -> list[Action]:
+        """Launch the unit's reduction when the one before has ended."""
+        before, self._reducing = self._reducing, [unit]
+        return [*(Action("wait", u) for u in before), Action("reduce", unit)]
+
     # continued: prefetch
     def needed(self, unit: Unit) -> list[Action]:
         """Gather the unit and the next ones; wait for this one only."""
@@ -165,20 +174,6 @@ class Overlap(Schedule):
             Action("wait", unit),
         ]
 
-    # continued: overlap-states
-    def _count(self, *states: str) -> int:
-        """The elements of the units in these states."""
-        return sum(self._total[state] for state in states)
-
-    def _move(self, unit: Unit, state: str) -> None:
-        """Put the unit into another state."""
-        old = next(s for s, units in self._units.items() if unit in units)
-        del self._units[old][unit]
-        self._units[state][unit] = None  # the latest one comes last
-        self._total[old] -= self._elements[unit]
-        self._total[state] += self._elements[unit]
-
-    # continued: gather-ahead
     def _gather_ahead(self) -> list[Unit]:
         """Choose the next units, up to the first that breaks a limit."""
         chosen: list[Unit] = []
@@ -217,7 +212,6 @@ class Overlap(Schedule):
             self._move(freed[-1], "sharded")
         return freed
 
-    # continued: prefetch-done
     def done(self, unit: Unit) -> list[Action]:
         """Free the unit, unless it is small."""
         if unit in self._units["in use"]:

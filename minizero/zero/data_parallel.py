@@ -126,7 +126,7 @@ class DataParallel(Net):
             ready = self.precision.can_step(means)
             self._update(self.units if ready else [])
         self.zero_grad()
-        labels.mark("step")
+        labels.mark("step")  # for the tracker
         return ready
 
     # continued: zero-data-parallel-clear

@@ -25,13 +25,13 @@ from .stage3 import ShardedFlat, ZeRO3
 class CopiedFlat(ShardedFlat):
     """A flat buffer that each group of ranks has, and all ranks update together (hpZ).
 
-    Of R groups, each rank keeps R pieces, one after the other, and updates one of them.
+    Of R groups, each rank keeps R shards, one after the other, and updates one of them.
     """
 
     grid: comm.Groups
 
     def own(self, buffer: Tensor) -> Tensor:
-        """The piece, of those that this rank stores, that it updates."""
+        """The shard, of those that this rank stores, that it updates."""
         return self.stored_part(buffer).view(self.grid.copies, -1)[self.grid.number]
 
     def store(self, storage: Storage) -> None:
@@ -43,7 +43,7 @@ class CopiedFlat(ShardedFlat):
         self._send(self.quantized)
 
     def _send(self, quantized: comm.Quantized | None) -> None:
-        """Send the updated piece to the ranks of other groups that keep it, too."""
+        """Send the updated shard to the ranks of other groups that keep it, too."""
         own, across = self.shard.clone(), self.grid.across
         comm.all_gather(self.stored, own, group=across, quantized=quantized)
         self.shard.copy_(own)  # quantizing has replaced the own part, too
