@@ -6,58 +6,56 @@ from minizero.config import ConfigError
 from minizero.lab.course import Exercise, Wrong
 
 
-class ThirdSize(Exercise):
+class HowMany(Exercise):
     label = "ex-engine-1"
-    answer = "accumulation"
-    book = {"batch": 512, "micro": 4, "ranks": 48}
+    answer = "usable"
+    book = {"batch": 480, "most": 6, "gpus": 64}
     starter = """
-def accumulation(batch: int, micro: int, ranks: int) -> tuple[int | None, list[int]]:
-    # Micro-batches a step, or None where it does not work; and the `train_batch_size`
-    # that you would choose: the largest possible that is not above `batch`, the
-    # smallest that is not below it.
-    return 0, [0, 0]
+def usable(batch: int, most: int, gpus: int) -> tuple[int, int, int]:
+    # The largest number of ranks that a run of this `train_batch_size` can use, the
+    # largest micro-batch of at most `most` samples that works then, the accumulation.
+    return 0, 0, 0
 """
     public = """
-assert accumulation(8, 8, 1) == (1, [8, 8])
+assert usable(8, 8, 1) == (1, 8, 1)
 """
     reference = """
-def accumulation(batch, micro, ranks):
-    at_once = micro * ranks
-    steps, rest = divmod(batch, at_once)
-    if rest:
-        return None, [steps * at_once, (steps + 1) * at_once]
-    return steps, [batch, batch]
+def usable(batch, most, gpus):
+    ranks = max(n for n in range(1, gpus + 1) if batch % n == 0)
+    share = batch // ranks
+    micro = max(n for n in range(1, most + 1) if share % n == 0)
+    return ranks, micro, share // micro
 """
     wrong = (
         Wrong(
-            "rounded down",
-            "return None, [",
-            "return steps, [",
-            "You rounded the accumulation down: the step would have fewer samples than"
-            " the config says, so it is an error.",
+            "all of them",
+            "max(n for n in range(1, gpus + 1) if batch % n == 0)",
+            "gpus",
+            "You used all GPUs: they do not divide the batch, so an update would have"
+            " fewer samples.",
         ),
         Wrong(
-            "ranks forgotten",
-            "at_once = micro * ranks",
-            "at_once = micro",
-            "You divided by the micro-batch: all ranks take one at the same time.",
+            "most that fits",
+            "max(n for n in range(1, most + 1) if share % n == 0)",
+            "min(most, share)",
+            "You took as many samples as fit: they do not divide the share of a rank.",
         ),
         Wrong(
-            "micro-batch forgotten",
-            "at_once = micro * ranks",
-            "at_once = ranks",
-            "You divided by the ranks: each takes a whole micro-batch at a time.",
+            "power of two",
+            "if batch % n == 0)",
+            "if batch % n == 0 and n & (n - 1) == 0)",
+            "You looked at powers of two only: any number of ranks works that divides"
+            " the batch.",
         ),
     )
 
     def draw(self, rng):
-        cases = []
-        for divides in (False, True, False):
-            micro, n = rng.choice([2, 3, 4, 6]), rng.choice([6, 12, 24, 40])
-            rest = 0 if divides else micro * rng.randint(1, n - 1)
-            batch = rng.randint(3, 9) * micro * n + rest
-            cases.append({"batch": batch, "micro": micro, "ranks": n})
-        return cases
+        def case():
+            n, share = rng.choice([9, 12, 15, 20, 30]), rng.choice([4, 8, 9, 10, 14])
+            gpus = n + rng.randint(1, 7)
+            return {"batch": n * share, "most": rng.randint(3, 8), "gpus": gpus}
+
+        return self.telling(case, 2)
 
 
 class Kilobytes(Exercise):
@@ -128,63 +126,73 @@ def sent(units, threshold, micro_batches, ranks):
         return self.telling(case, 2)
 
 
-class RunsAhead(Exercise):
+class EndOfEpoch(Exercise):
     label = "ex-engine-3"
-    answer = "moved"
+    answer = "sums"
     points = 6
-    book = {"micro_batches": 8, "accumulation": 4, "skipped": 1}
+    book = {"epochs": 3, "length": 10, "m": 4}
     starter = """
-def moved(micro_batches: int, accumulation: int, skipped: int) -> tuple[int, int]:
-    # How often the schedule has moved after so many micro-batches, of whose updates
-    # some were skipped: with the script's own `scheduler.step()`, and without it.
-    return 0, 0
+def sums(epochs: int, length: int, m: int) -> tuple[list[float], list[float]]:
+    # Of each update, how many micro-batches its gradient has summed, divided by m:
+    # of the loop with so many micro-batches an epoch, and of the package's engine.
+    return [], []
 """
     public = """
-assert moved(4, 4, 0)[1] == 1
+assert sums(1, 8, 4) == ([1, 1], [1, 1])
 """
     reference = """
-def moved(micro_batches, accumulation, skipped):
-    by_engine = micro_batches // accumulation - skipped
-    return micro_batches + by_engine, by_engine
+def sums(epochs, length, m):
+    by_loop, left = [], 0
+    for _ in range(epochs):
+        for i in range(length):
+            left += 1
+            if (i + 1) % m == 0:
+                by_loop.append(left / m)
+                left = 0
+    return by_loop, [1.0] * (epochs * length // m)
 """
     wrong = (
         Wrong(
-            "the engine's forgotten",
-            "return micro_batches + by_engine",
-            "return micro_batches",
-            "You counted the script's own steps: the engine has the scheduler too, and"
-            " moves it with each update.",
+            "left ones lost",
+            "    for _ in range(epochs):\n",
+            "    for _ in range(epochs):\n        left = 0\n",
+            "You dropped what is left at the end of an epoch: nothing sets its "
+            "gradients to zero before the next update.",
         ),
         Wrong(
-            "skipped updates",
-            " - skipped",
-            "",
-            "You counted the update that was skipped: the engine leaves the schedule"
-            " where it was.",
+            "the engine, too",
+            "[1.0] * (epochs * length // m)",
+            "by_loop",
+            "You let the engine count anew in each epoch: it sees calls of `step`, and "
+            "no epochs.",
         ),
         Wrong(
-            "once an update",
-            "return micro_batches + by_engine",
-            "return micro_batches // accumulation + by_engine",
-            "The script's own step is in the loop: it comes with each micro-batch, not"
-            " with each update.",
+            "whole epochs",
+            "epochs * length // m",
+            "epochs * (length // m)",
+            "You let the engine lose the end of each epoch: what is left there belongs "
+            "to its next update.",
+        ),
+        Wrong(
+            "a last update",
+            "    return by_loop,",
+            "    if left:\n        by_loop.append(left / m)\n    return by_loop,",
+            "You made an update of what is left at the end: the loop has none.",
         ),
     )
-    explain = "Two repairs, and when each is the better one."
+    explain = "Two repairs of the loop, and what each does to the last micro-batches."
 
     def draw(self, rng):
         def case():
-            m, updates = rng.choice([2, 3, 4, 6]), rng.randint(3, 9)
-            return {
-                "micro_batches": m * updates + rng.randint(0, 1), "accumulation": m,
-                "skipped": rng.randint(1, updates - 1),
-            }  # fmt: skip
+            m = rng.choice([3, 4, 5, 6])
+            length = m * rng.randint(1, 3) + rng.randint(1, m - 1)
+            return {"epochs": rng.randint(3, 6), "length": length, "m": m}
 
         return self.telling(case, 2)
 
 
 class KeyOfYourOwn(Exercise):
-    label = "ex-engine-5"
+    label = "ex-engine-4"
     answer = "scaled"
     points = 8
     starter = """
@@ -292,4 +300,95 @@ def scaled(config, ranks):
             "a sentence for a string": refused("16"),
             "a misspelt key is left to initialize": "reference_batchsize" in misspelt,
             "without the key": answer(config(), ranks) == config(),
+        }
+
+
+class DoesNotDivide(Exercise):
+    label = "ex-engine-5"
+    answer = "shares"
+    points = 10
+    starter = """
+def shares(batch: int, ranks: int, most: int) -> list[list[tuple[int, float]]]:
+    # Of each rank a list of its micro-batches: the samples of each, and the factor by
+    # which its mean loss is multiplied, as the chapter asks. `batch` >= `ranks`, and
+    # `most` >= 2.
+    return [[(most, 1.0)] for _ in range(ranks)]
+"""
+    public = """
+assert shares(8, 2, 4) == [[(4, 1.0)], [(4, 1.0)]]
+assert sum(size for mine in shares(10, 4, 3) for size, _ in mine) == 10
+"""
+    reference = """
+def shares(batch, ranks, most):
+    m = -(-batch // (ranks * most))
+    size, larger = divmod(batch, ranks * m)
+    sizes = [size + (i < larger) for i in range(ranks * m)]
+    pieces = [(s, s * ranks / batch) for s in sizes]
+    return [pieces[r * m : (r + 1) * m] for r in range(ranks)]
+"""
+    wrong = (
+        Wrong(
+            "every micro-batch alike",
+            "s * ranks / batch) for",
+            "1 / m) for",
+            "You gave micro-batches of different sizes one factor: a sample of a small "
+            "one weighs more.",
+        ),
+        Wrong(
+            "ranks forgotten",
+            "s * ranks / batch) for",
+            "s / batch) for",
+            "You forgot that `backward` averages over ranks: gradients are too small.",
+        ),
+        Wrong(
+            "not all alike",
+            "    return [pieces[r * m : (r + 1) * m] for r in range(ranks)]",
+            "    sizes = [min(most, batch - i) for i in range(0, batch, most)]\n"
+            "    pieces = [(s, s * ranks / batch) for s in sizes]\n"
+            "    return [pieces[r::ranks] for r in range(ranks)]",
+            "Your ranks have different numbers of micro-batches: under ZeRO-3 those "
+            "with more wait for the others' collectives.",
+        ),
+        Wrong(
+            "one sample each",
+            "-(-batch // (ranks * most))",
+            "batch // ranks",
+            "You took more micro-batches than are needed: each of them gathers and"
+            " reduces.",
+        ),
+    )
+    explain = "Why all ranks need equally many micro-batches, and from which stage on."
+
+    def draw(self, rng):
+        cases = []
+        for n in rng.sample([3, 4, 5, 6, 7], 4):
+            most = rng.randint(4, 7)
+            m = rng.randint(2, 4)
+            rest = rng.randint(1, most * (n - 1) - 1)  # too few for all ranks
+            batch = n * most * (m - 1) + rest
+            batch += batch % (n * m) == 0
+            cases.append({"batch": batch, "ranks": n, "most": most})
+        return cases
+
+    @staticmethod
+    def run(answer, batch, ranks, most):
+        lists = answer(batch, ranks, most)
+        found = [[(int(s), float(f)) for s, f in mine] for mine in lists]
+        every = [piece for mine in found for piece in mine]
+        sizes = [size for size, _ in every]
+        start, mean, total = 0, 0.0, 0.0
+        for size, factor in every:
+            rows = [i * i for i in range(start, start + size)]
+            mean += factor * sum(rows) / max(1, size) / ranks
+            total += factor / ranks
+            start += size
+        return {
+            "ranks": len(found),
+            "samples": sum(sizes),
+            "at most so many at a time": max(sizes) <= most,
+            "none is empty": min(sizes) > 0,
+            "sizes differ by at most one": max(sizes) - min(sizes) <= 1,
+            "micro-batches of each rank": [len(mine) for mine in found],
+            "sum of the weights": total,
+            "mean over samples": mean,
         }

@@ -415,7 +415,7 @@ def loss_and_gradients(hidden, head, targets, chunks):
     )
     explain = (
         "The logits are 2.1 GB, and so is their gradient. In this order nothing is "
-        "computed twice; computing the logits again would cost 2.2 % of a step."
+        "computed twice."
     )
 
     def draw(self, rng):
