@@ -32,7 +32,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import minizero.comm.transport
 import minizero.memory.labels
 import minizero.offload.delayed
-import minizero.offload.nvme
+import minizero.offload.disk
 import minizero.offload.swap_file
 import minizero.zero.seams
 from minizero.ranks import device
@@ -480,7 +480,7 @@ def install(rank: int, ranks: int) -> None:
     dist.new_group = lambda *args, **options: object()
     minizero.memory.labels.page_locked = _page_locked
     minizero.offload.delayed.ThreadPoolExecutor = Inline
-    minizero.offload.nvme.SwapFile = Swap
+    minizero.offload.disk.SwapFile = Swap
     resize_ = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -382,7 +382,7 @@ class TokensForADisk(Exercise):
     label = "ex-nvme-5"
     answer = "sequences"
     points = 8
-    book = {"read": 52e9, "flops": 395.6e12, "gpus": 8, "length": 4096, "goal": 0.9}
+    book = {"read": 52e9, "flops": 124.8e12, "gpus": 8, "length": 4096, "goal": 0.8}
     starter = """
 from minizero.lab.hardware import efficiency, intensity
 
@@ -439,7 +439,7 @@ def sequences(read, flops, gpus, length, goal):
             return {
                 "read": rng.randint(20, 60) * 1e9, "flops": rng.randint(9, 40) * 1e13,
                 "gpus": rng.choice([4, 6, 16]), "length": rng.choice([2048, 3072]),
-                "goal": rng.choice([0.6, 0.75, 0.8]),
+                "goal": rng.choice([0.6, 0.75, 0.9]),
             }  # fmt: skip
 
         return self.telling(case, 2)

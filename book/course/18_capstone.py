@@ -21,29 +21,31 @@ from minizero.scale import Job, choose
 from minizero.scale.planner import ds_config
 
 
-class FromMemory(Exercise):
+class MicroBatches(Exercise):
     label = "ex-capstone-5"
     answer = "by_stage"
-    book = {"psi": 701_952, "units": 7, "ranks": 4}
+    book = {"psi": 701_952, "units": 7, "ranks": 4, "micro": 2}
     starter = """
-def by_stage(psi: int, units: int, ranks: int) -> list[tuple[float, float, float]]:
+def by_stage(
+    psi: int, units: int, ranks: int, micro: int
+) -> list[tuple[float, float, float]]:
     # For stages 0 to 3: bytes of state of a rank in fp32 with Adam, elements that it
-    # sends in a step of one micro-batch, and calls, without padding and the norm's.
+    # sends in a step of `micro` micro-batches, and calls, without padding and norm.
     return [(0.0, 0.0, 0.0)] * 4
 """
     public = """
-assert [calls for *_, calls in by_stage(8, 1, 2)][0] == 1
-assert by_stage(8, 1, 1)[3][:2] == (128, 0)  # one rank has everything
+assert [calls for *_, calls in by_stage(8, 1, 2, 1)][0] == 1
+assert by_stage(8, 1, 1, 1)[3][:2] == (128, 0)  # one rank has everything
 """
     reference = """
-def by_stage(psi, units, ranks):
+def by_stage(psi, units, ranks, micro):
     shard = psi / ranks
     once = psi - shard
     return [
         (16 * psi, 2 * once, units),
         (8 * psi + 8 * shard, 2 * once, 2 * units),
-        (4 * psi + 12 * shard, 2 * once, 2 * units),
-        (16 * shard, 3 * once, 3 * units),
+        (4 * psi + 12 * shard, (micro + 1) * once, (micro + 1) * units),
+        (16 * shard, 3 * micro * once, 3 * micro * units),
     ]
 """
     wrong = (
@@ -58,12 +60,19 @@ def by_stage(psi, units, ranks):
             "(8 * psi + 8 * shard, 2 * once, 2 * units)",
             "(8 * psi + 8 * shard, 3 * once, 2 * units)",
             "At stage 1 you reduced every gradient to all ranks and then gathered: a "
-            "reduce-scatter is enough, so stages 0, 1 and 2 send the same.",
+            "reduce-scatter is enough, so stages 0 and 1 send the same.",
+        ),
+        Wrong(
+            "reduced once",
+            "(micro + 1) * once, (micro + 1) * units",
+            "2 * once, 2 * units",
+            "At stage 2 you reduced once a step: a rank has room for its shard of the "
+            "sum only, so every micro-batch is reduced.",
         ),
         Wrong(
             "gathered once",
-            "(16 * shard, 3 * once, 3 * units)",
-            "(16 * shard, 2 * once, 2 * units)",
+            "(16 * shard, 3 * micro * once, 3 * micro * units)",
+            "(16 * shard, 2 * micro * once, 2 * micro * units)",
             "Stage 3 frees a unit after forward and gathers it again for backward.",
         ),
     )
@@ -74,6 +83,7 @@ def by_stage(psi, units, ranks):
                 "psi": ranks * rng.randint(1_000, 9_000),
                 "units": rng.randint(3, 30),
                 "ranks": ranks,
+                "micro": rng.randint(2, 6),
             }
             for ranks in rng.sample([2, 3, 5, 8], 2)
         ]

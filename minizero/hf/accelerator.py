@@ -143,13 +143,13 @@ class Accelerator(accelerate.Accelerator):
         return self.engine
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Add the gradients of a micro-batch, and count it."""
+        """Add the gradients of a micro-batch; the loop says if it is the last."""
         engine = self._engine()
-        engine.set_gradient_accumulation_boundary(self._reduce_now)
         loss = loss / (self.gradient_accumulation_steps or 1)
+        engine.set_gradient_accumulation_boundary(self._reduce_now)
         engine.backward(loss, retain_graph, scale_wrt_gas=False)
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        if not self.sync_gradients:  # else optimizer.step() calls it
+        if not self.sync_gradients:  # after the last one the loop calls step
             engine.step()
 
     @contextmanager

@@ -1,7 +1,7 @@
 """State in host memory or on disk, and updates that are made where it is stored.
 
 Read `bus` and `host` (host memory), `delayed` (an update beside the next step), then
-`swap_file`, `staging` and `nvme` (disk). Imports `zero` and what is below it.
+`swap_file`, `staging`, `disk` and `nvme`. Imports `zero` and what is below it.
 """
 
 from .bus import CopyStream

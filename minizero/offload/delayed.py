@@ -33,6 +33,40 @@ class Delayed(Offload):
     updates are not delayed; pass 0 to resume a run after them.
     """
 
+    def update(
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
+    ) -> Iterator[list[Unit]]:
+        """Take the gradients and let the thread begin; `flush` ends it."""
+        self._take_gradients(units)
+        optimizer, precision = self._freeze_settings(optimizer, precision)
+        for unit in [unit for unit in units if unit.trainable]:
+            for flat in unit.trainable:
+                flat.staged_grad = self._taken_grads[flat]
+                flat.staged_shard = self._updated_shards[flat]
+            self._under_way[unit] = self._thread.submit(
+                self.step, unit.trainable, optimizer, precision
+            )
+        self.steps += 1
+        if self.steps <= self.start:
+            yield self.flush()
+
+    def flush(self) -> list[Unit]:
+        """Wait for the thread; copy the updated parameters to their place."""
+        under_way = self._under_way.copy()
+        self._under_way.clear()
+        for result in under_way.values():
+            result.result()
+        # the computation, or a gather, may still read the old parameters
+        self.up.follow()
+        if self.plan.parameters.on == "cpu":  # then the host copies, at once
+            self.up.event().synchronize()
+        for flat in [f for unit in under_way for f in unit.trainable]:
+            self.up.copy(flat.shard, flat.staged_shard)
+            del flat.staged_shard
+        self.up.event().wait()
+        return [*under_way]
+
+    # continued: delayed-take
     def __init__(self, plan: Plan, start: int = 0) -> None:
         super().__init__(plan)
         if plan.optimizer.on != "cpu":
@@ -57,7 +91,7 @@ class Delayed(Offload):
             self._updated_shards[flat] = host_empty(shape, dtype, "buffers")
         return master
 
-    # continued: delayed-take
+    # continued: delayed-update
     def _take_gradients(self, units: list[Unit]) -> None:
         """Keep this step's gradients; the next backward writes to others."""
         taken = self._taken_grads
@@ -73,24 +107,6 @@ class Delayed(Offload):
                 self.down.copy(taken[flat], flat.mean)
         self.down.event().synchronize()
 
-    # continued: delayed-update
-    def update(
-        self, units: list[Unit], optimizer: Optimizer, precision: Precision
-    ) -> Iterator[list[Unit]]:
-        """Take the gradients and let the thread begin; `flush` ends it."""
-        self._take_gradients(units)
-        optimizer, precision = self._freeze_settings(optimizer, precision)
-        for unit in [unit for unit in units if unit.trainable]:
-            for flat in unit.trainable:
-                flat.staged_grad = self._taken_grads[flat]
-                flat.staged_shard = self._updated_shards[flat]
-            self._under_way[unit] = self._thread.submit(
-                self.step, unit.trainable, optimizer, precision
-            )
-        self.steps += 1
-        if self.steps <= self.start:
-            yield self.flush()
-
     def _freeze_settings(
         self, optimizer: Optimizer, precision: Precision
     ) -> tuple[Optimizer, Precision]:
@@ -99,25 +115,8 @@ class Delayed(Offload):
         precision.cast_grad(torch.zeros((), device="cpu"))
         # a learning rate scheduler warns if it does not find this
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        groups = [dict(group) for group in optimizer.param_groups]
-        optimizer = twin_of(optimizer, groups, optimizer.state)
-        return optimizer, copy.copy(precision)
-
-    # continued: delayed-flush
-    def flush(self) -> list[Unit]:
-        """Wait for the thread; copy the updated parameters to their place."""
-        under_way, self._under_way = self._under_way, {}
-        for result in under_way.values():
-            result.result()
-        # the computation, or a gather, may still read the old parameters
-        self.up.follow()
-        if self.plan.parameters.on == "cpu":  # then the host copies, at once
-            self.up.event().synchronize()
-        for flat in [f for unit in under_way for f in unit.trainable]:
-            self.up.copy(flat.shard, flat.staged_shard)
-            del flat.staged_shard
-        self.up.event().wait()
-        return [*under_way]
+        own = [dict(group) for group in optimizer.param_groups]
+        return twin_of(optimizer, own, optimizer.state), copy.copy(precision)
 
     def refresh(self, flat: Flat, precision: Precision) -> None:
         if self._under_way:

@@ -22,7 +22,7 @@ from .bus import DoubleBuffer, HostStorage, placeholder
 # %% auto #0
 __all__ = ['Offload']
 
-# %% ../../notebooks/10_offload.ipynb #host-offload
+# %% ../../notebooks/10_offload.ipynb #host-update
 class Offload(HostStorage):
     """Keeps in host memory what the plan places on "cpu".
 
@@ -32,13 +32,38 @@ class Offload(HostStorage):
 
     places: tuple[str, ...] = ("device", "cpu")
 
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        # two blocks for gradients that arrive, two for the update
+        self._gradient_blocks = DoubleBuffer("cpu")
+        self._staging = DoubleBuffer(self.at)
+        # under way: (shard, copy of its mean, source kept alive, event)
+        self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
+
+    def update(
+        self, units: list[Unit], optimizer: Optimizer, precision: Precision
+    ) -> Iterator[list[Unit]]:
+        """Overlap: copy in unit i + 1, update unit i, copy out unit i - 1."""
+        units = [unit for unit in units if unit.trainable]
+        sizes = (sum(map(self._staged_bytes, u.trainable)) for u in units)
+        self._staging.reserve(max(sizes, default=0))
+        staged = [self._stage(unit) for unit in units[:1]]
+        for i, unit in enumerate(units):
+            staged += [self._stage(later) for later in units[i + 1 : i + 2]]
+            staged.pop(0)()  # wait for this unit's copies
+            labels.mark("update", unit.name)
+            self.step(unit.trainable, optimizer, precision)
+            self._unstage(unit)
+            yield [unit]
+        self._outward.event().wait()
+
+    # continued: host-load
     def load(self, shard: Tensor, into: Tensor) -> Tensor:
         if self.plan.parameters.on == "device":
             return shard
         self.up.copy(into, shard)
         return into
 
-    # continued: host-load
     @contextmanager
     def on_copy_stream(self) -> Iterator[Callable[[], None]]:
         if self.plan.parameters.on == "device":
@@ -52,14 +77,6 @@ class Offload(HostStorage):
         arrived.record(self.up.stream)
 
     # continued: host-accumulate
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        # two blocks for gradients that arrive, two for the update
-        self._gradient_blocks = DoubleBuffer("cpu")
-        self._staging = DoubleBuffer(self.at)
-        # under way: (shard, copy of its mean, source kept alive, event)
-        self._arriving: list[tuple[Tensor, Tensor, object, Any]] = []
-
     def accumulate(self, shard: Tensor, mean: Tensor) -> None:
         """Copy the mean to the host now; the host adds it two calls later."""
         if self.plan.gradients.on == "device":
@@ -107,6 +124,12 @@ class Offload(HostStorage):
         copied = self._inward.event()
         return copied.synchronize if self.at == "cpu" else copied.wait
 
+    def _staged_bytes(self, flat: Any) -> int:
+        """Bytes of the block that its update takes."""
+        plan, shard, mean = self.plan, flat.shard.nbytes, flat.mean.nbytes
+        nbytes = aligned(shard) * (plan.parameters.on != self.at)
+        return nbytes + aligned(mean) * (plan.gradients.on != self.at)
+
     # continued: host-unstage
     def _unstage(self, unit: Unit) -> None:
         """Launch copies of the updated shards to where they are stored."""
@@ -120,27 +143,3 @@ class Offload(HostStorage):
             del flat.staged_shard
         if self.at == "cpu":
             self._outward.event().wait()  # the publication reads shards
-
-    # continued: host-update
-    def update(
-        self, units: list[Unit], optimizer: Optimizer, precision: Precision
-    ) -> Iterator[list[Unit]]:
-        """Overlap: copy in unit i + 1, update unit i, copy out unit i - 1."""
-        units = [unit for unit in units if unit.trainable]
-        sizes = (sum(map(self._staged_bytes, u.trainable)) for u in units)
-        self._staging.reserve(max(sizes, default=0))
-        staged = [self._stage(unit) for unit in units[:1]]
-        for i, unit in enumerate(units):
-            staged += [self._stage(later) for later in units[i + 1 : i + 2]]
-            staged.pop(0)()
-            labels.mark("update", unit.name)
-            self.step(unit.trainable, optimizer, precision)
-            self._unstage(unit)
-            yield [unit]
-        self._outward.event().wait()
-
-    def _staged_bytes(self, flat: Any) -> int:
-        """Bytes of the block that its update takes."""
-        plan, shard, mean = self.plan, flat.shard.nbytes, flat.mean.nbytes
-        nbytes = aligned(shard) * (plan.parameters.on != self.at)
-        return nbytes + aligned(mean) * (plan.gradients.on != self.at)

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..memory.labels import aligned
+from ..memory.labels import aligned, mark
 from ..zero.flat import Unit
-from .swap_file import ALIGN, SwappedTensor
-from .swap_file import Transfer, aligned_buffer
+from .swap_file import ALIGN, SwappedTensor, Transfer
+from .swap_file import aligned_buffer
 
 # %% auto #0
-__all__ = ['StagingBuffers', 'StagedRecord', 'Slice']
+__all__ = ['StagingBuffers', 'Slice', 'StagedRecord']
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -79,13 +79,74 @@ class StagingBuffers:
             use.synchronize()
         self.free.append(buffer)
 
+# %% ../../notebooks/11_nvme.ipynb #staging-slice
+@dataclass(eq=False)
+class Slice:
+    """Some elements of a flat's shard, and all that their update needs.
+
+    `values`: of the parameters. `master`: the same object where no copy is
+    kept. `states`: the optimizer's with one value for each element; not read
+    before it has made them. `optimizer_state`: its dict for the shard;
+    `scalars`: what else that held before this update, such as a step counter.
+    """
+
+    unit: Unit
+    flat: Any  # a `Flat`
+    values: StagedRecord
+    grad: StagedRecord
+    master: StagedRecord
+    states: dict[str, StagedRecord]
+    optimizer_state: dict[str, Any]
+    scalars: dict[str, Any]
+
+    @property
+    def records(self) -> list[StagedRecord]:
+        records = [self.values, self.grad, self.master]
+        return list(dict.fromkeys([*records, *self.states.values()]))
+
+    def launch_reads(self, buffer: Tensor) -> None:
+        """Launch all reads, into sections of this staging buffer."""
+        mark("update", self.unit.name)
+        self.buffer, self.reads, start = buffer, list[Transfer](), 0
+        for record in self.records:
+            section = buffer[start : start + record.nbytes]
+            self.reads += record.launch_read(section)
+            start += record.nbytes
+
+    # continued: staging-slice-show
+    def expose(self) -> None:
+        """Wait for the reads; point the optimizer at this slice only."""
+        for read in self.reads:
+            read.synchronize()
+        flat, self.placeholder = self.flat, self.flat.master.data
+        flat.master.data = self.master.staged
+        flat.staged_grad = self.grad.staged
+        flat.staged_shard = self.values.staged
+        self.optimizer_state.clear()
+        self.optimizer_state.update(copy.deepcopy(self.scalars))
+        for key, record in self.states.items():
+            if record.is_read:
+                self.optimizer_state[key] = record.staged
+
+    def launch_writes(self) -> list[Transfer]:
+        """Launch all writes; the optimizer is left with placeholders."""
+        mark("update", self.unit.name)
+        for key, record in self.states.items():
+            made = self.optimizer_state[key]
+            self.optimizer_state[key] = record.tensor
+            if made.data_ptr() != record.staged.data_ptr():  # it is new
+                record.staged.copy_(made)
+        self.flat.master.data = self.placeholder
+        del self.flat.staged_shard
+        changed = [r for r in self.records if r is not self.grad]
+        return [write for r in changed for write in r.launch_write()]
+
 # %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
 class StagedRecord:
     """A record of a tensor, while the host updates it.
 
-    `staged`: its elements, in host memory. A tensor whose category is placed
-    on "cpu" is used in place; a record of one on the "device" or on "nvme"
-    is brought to a section of a staging buffer, which takes `nbytes`.
+    `staged`: its elements, in host memory. `nbytes`: of the section of a
+    buffer that they are brought to; 0 if they are used where they are.
     `is_read`: whether the update needs the old values.
     """
 
@@ -100,83 +161,21 @@ class StagedRecord:
         self.nbytes = 0 if in_place else aligned(self.stored.nbytes, ALIGN)
         self.swapped: SwappedTensor | None = storage.swapped(tensor)
 
-    # continued: staging-staged-moves
-    def launch_read(self, section: Tensor) -> Transfer | None:
+    def launch_read(self, section: Tensor) -> list[Transfer]:
         """Bring the elements to this section of a buffer, if they must be."""
         self.section, self.staged = section, self.stored
         if self.nbytes:
             self.staged = section.view(self.stored.dtype)[: len(self.stored)]
-            if self.is_read and self.swapped is not None:
-                return self.swapped.read(self.record, section)
+            if self.is_read and self.swapped:
+                return [self.swapped.read(self.record, section)]
             if self.is_read:
                 self.staged.copy_(self.stored)
-        return None
+        return []
 
-    def launch_write(self) -> Transfer | None:
+    def launch_write(self) -> list[Transfer]:
         """Send the elements back to where they came from."""
-        if self.swapped is not None:
-            return self.swapped.write(self.record, self.section)
+        if self.swapped:
+            return [self.swapped.write(self.record, self.section)]
         if self.nbytes:
             self.stored.copy_(self.staged)
-        return None
-
-# %% ../../notebooks/11_nvme.ipynb #staging-slice
-@dataclass(eq=False)
-class Slice:
-    """Some elements of a flat's shard, and all that their update needs.
-
-    `values`: of the parameters. `master`: the same object where no copy is
-    kept. `states`: the optimizer's with one value for each element; not read
-    before it has made them. `scalars`: what else it keeps, such as a step
-    counter, as it was before this update.
-    """
-
-    unit: Unit
-    flat: Any  # a `Flat`
-    values: StagedRecord
-    grad: StagedRecord
-    master: StagedRecord
-    states: dict[str, StagedRecord]
-    scalars: dict[str, Any]
-
-    @property
-    def records(self) -> list[StagedRecord]:
-        records = [self.values, self.grad, self.master]
-        return list(dict.fromkeys([*records, *self.states.values()]))
-
-    def launch_reads(self, buffer: Tensor) -> None:
-        """Launch all reads, into this staging buffer."""
-        self.buffer, start, reads = buffer, 0, []
-        for record in self.records:
-            section = buffer[start : start + record.nbytes]
-            reads.append(record.launch_read(section))
-            start += record.nbytes
-        self.reads = [read for read in reads if read]
-
-    # continued: staging-slice-show
-    def expose(self, state: dict[str, Any]) -> None:
-        """Wait for the reads; point the optimizer at this slice only."""
-        for read in self.reads:
-            read.synchronize()
-        self.placeholder = self.flat.master.data
-        self.flat.master.data = self.master.staged
-        self.flat.staged_grad = self.grad.staged
-        self.flat.staged_shard = self.values.staged
-        state.clear()
-        state.update(copy.deepcopy(self.scalars))
-        for key, record in self.states.items():
-            if record.is_read:
-                state[key] = record.staged
-
-    def launch_writes(self, state: dict[str, Any]) -> list[Transfer]:
-        """Launch all writes; the optimizer is left with placeholders."""
-        for key, record in self.states.items():
-            # if the optimizer has made it, or replaced it
-            if state[key].data_ptr() != record.staged.data_ptr():
-                record.staged.copy_(state[key])
-            state[key] = record.tensor
-        self.flat.master.data = self.placeholder
-        del self.flat.staged_shard
-        changed = [r for r in self.records if r is not self.grad]
-        writes = [record.launch_write() for record in changed]
-        return [write for write in writes if write]
+        return []

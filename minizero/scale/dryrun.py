@@ -32,7 +32,7 @@ from ..engine import Engine, initialize
 from ..memory import labels
 from ..memory.plan import check
 from ..memory.tracker import Tracker
-from ..offload import delayed, nvme
+from ..offload import delayed, disk
 from ..offload.swap_file import Transfer
 from .shapes import Shape
 
@@ -124,7 +124,7 @@ def rehearsal(world_size: int, rank: int, device: str) -> Iterator[FakeTensorMod
             (FakeTensor, "data_ptr", _address),
             # on a real GPU the engine would ask for pinned memory and streams
             (torch.cuda, "is_available", lambda: False),
-            (nvme, "SwapFile", InstantFile),
+            (disk, "SwapFile", InstantFile),
             (delayed, "ThreadPoolExecutor", InstantThread),
         ):
             stack.enter_context(patch.object(owner, name, value))
