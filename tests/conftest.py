@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "notebooks"))
 from local_kernel import is_thorough  # noqa: E402  and how notebooks get their kernels
 
-LOCAL = re.compile("(file|data|blob|chrome):")
+LOCAL = re.compile("(file|data|blob|chrome|chrome-untrusted):")
 
 Run = Callable[..., str]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -127,6 +128,27 @@ def test_units_that_do_not_fit_are_told(two: Pool) -> None:
     assert "make smaller units" in message
 
 
+def operations(units: int, chosen: Settings) -> int:
+    """Bytecodes that a simulated step runs in a model of this many units."""
+    layers, count = [Layer(f"{i}", [Buffer(10)], 1, 2, 0) for i in range(units)], 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        count, frame.f_trace_opcodes = count + (event == "opcode"), True
+        return trace
+
+    sys.settrace(trace)
+    simulate(layers, Machine(2, 0.0, 1e6), Plan.stage(3), Overlap(**chosen))
+    sys.settrace(None)
+    return count
+
+
+def test_cost_grows_linearly_with_units() -> None:
+    """Where few are gathered ahead: each call looks through those."""
+    for chosen in (settings(prefetch=0), settings(25), settings(25, live=60)):
+        assert operations(200, chosen) < 4.2 * operations(50, chosen)
+
+
 BAD = {"prefetch_bucket_size": -1, "max_live_parameters": 0}
 BAD |= {"param_persistence_threshold": 1.5}
 
@@ -184,11 +206,9 @@ def line(
     schedule: Any, stage: int = 3, root: int = 0, update: float = 0.0, **machine: float
 ) -> Timeline:
     """Root and 5 blocks; a block moves in 2 s, is computed in 3 s and 6 s."""
-    block = [Buffer(2_000_000, itemsize=2)]
     layers = [Layer("root", [Buffer(root, itemsize=2)], 0, 0, update)]
-    layers += [Layer(f"{i}", block[:], 3, 6, update) for i in range(5)]
-    for layer in layers[1:]:
-        layer.flats = [Buffer(2_000_000, itemsize=2)]
+    for i in range(5):
+        layers.append(Layer(f"{i}", [Buffer(2_000_000, itemsize=2)], 3, 6, update))
     facts: dict[str, Any] = {"latency": 0.0, "bandwidth": 1e6} | machine
     return simulate(layers, Machine(2, **facts), Plan.stage(stage), schedule)
 

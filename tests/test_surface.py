@@ -5,6 +5,7 @@ DeepSpeed's names are in `minizero.deepspeed.NAMES`.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -80,3 +81,9 @@ def test_modules_are_imported_by_their_short_names() -> None:
         f"assert not late & {{*sys.modules}}\nimport {modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_large_buffers_get_large_pages() -> None:
+    own = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    code = "import minizero, os; assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1'"
+    subprocess.run([sys.executable, "-c", code], check=True, env=own)

@@ -19,6 +19,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 ACCELERATOR = "cuda"  # tests set the name of a pretended one
+# torch reads this at its first large tensor: fewer page faults, and fewer gaps
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def rank() -> int:
@@ -104,8 +106,6 @@ def choose_interface() -> None:
 def join(backend: str, timeout: timedelta) -> None:
     """Make this process one of the ranks, as its environment says (see torchrun's)."""
     choose_interface()
-    # torch reads this at its first large tensor: new buffers cost fewer page faults
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(AttributeError, OSError):  # it is Linux's
         # gloo's thread, which spins, leaves the core to the thread that it waits for
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
