@@ -33,14 +33,14 @@ def runs_on(*tensors: Tensor | None) -> bool:
     return not others and on.type in kinds
 
 
-def launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(name: str, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Run a kernel of `triton_kernels` on a grid of programs.
 
-    The first argument is a tensor. Triton is imported now, not before.
+    The first of `args` is a tensor. Triton is imported now, not before.
     """
     if all(grid):
         launched[name] += 1
         kernels = import_module("minizero.kernels.triton_kernels")
-        on = arguments[0].device
+        on = args[0].device
         with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
-            getattr(kernels, name)[grid](*arguments, **constants)
+            getattr(kernels, name)[grid](*args, **meta)
