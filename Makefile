@@ -53,14 +53,17 @@ oldest: $(READY)
 train: $(READY)
 	@$(BIN)/python -m minizero train --stage 3 --ranks 4 $(ARGS)
 
+# Beside the environment, not in it: Hugging Face uses a DeepSpeed that it finds.
+PEERS := PYTHONPATH=$(CURDIR)/$(VENV)/peers PATH="$(CURDIR)/$(VENV)/peers/bin:$$PATH"
+
 bench: $(VENV)/peers
-	@$(BIN)/python tests/bench $(ARGS)
+	@$(PEERS) $(BIN)/python tests/bench $(ARGS)
 
 gpu: $(READY)
 	@$(BIN)/python tests/bench gpu $(ARGS)
 
 parity: $(VENV)/peers
-	@$(BIN)/python tests/parity $(ARGS)
+	@$(PEERS) $(BIN)/python tests/parity $(ARGS)
 
 course: $(READY)
 	@$(BIN)/python -m minizero.lab.course build $(ARGS)
@@ -89,9 +92,9 @@ clean:
 	rm -rf $(VENV) _build build minizero.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/peers: requirements-bench.txt $(READY)
-	@$(BIN)/python -m pip install --quiet --no-build-isolation --requirement requirements-bench.txt || \
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target $@ --requirement requirements-bench.txt || \
 	  echo 'DeepSpeed could not be installed; the comparisons with it are left out'
-	@touch $@
+	@mkdir -p $@ && touch $@
 
 $(READY): requirements.txt pyproject.toml
 	@if ! { $(BIN)/python -c '$(SUITABLE)' && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \

@@ -351,14 +351,11 @@ def test_widget_talks_to_its_model(browser: Any, show: Show) -> None:
     assert set(sent[1::2]) == {"saved"}
     for name, value in sent[::2]:
         setattr(widget, name, value)  # Python takes each as it comes
+    move = "sent.length = 0; const [slider, end] = arguments;"
+    move += "slider.value = slider[end]; slider.dispatchEvent(new Event('input'));"
     for slider in root.find_elements("css selector", "input[type=range]"):
         for end in ("min", "max"):
-            browser.execute_script(
-                "sent.length = 0; const [slider, end] = arguments;"
-                "slider.value = slider[end]; slider.dispatchEvent(new Event('input'));",
-                slider,
-                end,
-            )
+            browser.execute_script(move, slider, end)
             setattr(widget, *browser.execute_script("return sent[0]"))
     browser.execute_script("receive('world_size', 16)")
     assert find(root, "output").text == "On 16 GPUs"

@@ -149,12 +149,10 @@ def test_cost_grows_linearly_with_units() -> None:
         assert operations(200, chosen) < 4.2 * operations(50, chosen)
 
 
-BAD = {"prefetch_bucket_size": -1, "max_live_parameters": 0}
-BAD |= {"param_persistence_threshold": 1.5}
-
-
 def test_bad_settings_are_told() -> None:
-    for name, value in [*BAD.items(), ("prefetch_bucket_size", True)]:
+    bad = [("prefetch_bucket_size", -1), ("max_live_parameters", 0)]
+    bad += [("param_persistence_threshold", 1.5), ("prefetch_bucket_size", True)]
+    for name, value in bad:
         with pytest.raises(ValueError, match=f"{name} counts elements.*not {value!r}"):
             Overlap(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="contention"):

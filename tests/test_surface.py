@@ -42,13 +42,11 @@ NAMES = {
 
 
 ENGINE = """
-    backward bfloat16_enabled destroy
-    empty_partition_cache eval forward fp16_enabled get_batch_info
-    get_global_grad_norm get_lr get_mom gradient_accumulation_steps gradient_clipping
-    is_compiled is_gradient_accumulation_boundary load_checkpoint
-    load_state_dict module_state_dict no_sync
-    save_16bit_model save_checkpoint set_gradient_accumulation_boundary
-    skipped_steps state_dict step train
+    backward bfloat16_enabled destroy empty_partition_cache eval forward fp16_enabled
+    get_batch_info get_global_grad_norm get_lr get_mom gradient_accumulation_steps
+    gradient_clipping is_compiled is_gradient_accumulation_boundary load_checkpoint
+    load_state_dict module_state_dict no_sync save_16bit_model save_checkpoint
+    set_gradient_accumulation_boundary skipped_steps state_dict step train
     train_batch_size train_micro_batch_size_per_gpu was_step_applied zero_grad
     zero_gather_16bit_weights_on_model_save zero_optimization
     zero_optimization_partition_gradients zero_optimization_partition_weights
@@ -60,8 +58,7 @@ ENGINE = """
 def test_names(module: str) -> None:
     """By attribute, which `from module import name` is."""
     found = import_module(module)
-    missing = [name for name in NAMES[module].split() if not hasattr(found, name)]
-    assert not missing
+    assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
 
 
 def test_names_of_the_engine() -> None:
@@ -83,7 +80,9 @@ def test_modules_are_imported_by_their_short_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_large_buffers_get_large_pages() -> None:
+def test_scripts_that_join_their_ranks_themselves_get_the_settings() -> None:
     own = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
-    code = "import minizero, os; assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1'"
+    code = """import os; os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+import minizero; assert os.sched_getscheduler(0) == os.SCHED_BATCH
+assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1" """
     subprocess.run([sys.executable, "-c", code], check=True, env=own)

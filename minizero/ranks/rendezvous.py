@@ -19,8 +19,11 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 ACCELERATOR = "cuda"  # tests set the name of a pretended one
-# torch reads this at its first large tensor: fewer page faults, and fewer gaps
+# For scripts that join their ranks themselves, too. Large pages cost fewer page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+with contextlib.suppress(AttributeError, OSError):  # it is Linux's
+    # gloo's thread, which spins, leaves the core to the thread that it waits for
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def rank() -> int:
@@ -106,9 +109,6 @@ def choose_interface() -> None:
 def join(backend: str, timeout: timedelta) -> None:
     """Make this process one of the ranks, as its environment says (see torchrun's)."""
     choose_interface()
-    with contextlib.suppress(AttributeError, OSError):  # it is Linux's
-        # gloo's thread, which spins, leaves the core to the thread that it waits for
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     own, ranks = os.environ, os.environ.get("WORLD_SIZE", "1")
     store: Store | None = None
     if "WORLD_SIZE" not in own:
