@@ -209,25 +209,28 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip("Chromium and chromedriver are not both on the PATH")
     from selenium import webdriver
 
+    class Patient(webdriver.Chrome):
+        """Waits until a page is complete, which the driver does not always do."""
+
+        def execute(self, command: str, values: Any = None) -> Any:
+            answer = super().execute(command, values)
+            if command in ("get", "refresh"):
+                state = "return document.readyState"
+                until(self, lambda: self.execute_script(state) == "complete")
+            return answer
+
+    flags = "headless=new no-sandbox no-first-run disable-gpu disable-dev-shm-usage "
+    flags += "disable-background-networking disable-component-update disable-sync"
+    profile = f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    alone = "host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        "no-first-run",
-        "host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
+    for flag in (*flags.split(), profile, alone):
         options.add_argument(f"--{flag}")
     logs = {"browser": "ALL", "performance": "ALL"}
     options.set_capability("goog:loggingPrefs", logs)
     service = webdriver.ChromeService(chromedriver)
-    driver = webdriver.Chrome(options=options, service=service)
+    driver = Patient(options=options, service=service)
     driver.set_script_timeout(60)
     yield driver
     driver.quit()

@@ -238,11 +238,8 @@ def open_page(browser: Any, path: Path) -> None:
 
 def complaints(browser: Any) -> list[str]:
     """Errors in the console."""
-    return [
-        entry["message"]
-        for entry in browser.get_log("browser")
-        if entry["level"] == "SEVERE"
-    ]
+    log = browser.get_log("browser")
+    return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
 
 
 MISSING = """
