@@ -21,10 +21,12 @@ class Pass:
     """A forward or a backward: the units that it should need, in order.
 
     `position`: how far it has come in them. `seen`: what it has needed.
+    `ahead`: how far units are gathered. `last`: the last place of each.
     """
 
     def __init__(self, expected: Sequence[Unit] = ()) -> None:
-        self.expected, self.position = list(expected), 0
+        self.expected, self.position, self.ahead = list(expected), 0, 0
+        self.last = {unit: i for i, unit in enumerate(self.expected)}
         self.seen: list[Unit] = []
 
     def upcoming(self) -> list[Unit]:
@@ -91,14 +93,12 @@ class Overlap(Schedule):
 
     `prefetch_bucket_size`: most elements gathered ahead of their use. A unit
         is gathered as a whole or not at all; 0 gathers nothing ahead.
-    `max_live_parameters`: most unsharded elements at a time, padding
-        included, except in `zero.GatheredParameters`. Never exceeded:
-        units that do not fit together raise ValueError.
+    `max_live_parameters`: most unsharded elements, padding included, except
+        in `zero.GatheredParameters`; units that do not fit raise ValueError.
     `param_persistence_threshold`: units with fewer elements stay unsharded;
         they are gathered once a step, after the update. 0 keeps none.
 
-    The names and defaults are DeepSpeed's (`stage3_prefetch_bucket_size`,
-    ...), which compares its threshold with single parameters, not units.
+    Names and defaults are DeepSpeed's; its threshold is a parameter's size.
     """
 
     def __init__(
@@ -134,6 +134,9 @@ class Overlap(Schedule):
         self._units[state][unit] = None  # the latest one comes last
         self._total[old] -= self._elements[unit]
         self._total[state] += self._elements[unit]
+        this = self.order.current
+        if state == "sharded" and this.last.get(unit, -1) >= this.position:
+            this.ahead = this.position  # it comes again
 
     # continued: late
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
@@ -180,13 +183,16 @@ class Overlap(Schedule):
         live = self._count("ahead", "in use", "kept")
         room = self.prefetch_bucket_size - self._count("ahead")
         room = min(room, self.max_live_parameters - live)
-        for unit in self.upcoming():
+        this = self.order.current
+        this.ahead = max(this.ahead, this.position)
+        for unit in this.expected[this.ahead :]:
             if unit in self._units["sharded"]:
                 room -= self._elements[unit]
                 if room < 0:
                     break
                 self._move(unit, "ahead")
                 chosen.append(unit)
+            this.ahead += 1
         return chosen
 
     # continued: limits
@@ -203,7 +209,8 @@ class Overlap(Schedule):
             )
         is_new = unit not in self._units["in use"]
         skipped = self.order.current.note(unit) if is_new else []
-        freed = [u for u in self._units["ahead"] if u in skipped]
+        ahead = self._units["ahead"]
+        freed = [u for u in dict.fromkeys(skipped) if u in ahead]
         for u in freed:
             self._move(u, "sharded")
         self._move(unit, "in use")
