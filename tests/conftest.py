@@ -282,7 +282,7 @@ def until(browser: Any, condition: Callable[[], Any]) -> Any:
     """Wait for what a page or a server does in its own time."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    return WebDriverWait(browser, 60).until(lambda _: condition())
+    return WebDriverWait(browser, 120).until(lambda _: condition())
 
 
 def find(root: Any, selector: str) -> Any:

@@ -75,7 +75,8 @@ def lab(browser: Any, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.thorough
 def test_python_and_the_reader_move_the_same_values(browser: Any, lab: str) -> None:
-    """A slider is moved in the browser, read in Python, set there, and seen here."""
+    """A slider is moved in the browser, which has focus, read in Python, set there."""
+    browser.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     browser.get(lab)
     ready = "return window.jupyterapp?.shell.currentWidget?.context?.sessionContext"
     ready += ".session?.kernel?.status === 'idle'"
@@ -112,10 +113,8 @@ def test_python_and_the_reader_move_the_same_values(browser: Any, lab: str) -> N
     until(browser, lambda: scrub.get_property("value") == "0.75")
     plan = find(timeline, "select")
     assert Select(plan).first_selected_option.text == "ZeRO-1"
-    theme = "{ theme: 'JupyterLab Dark' }"
-    browser.execute_script(
-        f"jupyterapp.commands.execute('apputils:change-theme', {theme})"
-    )
+    theme = "'apputils:change-theme', { theme: 'JupyterLab Dark' }"
+    browser.execute_script(f"jupyterapp.commands.execute({theme})")
     scheme = find(timeline, ".box").value_of_css_property
     until(browser, lambda: scheme("color-scheme") == "dark")
     lanes = find(timeline, ".lanes")  # a cell is out of the page for a while

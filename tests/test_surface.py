@@ -80,9 +80,10 @@ def test_modules_are_imported_by_their_short_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_scripts_that_join_their_ranks_themselves_get_the_settings() -> None:
-    own = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+def test_scripts_that_join_their_ranks_themselves_are_prepared() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
     code = """import os; os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 import minizero; assert os.sched_getscheduler(0) == os.SCHED_BATCH
 assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1" """
-    subprocess.run([sys.executable, "-c", code], check=True, env=own)
+    env |= {"WORLD_SIZE": "2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)

@@ -19,11 +19,17 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 TIMEOUT = 300.0  # seconds without progress after which ranks count as hanging
 ACCELERATOR = "cuda"  # tests set the name of a pretended one
-# For scripts that join their ranks themselves, too. Large pages cost fewer page faults.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-with contextlib.suppress(AttributeError, OSError):  # it is Linux's
-    # gloo's thread, which spins, leaves the core to the thread that it waits for
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def prepare() -> None:
+    """Set what a rank's process needs: fewer page faults, and a core to compute on."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read at the first large tensor
+    with contextlib.suppress(AttributeError, OSError):  # Linux's; gloo's thread spins
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+if "WORLD_SIZE" in os.environ:  # of torchrun, whose script may join by itself
+    prepare()
 
 
 def rank() -> int:
@@ -64,11 +70,8 @@ def init_distributed(
 
     Within `launch` and `Pool` there is nothing to do, whatever the arguments. Under
     torchrun the environment says which rank of how many. Else it is rank 0 of 1.
-
-    Args:
-        backend: "nccl", "gloo", or None for nccl where each rank has its own GPU.
-        timeout: seconds that a collective may take, or a timedelta.
-        dist_backend: DeepSpeed's name of `backend`.
+    `backend`, or DeepSpeed's `dist_backend`: "nccl", "gloo", or None for nccl where each
+    rank has its own GPU. `timeout`: seconds that a collective may take, or a timedelta.
     """
     if not dist.is_initialized():
         here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
@@ -109,6 +112,7 @@ def choose_interface() -> None:
 def join(backend: str, timeout: timedelta) -> None:
     """Make this process one of the ranks, as its environment says (see torchrun's)."""
     choose_interface()
+    prepare()
     own, ranks = os.environ, os.environ.get("WORLD_SIZE", "1")
     store: Store | None = None
     if "WORLD_SIZE" not in own:

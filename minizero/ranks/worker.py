@@ -50,11 +50,7 @@ class Reply(NamedTuple):
 
 
 def serve(
-    rank: int,
-    folder: str,
-    environment: dict[str, str],
-    tasks: Connection,
-    output: Connection,
+    rank: int, folder: str, env: dict[str, str], tasks: Connection, output: Connection
 ) -> None:
     """The life of a rank, from its start to an empty task.
 
@@ -72,9 +68,9 @@ def serve(
         setattr(sys, name, open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False))
     output.close()
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    share = torch.get_num_threads() // int(environment["WORLD_SIZE"])
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", max(1, share))))
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    share = torch.get_num_threads() // int(env["WORLD_SIZE"])
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", max(1, share))))
     sys.modules["__main__"] = ModuleType("__main__")  # the names that cells define
     # who has it may write to `tasks`: `_post` while a task runs, else this thread
     may_send = threading.Lock()
