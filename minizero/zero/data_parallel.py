@@ -66,12 +66,19 @@ class DataParallel(Net):
         if not self.unsynced:  # then the buffers hold means, not sums
             self._set_aside()
 
+    def _set_aside(self) -> None:
+        """Move means of earlier micro-batches out of the gradient buffers."""
+        for flat in self.trained:
+            if flat.mean is not None and flat.grad is not None:
+                flat.mean = labels.label(flat.mean.clone(), "gradients")
+                flat.mark_uninitialized()
+
     def _on_grad(self, p: nn.Parameter) -> None:
         """Called by a hook: autograd has left a gradient in `p.grad`."""
         unit, flat, slot = self.where[p]
         flat.collect(slot)
         unit.missing.discard(p)
-        if self.syncing:  # not in `no_sync`, below
+        if self.syncing:  # not in `no_sync`
             self._reduce_complete()
 
     # continued: zero-data-parallel-in-order
@@ -129,6 +136,33 @@ class DataParallel(Net):
         labels.mark("step")  # for the tracker
         return ready
 
+    # continued: zero-data-parallel-means
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only adds up; the next one outside reduces.
+
+        RuntimeError where gradients are sharded: no buffer could take a sum.
+        """
+        self.check_postponable()
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _means(self) -> list[Tensor]:
+        """The mean gradients, when all reductions are done."""
+        if self.unsynced:  # by `no_sync`
+            self.unsynced = False
+            for unit in [*self._unreduced]:
+                self._reduce(unit)
+            self.wait()
+        self.storage.wait_for_copies()
+        for flat in self.trained:
+            if flat.mean is None:  # there was no backward
+                flat.mean = self.owned(flat.full_grad(), flat)
+        return [f.mean for f in self.trained if f.mean is not None]
+
     # continued: zero-data-parallel-clear
     def zero_grad(self) -> None:
         """Clear all gradients; `step` does it, an abandoned step needs it."""
@@ -172,37 +206,3 @@ class DataParallel(Net):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self.precision.clip(self._means(), factor)
         return norm
-
-    # continued: zero-data-parallel-means
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward inside only adds up; the next one outside reduces.
-
-        RuntimeError where gradients are sharded: no buffer could take a sum.
-        """
-        self.check_postponable()
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _set_aside(self) -> None:
-        """Move means of earlier micro-batches out of the gradient buffers."""
-        for flat in self.trained:
-            if flat.mean is not None and flat.grad is not None:
-                flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.mark_uninitialized()
-
-    def _means(self) -> list[Tensor]:
-        """The mean gradients, when all reductions are done."""
-        if self.unsynced:  # by `no_sync`
-            self.unsynced = False
-            for unit in [*self._unreduced]:
-                self._reduce(unit)
-            self.wait()
-        self.storage.wait_for_copies()
-        for flat in self.trained:
-            if flat.mean is None:  # there was no backward
-                flat.mean = self.owned(flat.full_grad(), flat)
-        return [f.mean for f in self.trained if f.mean is not None]
