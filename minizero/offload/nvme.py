@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from ..zero.flat import Unit
 from ..zero.seams import Precision
 from .disk import DiskStorage
-from .swap_file import SwappedTensor
 
 # %% auto #0
 __all__ = ['NVMe']
@@ -67,18 +66,3 @@ class NVMe(DiskStorage):
                 self.up.copy(into[a:b], swapped.elements(record, buffer))
                 self.buffers.give(buffer, [self.up.event()])
         return into
-
-    # continued: nvme-ahead
-    def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:
-        """Launch this record's read; later ones' while buffers are free."""
-        upcoming = self.schedule.upcoming() if self.schedule else []
-        coming = [f for u in upcoming for f in u.flats if not f.is_unsharded]
-        shards = [swapped, *(self.swapped(flat.shard) for flat in coming)]
-        places = [(s, i) for s in shards if s for i in range(s.records)]
-        self.buffers.reclaim()
-        for where, i in places[record:]:
-            if not self.buffers.free and (where, i) != (swapped, record):
-                break
-            if (where, i) not in self._ahead:
-                buffer = self.buffers.take()
-                self._ahead[where, i] = buffer, where.read(i, buffer)
