@@ -33,18 +33,18 @@ class NVMe(DiskStorage):
         """Read slice i + 1, update slice i, write slice i - 1 at once."""
         with self.guard():
             slices = self._slices(units, optimizer)
-            coming, last = iter(slices), {part.unit: part for part in slices}
+            coming, last = iter(slices), {each.unit: each for each in slices}
             on_disk = self.plan.parameters.on == "nvme"
             # how many are read in advance; one buffer is left for a write
             ahead = max(1, self.buffers.count - 1)
-            for i, part in enumerate(slices):
+            for i, current in enumerate(slices):
                 for later in islice(coming, 1 if i else ahead):
                     later.launch_reads(self.buffers.take())
-                part.expose()  # waits for its reads
-                self.step([part.flat], optimizer, precision)
-                self.buffers.give(part.buffer, part.launch_writes())
-                if part is last[part.unit] and not on_disk:
-                    yield [part.unit]
+                current.expose()  # waits for its reads
+                self.step([current.flat], optimizer, precision)
+                self.buffers.give(current.buffer, current.launch_writes())
+                if current is last[current.unit] and not on_disk:
+                    yield [current.unit]
             self.buffers.drain()
             if on_disk:  # a publication needs the buffers, too
                 yield [unit for unit in units if unit.trainable]

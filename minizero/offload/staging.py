@@ -82,9 +82,9 @@ class StagingBuffers:
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
 @dataclass(eq=False)
 class Slice:
-    """Some elements of a flat's shard, and all that their update needs.
+    """Some elements of a flat's shard, and the records their update needs.
 
-    `values`: of the parameters. `master`: the same object where no copy is
+    `values`: of the parameters. `master`: the same record where no copy is
     kept. `states`: the optimizer's with one value for each element; not read
     before it has made them. `optimizer_state`: its dict for the shard;
     `scalars`: what else that held before this update, such as a step counter.
