@@ -192,9 +192,8 @@ class SwappedTensor:
 class StagedRecord:
     """A record of a tensor, while the host updates it.
 
-    `staged`: its elements, in host memory. `nbytes`: of the section of a buffer that
-    they are brought to; 0 if they are used where they are. `is_read`: whether the
-    update needs the old values.
+    `staged`: its elements, in host memory. `nbytes`: of its section of a buffer; 0 if
+    they are used where they are. `is_read`: whether the update needs the old values.
     """
 
     def __init__(
