@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -72,11 +72,11 @@ class NVMe(DiskStorage):
     def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:
         """Launch this record's read; later ones' while buffers are free."""
         upcoming = self.schedule.upcoming() if self.schedule else []
-        coming = [f for u in upcoming for f in u.flats if not f.is_unsharded]
-        shards = [swapped, *(self.swapped(flat.shard) for flat in coming)]
-        places = [(s, i) for s in shards if s for i in range(s.records)]
+        coming = (f for u in upcoming for f in u.flats if not f.is_unsharded)
+        shards = chain([swapped], (self.swapped(f.shard) for f in coming))
+        places = ((s, i) for s in shards if s for i in range(s.records))
         self.buffers.reclaim()
-        for where, i in places[record:]:
+        for where, i in islice(places, record, None):
             if not self.buffers.free and (where, i) != (swapped, record):
                 break
             if (where, i) not in self._ahead:
