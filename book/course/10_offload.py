@@ -294,11 +294,9 @@ def check_sum(accumulate):
                 storage._gradient_blocks = Blocks("cpu")
                 with host_memory():
                     shard = label(torch.zeros_like(means[0]), "gradients", on="cpu")
-                for mean in means:
-                    if name == "overwrites":
-                        storage.wait_for_copies()
-                        shard.zero_()
-                    storage.accumulate(shard, mean)
+                for i, mean in enumerate(means):
+                    first = i == 0 or name == "overwrites"
+                    storage.accumulate(shard, mean, first)
                 storage.wait_for_copies()
                 return shard
 

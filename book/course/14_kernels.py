@@ -337,12 +337,69 @@ assert torch.allclose(centered(x), wanted, atol=1e-4)
         }
 
 
+IN_PLACE = """
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def loss_in_place(
+    logits_ptr, target_ptr, loss_ptr, width, scale, BLOCK: tl.constexpr
+):
+    logits_ptr += tl.program_id(0) * width
+    target = tl.load(target_ptr + tl.program_id(0))
+    hit = tl.load(logits_ptr + target)
+    most = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + cols, mask=cols < width, other=-1e38)
+        new = tl.maximum(most, x)
+        total = total * tl.exp(most - new) + tl.exp(x - new)
+        most = new
+    top = tl.max(most, 0)
+    total = top + tl.log(tl.sum(total * tl.exp(most - top), 0))
+    tl.store(loss_ptr + tl.program_id(0), total - hit)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + cols, mask=cols < width)
+        share = tl.exp(x - total) - tl.where(cols == target, 1.0, 0.0)
+        tl.store(logits_ptr + cols, scale * share, mask=cols < width)
+
+
+def loss_and_gradients(hidden, head, targets, chunks):
+    losses, scale = hidden.new_empty(len(hidden)), 1 / len(hidden)
+    of_hidden, of_head = torch.zeros_like(hidden), torch.zeros_like(head)
+    logits = hidden.new_empty(-(-len(hidden) // chunks), len(head))
+    tensors = hidden, targets, losses, of_hidden
+    pieces = (tensor.chunk(chunks) for tensor in tensors)
+    for x, target, loss, of_x in zip(*pieces, strict=True):
+        rows = torch.mm(x, head.T, out=logits[: len(x)])
+        loss_in_place[(len(x),)](rows, target, loss, len(head), scale, BLOCK=256)
+        torch.mm(rows, head, out=of_x)
+        of_head.addmm_(rows.T, x)
+    return losses.mean(), of_hidden, of_head
+"""
+
+
 class NeverWhole(Exercise):
     label = "ex-kernels-5"
+    needs = ("triton",)
     answer = "loss_and_gradients"
     points = 8
     starter = """
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional as F
 
 
@@ -350,8 +407,9 @@ def loss_and_gradients(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # Cross-entropy of the logits hidden @ head.T, a mean over tokens, and its
-    # gradients of `hidden` and of `head`. Repair it: at no time are there logits of
-    # more than one of so many chunks of tokens.
+    # gradients of `hidden` and of `head`, all fp32. Repair it: at no time are there
+    # logits of more than one of so many chunks of tokens, and a Triton kernel of yours
+    # writes their gradient over them.
     hidden, head = hidden.detach().requires_grad_(), head.detach().requires_grad_()
     loss = F.cross_entropy(hidden @ head.T, targets)
     loss.backward()
@@ -362,60 +420,48 @@ hidden, head = torch.randn(12, 5), torch.randn(7, 5)
 loss, of_hidden, of_head = loss_and_gradients(hidden, head, torch.arange(12) % 7, 4)
 assert loss.ndim == 0 and of_hidden.shape == (12, 5) and of_head.shape == (7, 5)
 """
-    reference = """
-import torch
-from torch.nn import functional as F
-
-
-def loss_and_gradients(hidden, head, targets, chunks):
-    head = head.detach().requires_grad_()
-    total, grads = 0.0, []
-    for x, t in zip(hidden.detach().chunk(chunks), targets.chunk(chunks)):
-        x.requires_grad_()
-        loss = F.cross_entropy(x @ head.T, t, reduction="sum") / len(hidden)
-        loss.backward()
-        total = total + loss.detach()
-        grads.append(x.grad)
-    return total, torch.cat(grads), head.grad
-"""
+    reference = IN_PLACE
     wrong = (
         Wrong(
-            "chunks kept",
-            "        loss.backward()\n"
-            "        total = total + loss.detach()\n"
-            "        grads.append(x.grad)\n"
-            "    return total, torch.cat(grads), head.grad",
-            "        total = total + loss\n"
-            "        grads.append(x)\n"
-            "    total.backward()\n"
-            "    of_hidden = torch.cat([x.grad for x in grads])\n"
-            "    return total.detach(), of_hidden, head.grad",
-            "Autograd keeps each chunk's logits until backward, which comes after the "
-            "last one: go back for each chunk before the next.",
+            "all logits",
+            "logits = hidden.new_empty(-(-len(hidden) // chunks), len(head))",
+            "logits = hidden.new_empty(len(hidden), len(head))",
+            "You have room for all logits: one chunk's is enough, used again for the "
+            "next.",
         ),
         Wrong(
             "mean of means",
-            'reduction="sum") / len(hidden)',
-            'reduction="mean") / chunks',
-            "You averaged the chunks' means: the last chunk has fewer tokens. Add up "
-            "sums, and divide by all tokens.",
+            "len(head), scale, BLOCK",
+            "len(head), 1 / len(x) / chunks, BLOCK",
+            "You averaged the chunks' means: the last chunk has fewer tokens. Divide "
+            "by all tokens.",
         ),
         Wrong(
             "sum",
-            " / len(hidden)",
-            "",
+            "return losses.mean()",
+            "return losses.sum()",
             "You gave the sum over tokens: the loss is a mean.",
         ),
         Wrong(
             "last chunk's head",
-            "        loss.backward()\n",
-            "        head.grad = None\n        loss.backward()\n",
+            "of_head.addmm_(rows.T, x)",
+            "torch.mm(rows.T, x, out=of_head)",
             "The head's gradient is a sum over chunks: yours has one chunk.",
+        ),
+        Wrong(
+            "a third time",
+            "    top = tl.max(most, 0)\n",
+            "    top = tl.max(most, 0)\n"
+            "    for start in range(0, width, BLOCK):\n"
+            "        cols = start + tl.arange(0, BLOCK)\n"
+            "        x = tl.load(logits_ptr + cols, mask=cols < width, other=-1e38)\n"
+            "        top = tl.maximum(top, tl.max(x, 0))\n",
+            "The kernel loads each logit three times: a running maximum saves one.",
         ),
     )
     explain = (
-        "The logits are 2.1 GB, and so is their gradient. In this order nothing is "
-        "computed twice."
+        "The logits are 2.1 GB. Two loads and one store, as in two kernels; a third of "
+        "the memory of logits, log-softmax and gradient."
     )
 
     def draw(self, rng):
@@ -432,11 +478,14 @@ def loss_and_gradients(hidden, head, targets, chunks):
     @staticmethod
     def run(answer, tokens, width, vocabulary, chunks):
         from minizero import Tracker
+        from minizero.lab.traffic import Traffic
 
         torch.manual_seed(tokens)
         hidden, head = torch.randn(tokens, width), torch.randn(vocabulary, width)
         targets = torch.randint(vocabulary, (tokens,))
         with Tracker() as seen:
+            answer(hidden, head, targets, chunks)
+        with Traffic() as counted:
             loss, of_hidden, of_head = answer(hidden, head, targets, chunks)
         x, w = hidden.double().requires_grad_(), head.double().requires_grad_()
         F.cross_entropy(x @ w.T, targets).backward()
@@ -447,5 +496,6 @@ def loss_and_gradients(hidden, head, targets, chunks):
             "loss": loss.item(),
             "gradient of hidden": torch.allclose(of_hidden.double(), x.grad, atol=1e-5),
             "gradient of head": torch.allclose(of_head, w.grad, atol=1e-5),
-            "too many logits at once": seen.peak > gradients + 5 * chunk,
+            "too many logits at once": seen.peak > gradients + 2 * chunk,
+            "loads by kernels": round(counted.loaded / (4 * tokens * vocabulary)),
         }

@@ -69,6 +69,71 @@ def tokens(peak, matmul, link, network):
         ]
 
 
+class SmallerBucket(Exercise):
+    label = "ex-scale-6"
+    answer = "reductions"
+    book = {"blocks": 80, "block": 855_654_400, "root": 2_101_354_496}
+    book |= {"bucket": 50_000_000, "latency": 0.0001456}
+    starter = """
+def reductions(
+    blocks: int, block: int, root: int, bucket: int, latency: float
+) -> tuple[int, float]:
+    # Reduce-scatters of a micro-batch under ZeRO-3, and the seconds that their latency
+    # takes. There are so many blocks of `block` parameters, and a root. `bucket` is
+    # the config's `reduce_bucket_size`, in elements.
+    return 0, 0.0
+"""
+    public = """
+assert reductions(1, 100, 100, 100, 0.5) == (2, 1.0)
+"""
+    reference = """
+from math import ceil
+
+
+def reductions(blocks, block, root, bucket, latency):
+    calls = blocks * ceil(block / bucket) + ceil(root / bucket)
+    return calls, calls * latency
+"""
+    wrong = (
+        Wrong(
+            "across units",
+            "blocks * ceil(block / bucket) + ceil(root / bucket)",
+            "ceil((blocks * block + root) / bucket)",
+            "You let a bucket span units: each unit is reduced by itself.",
+        ),
+        Wrong(
+            "rounded down",
+            "blocks * ceil(block / bucket) + ceil(root / bucket)",
+            "blocks * (block // bucket) + root // bucket",
+            "You left out the last bucket of a unit, which is not full.",
+        ),
+        Wrong(
+            "bytes",
+            "blocks * ceil(block / bucket) + ceil(root / bucket)",
+            "blocks * ceil(2 * block / bucket) + ceil(2 * root / bucket)",
+            "You compared bytes with a number of elements: the key counts elements.",
+        ),
+        Wrong(
+            "without the root",
+            " + ceil(root / bucket)",
+            "",
+            "You left out the root, which has the embedding and the head.",
+        ),
+    )
+
+    def draw(self, rng):
+        return self.telling(
+            lambda: {
+                "blocks": rng.randint(20, 90),
+                "block": rng.randint(100, 900) * 10**6,
+                "root": rng.randint(200, 2_000) * 10**6,
+                "bucket": rng.randint(30, 90) * 10**6,
+                "latency": rng.randint(20, 900) * 1e-6,
+            },
+            2,
+        )
+
+
 class MachineOfYourOwn(Exercise):
     label = "ex-scale-2"
     answer = "fit"

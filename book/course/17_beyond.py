@@ -7,55 +7,75 @@ from minizero.lab.course import Exercise, Wrong
 from minizero.lab.course.drivers import kills
 
 
-class ByHand(Exercise):
+class FewestGPUs(Exercise):
     label = "ex-beyond-1"
-    answer = "state"
-    book = {"params": 13e9, "ranks": 64, "group": 8}
+    answer = "fewest"
+    book = {"params": 80e9, "room": 64.0, "group": 8}
     starter = """
-def state(params: float, ranks: int, group: int) -> tuple[float, float, float]:
-    # GB of state of a rank under ZeRO-3, MiCS and hpZ, the last two with groups of so
-    # many ranks: mixed precision, Adam.
-    return 0.0, 0.0, 0.0
+def fewest(
+    params: float, room: float, group: int
+) -> tuple[int, int | None, int | None]:
+    # The fewest GPUs, in nodes of `group`, with `room` GB each for state: under ZeRO-3,
+    # MiCS and hpZ, the last two with a node as group; None: none are enough. Mixed
+    # precision, Adam.
+    return group, None, None
 """
     public = """
-assert state(1e9, 4, 4) == (4, 4, 4)  # one group
+assert fewest(1e9, 16.0, 4) == (4, 4, 4)  # one node
 """
     reference = """
-def state(params, ranks, group):
+from math import ceil
+
+
+def fewest(params, room, group):
     gb = params / 1e9
-    return 16 * gb / ranks, 16 * gb / group, gb * (2 / group + 14 / ranks)
+
+    def enough(fixed, shared):
+        # GB that a rank always has; GB that all ranks share
+        if fixed >= room:
+            return None
+        return max(1, ceil(shared / (room - fixed) / group)) * group
+
+    mics = group if 16 * gb / group <= room else None
+    return enough(0, 16 * gb), mics, enough(2 * gb / group, 14 * gb)
 """
     wrong = (
         Wrong(
             "two copies",
-            "2 / group + 14 / ranks",
-            "2 / group + 16 / ranks",
+            "2 * gb / group, 14 * gb",
+            "2 * gb / group, 16 * gb",
             "You kept the parameters twice, over the group and over all ranks, as "
             "ZeRO++ does: hpZ as this book has it keeps the group's shard alone.",
         ),
         Wrong(
-            "number of groups",
-            "16 * gb / group, gb * (2 / group",
-            "16 * gb / (ranks // group), gb * (2 / (ranks // group)",
-            "You divided by the number of groups: state is shared by the ranks of one.",
+            "MiCS shrinks",
+            "mics = group if 16 * gb / group <= room else None",
+            "mics = enough(0, 16 * gb)",
+            "You divided the state of MiCS by all ranks: those of one group share it.",
+        ),
+        Wrong(
+            "parts of a node",
+            "/ group)) * group",
+            "))",
+            "You took parts of a node: all its GPUs are used.",
         ),
         Wrong(
             "hpZ groups all",
-            "gb * (2 / group + 14 / ranks)",
-            "16 * gb / group",
+            "enough(2 * gb / group, 14 * gb)",
+            "mics",
             "You grouped everything, as MiCS does: hpZ groups the parameters alone.",
         ),
     )
 
     def draw(self, rng):
-        return [
-            {
-                "params": rng.randint(10, 90) * 1e8,
-                "ranks": group * rng.choice([3, 5, 6, 9, 12]),
-                "group": group,
-            }
-            for group in rng.sample([4, 8, 16], 2)
-        ]
+        return self.telling(
+            lambda: {
+                "params": rng.randint(50, 900) * 1e8,
+                "room": float(rng.choice([16, 24, 32, 64])),
+                "group": rng.choice([4, 8, 16]),
+            },
+            2,
+        )
 
 
 class Accumulation(Exercise):
@@ -445,71 +465,3 @@ def padding(shapes, ranks):
             }
 
         return self.telling(case, 3)
-
-
-class UntilHowManyTokens(Exercise):
-    label = "ex-beyond-7"
-    answer = "until"
-    points = 6
-    book = {"params": 70e9, "layers": 80, "hidden": 8192, "nodes": 16, "gpus": 8}
-    starter = """
-def until(
-    params: float, layers: int, hidden: int, nodes: int, gpus: int
-) -> tuple[float, float]:
-    # The number of tokens on a GPU at which as much enters a node as under ZeRO-3, if
-    # the model is split over the nodes in width, and in depth; all in 16 bits.
-    return 0.0, 0.0
-"""
-    public = """
-width, depth = until(1e9, 10, 1000, 2, 1)
-assert round(width) == 18750 and round(depth) == 375000
-"""
-    reference = """
-def until(params, layers, hidden, nodes, gpus):
-    lacks = 1 - 1 / nodes  # of what ranks of other nodes have
-    zero = 3 * params * lacks
-    width = gpus * 8 * nodes * hidden * lacks * layers  # for a token of each GPU
-    depth = 2 * gpus * nodes * hidden
-    return zero / width, zero / depth
-"""
-    wrong = (
-        Wrong(
-            "a GPU's batch",
-            "gpus * 8 * nodes *",
-            "gpus * 8 *",
-            "You counted one GPU's activations in width: ranks that compute a model "
-            "together have all their batches in common.",
-        ),
-        Wrong(
-            "per GPU",
-            "gpus * 8 * nodes",
-            "8 * nodes",
-            "You counted one GPU: all of a node share its port.",
-        ),
-        Wrong(
-            "both ways",
-            "2 * gpus * nodes",
-            "4 * gpus * nodes",
-            "You counted what leaves a node, too: activations come in from the one "
-            "side, gradients from the other.",
-        ),
-        Wrong(
-            "forward only",
-            "gpus * 8 * nodes",
-            "gpus * 4 * nodes",
-            "You counted forward only in width: backward has as many all-reduces.",
-        ),
-    )
-    explain = "Which sends in every block, and which at a border."
-
-    def draw(self, rng):
-        return [
-            {
-                "params": rng.randint(10, 90) * 1e9,
-                "layers": rng.choice([40, 48, 64, 80]),
-                "hidden": 1024 * rng.randint(4, 12),
-                "nodes": nodes,
-                "gpus": rng.choice([4, 8]),
-            }
-            for nodes in rng.sample([4, 6, 12, 24], 2)
-        ]

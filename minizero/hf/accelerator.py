@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
-import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from ..config import Source, load
 from ..engine import Engine, initialize
 from ..ranks import device, init_distributed, world_size
+from .calls import EngineCalls
 
 
 def plain_cpu() -> AbstractContextManager[Any]:
@@ -51,7 +51,7 @@ class EngineStep(AcceleratedOptimizer):
         return not self.engine.was_step_applied()
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(EngineCalls):
     """Trains as a DeepSpeed config says; `accelerate` calls what has no caller here.
 
     `config`: a dict, a path or JSON text, or a function that makes the dict for a model.
@@ -59,8 +59,6 @@ class Accelerator(accelerate.Accelerator):
     """
 
     config: Any  # a source; `TrainerMixin` sets a function
-    engine: Engine | None = None
-    _reduce_now = True  # False inside `no_sync`
 
     def __init__(self, config: Source, **options: Any) -> None:
         if (mixed := options.pop("mixed_precision", "no")) != "no":
@@ -136,30 +134,6 @@ class Accelerator(accelerate.Accelerator):
             made = EngineStep(self._engine())
         self._optimizers.append(made)
         return made
-
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise RuntimeError("no engine yet: prepare a model with its optimizer")
-        return self.engine
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Add the gradients of a micro-batch; the loop says if it is the last."""
-        engine = self._engine()
-        loss = loss / (self.gradient_accumulation_steps or 1)
-        engine.set_gradient_accumulation_boundary(self._reduce_now)
-        engine.backward(loss, retain_graph, scale_wrt_gas=False)
-        engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        if not self.sync_gradients:  # after the last one the loop calls step
-            engine.step()
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward inside reduces only where the plan shards gradients."""
-        self._reduce_now, before = False, self._reduce_now
-        try:
-            yield
-        finally:
-            self._reduce_now = before
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: int = 2

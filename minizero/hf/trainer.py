@@ -1,4 +1,4 @@
-"""`Trainer` and `TrainingArguments`, on the engine.
+"""`Trainer` and `TrainingArguments`, on the engine, and their config.
 
 For another class of trainers, as `transformers.Seq2SeqTrainer` or a library's own: `class
 T(TrainerMixin, TheirTrainer)` and `class A(ArgumentsMixin, TheirArguments)`.
@@ -6,27 +6,70 @@ T(TrainerMixin, TheirTrainer)` and `class A(ArgumentsMixin, TheirArguments)`.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.trainer import SCHEDULER_NAME
 
 from .. import checkpoint
-from ..config import read
+from ..config import Source, load, read
 from ..engine.start import make_optimizer, make_scheduler
 from ..ranks import init_distributed, world_size
 from ..zero import GatheredParameters
 from .accelerator import Accelerator, plain_cpu
-from .config import ZeroConfig
 
 if TYPE_CHECKING:  # a mixin's `super()` is one of these
     from transformers import Trainer as AnyTrainer
     from transformers import TrainingArguments as AnyArguments
 else:
     AnyArguments = AnyTrainer = object
+
+
+class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
+    """The config given to `deepspeed=`: a dict, a file's path, or JSON text.
+
+    `config`: a copy, filled in as far as is known. `mismatches`: a line for each value
+    that contradicts the arguments.
+    """
+
+    def __init__(self, source: Source) -> None:
+        # not the one of transformers, which asks for a package deepspeed
+        HfDeepSpeedConfig.__init__(self, dict(load(source)[0]))
+        self._dtype = None  # of the inherited class: not known yet
+        self.mismatches: list[str] = []
+
+    def trainer_config_process(self, args: Any, *more: Any) -> None:
+        """Fill in what the arguments say, and the sections they ask for."""
+        for name in ("fp16", "bf16"):
+            if getattr(args, name):
+                self.config.setdefault(name, {"enabled": True})
+        for key, argument in (
+            ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+            ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+        ):
+            self.config.setdefault(key, "auto")
+            self.fill_only(key, getattr(args, argument))
+        super().trainer_config_process(args, *more)
+
+    def finished(
+        self, args: Any, model: Any, steps: int | None = None
+    ) -> dict[str, Any]:
+        """The complete config for this number of updates.
+
+        A copy: an evaluation, which comes without `steps`, needs no scheduler; training
+        after it does. ValueError lists contradictions.
+        """
+        done = copy.deepcopy(self)
+        if steps is None:
+            done.config.pop("scheduler", None)
+        done.trainer_config_finalize(args, model, steps or 0)
+        return done.config
 
 
 class ArgumentsMixin(AnyArguments):

@@ -26,14 +26,15 @@ class Traffic(TorchDispatchMode):
 
     A byte counts once for each launch that reads it, and once for each that writes it:
     what memory has to deliver if nothing stays in a cache between launches. `read`,
-    `written`: bytes. `launches`: how often each operator or kernel ran; views,
+    `written`: bytes. `loaded`: bytes in all loads of kernels, where a byte counts as
+    often as it is loaded. `launches`: how often each operator or kernel ran; views,
     allocations and arithmetic on scalars are none. A list of tensors given to one
     operator is one launch here, and one or a few on a GPU.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = self.written = 0
+        self.read = self.written = self.loaded = 0
         self.launches: Counter[str] = Counter()
         self._interpreting = False
         self._patch: Any = None
@@ -119,6 +120,7 @@ class Traffic(TorchDispatchMode):
         ):
             try:
                 yield
+                self.loaded += sum(size * len(at) for at, size in touched["load"])
                 self.read += sum(_distinct(touched["load"]))
                 self.written += sum(_distinct(touched["store"]))
             finally:

@@ -102,7 +102,7 @@ class Delayed(Offload):
                 shape, dtype = flat.mean.shape, flat.mean.dtype
                 taken[flat] = host_empty(shape, dtype, "gradients")
             if self.plan.gradients.on == "cpu":
-                taken[flat], flat.mean = flat.mean, taken[flat]
+                taken[flat], flat.mean_shard = flat.mean, taken[flat]
             else:
                 self.down.copy(taken[flat], flat.mean)
         self.down.event().synchronize()

@@ -160,7 +160,7 @@ class DataParallel(Net):
         self.storage.wait_for_copies()
         for flat in self.trained:
             if flat.mean is None:  # there was no backward
-                flat.mean = self.owned(flat.full_grad(), flat)
+                self.reduced(flat)
         return [f.mean for f in self.trained if f.mean is not None]
 
     # continued: zero-data-parallel-clear

@@ -180,9 +180,9 @@ class Storage:
         """Inside, loads and gathers run beside computation; yields what waits for them."""
         return nullcontext(lambda: None)
 
-    def accumulate(self, shard: Tensor, mean: Tensor) -> None:
-        """Add a mean gradient to the shard, wherever that is stored."""
-        shard.add_(mean)
+    def accumulate(self, shard: Tensor, mean: Tensor, first: bool) -> None:
+        """Store a step's first mean gradient in the shard, or add a later one to it."""
+        shard.copy_(mean) if first else shard.add_(mean)
 
     def wait_for_copies(self) -> None:
         """Wait until what `accumulate` has begun is in the shards."""

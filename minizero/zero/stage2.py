@@ -28,17 +28,15 @@ class ZeRO2(ZeRO1):
         """Keep a shard of gradients, and no full buffer."""
         if flat.trainable:
             zeros = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
-            flat.mean = self.storage.store(zeros, "gradients")
+            flat.mean_shard = self.storage.store(zeros, "gradients")
 
     # continued: zero-stage2-reduced
     def reduced(self, flat: Flat) -> None:
-        """Add the own shard's mean to the stored one; free the buffer."""
-        assert flat.mean is not None
-        self.storage.accumulate(flat.mean, self.owned(flat.full_grad(), flat))
-        flat.grad = None
+        """Store the own shard's mean, or add it; free the buffer."""
+        mean, first = self.owned(flat.full_grad(), flat), flat.mean is None
+        self.storage.accumulate(flat.mean_shard, mean, first)
+        flat.mean, flat.grad = flat.mean_shard, None
 
     def clear_grads(self, flat: Flat) -> None:
-        """Clear the shard, and free what a failed backward has left."""
-        flat.grad = None
-        if flat.mean is not None:
-            flat.mean.zero_()
+        """Forget the mean, and free what a failed backward has left."""
+        flat.mean = flat.grad = None
