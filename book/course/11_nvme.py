@@ -11,52 +11,82 @@ from minizero.lab.models.gpt import GPT, GPTConfig
 from minizero.offload.staging import StagingBuffers
 
 
-class EightSeconds(Exercise):
+class HowLargeABuffer(Exercise):
     label = "ex-nvme-1"
-    answer = "seconds"
-    book = {"params": 1e9, "state": 12, "speed": 3e9, "ranks": 8}
+    answer = "buffer_bytes"
+    book = {
+        "optimizer": "nvme", "gradients": "cpu", "parameters": "device",
+        "mixed": True, "count": 4, "size": 17_856_512,
+    }  # fmt: skip
     starter = """
-def seconds(params: float, state: int, speed: float, ranks: int) -> float:
-    # Of an update with `state` bytes per parameter, on ranks that have a disk each, of
-    # `speed` bytes/s each way, one direction at a time.
-    return 0.0
+def buffer_bytes(
+    optimizer: str, gradients: str, parameters: str, mixed: bool, count: int, size: int
+) -> int:
+    # Bytes of `count` buffers for slices of `size` elements, for Adam. The first three
+    # are "device", "cpu" or "nvme". `mixed`: bf16 and fp32 masters, else all fp32.
+    return 0
 """
     public = """
-assert seconds(1e9, 1, 1e9, 2) == 1
+assert buffer_bytes("nvme", "cpu", "cpu", False, 1, 1024) == 3 * 4096
 """
     reference = """
-def seconds(params, state, speed, ranks):
-    return 2 * params * state / ranks / speed
+def buffer_bytes(optimizer, gradients, parameters, mixed, count, size):
+    itemsize, page = 2 if mixed else 4, 4096
+    records = [(parameters, itemsize), (gradients, itemsize)]
+    records += [(optimizer, 4)] * (2 + mixed)  # moments, a master copy
+    sections = [size * n for place, n in records if place != "cpu"]
+    return count * page * (sum(-(-n // page) for n in sections) + 1)
 """
     wrong = (
         Wrong(
-            "read only",
-            "2 * params",
-            "params",
-            "You counted the reads: what was updated is written back, too.",
+            "on the host",
+            ' if place != "cpu"',
+            "",
+            "You gave a section to what is on the host: it is used where it is.",
         ),
         Wrong(
-            "one disk",
-            " / ranks",
-            "",
-            "You let one disk move everything: each rank moves its share, on its own.",
+            "on the device",
+            'if place != "cpu"',
+            'if place == "nvme"',
+            "You left out what is on the device: the host updates it, so it needs a"
+            " section, too.",
         ),
         Wrong(
-            "elements",
-            " * state",
-            "",
-            "You moved a byte of each parameter: its state has more.",
+            "master copy",
+            "(2 + mixed)",
+            "2",
+            "You left out the master copy, which mixed precision updates.",
+        ),
+        Wrong(
+            "one buffer",
+            "count * page",
+            "page",
+            "You counted one buffer: there are `count`.",
+        ),
+        Wrong(
+            "parts of pages",
+            "-(-n // page)",
+            "n // page",
+            "You rounded down: a section is whole pages, so it is rounded up.",
+        ),
+        Wrong(
+            "alignment",
+            " + 1)",
+            ")",
+            "You left out the page by which each buffer is longer than its sections.",
         ),
     )
 
     def draw(self, rng):
-        return [
-            {
-                "params": rng.randint(10, 700) * 1e8, "state": rng.choice([6, 8, 16]),
-                "speed": rng.randint(2, 14) * 5e8, "ranks": n,
-            }
-            for n in rng.sample([3, 5, 6, 16], 2)
-        ]  # fmt: skip
+        def case():
+            return {
+                "optimizer": "nvme", "gradients": rng.choice(["cpu", "device"]),
+                "parameters": rng.choice(["cpu", "device", "nvme"]), "mixed": True,
+                "count": rng.randint(3, 9), "size": 64 * rng.randint(99, 9999),
+            }  # fmt: skip
+
+        plain = {"mixed": False, "optimizer": "cpu", "parameters": "nvme"}
+        return [*self.telling(case, 2), case() | plain]
 
 
 class WhatAStepMoves(Exercise):

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from ..zero.flat import Flat, Unit
 from ..zero.seams import Schedule
 from .bus import empty, placeholder
 from .host import Offload
-from .staging import Slice, StagedRecord, StagingBuffers
-from .swap_file import ALIGN, SwapFile, SwappedTensor, Transfer
+from .staging import Slice, StagingBuffers
+from .swap_file import ALIGN, StagedRecord, SwapFile, SwappedTensor, Transfer
 
 # torch's fused Adam computes vectors, and rounds an incomplete one in another way
 VECTOR = 64
@@ -164,6 +165,20 @@ class DiskStorage(Offload):
                 uses = [swapped.write(record, buffer)] if write else []
                 self.buffers.give(buffer, uses)
             self.buffers.drain()
+
+    def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:
+        """Launch this record's read; later ones' while buffers are free."""
+        upcoming = self.schedule.upcoming() if self.schedule else []
+        coming = (f for u in upcoming for f in u.flats if not f.is_unsharded)
+        shards = chain([swapped], (self.swapped(f.shard) for f in coming))
+        places = ((s, i) for s in shards if s for i in range(s.records))
+        self.buffers.reclaim()
+        for where, i in islice(places, record, None):
+            if not self.buffers.free and (where, i) != (swapped, record):
+                break
+            if (where, i) not in self._ahead:
+                buffer = self.buffers.take()
+                self._ahead[where, i] = buffer, where.read(i, buffer)
 
     def _cancel_reads(self) -> None:
         """Give the buffers of reads back that are not needed."""

@@ -40,6 +40,35 @@ class Offload(HostStorage):
         # under way: (shard, its mean, if the first, source kept alive, event)
         self._arriving: list[tuple[Tensor, Tensor, bool, object, Any]] = []
 
+    # continued: host-accumulate
+    def accumulate(self, shard: Tensor, mean: Tensor, first: bool) -> None:
+        """Copy the mean to the host now; the host adds it two calls later."""
+        if self.plan.gradients.on == "device":
+            super().accumulate(shard, mean, first)
+            return
+        if self._gradient_blocks.nbytes < aligned(mean.nbytes):
+            self.wait_for_copies()
+            self._gradient_blocks.reserve(aligned(mean.nbytes))
+        if len(self._arriving) == 2:
+            self._add_oldest()
+        self._gradient_blocks.turn()
+        copied = self._gradient_blocks.take(mean)
+        # a GPU copies later: the net may have freed the mean
+        kept = None if mean.device.type == "cpu" else mean.clone()
+        self.down.follow()
+        self.down.copy(copied, mean if kept is None else kept)
+        self._arriving.append((shard, copied, first, kept, self.down.event()))
+
+    def _add_oldest(self) -> None:
+        shard, copied, first, _, event = self._arriving.pop(0)
+        event.synchronize()
+        super().accumulate(shard, copied, first)
+
+    def wait_for_copies(self) -> None:
+        while self._arriving:
+            self._add_oldest()
+
+    # continued: host-update-loop
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
@@ -75,34 +104,6 @@ class Offload(HostStorage):
         with self.up.torch.stream(self.up.stream):
             yield arrived.wait
         arrived.record(self.up.stream)
-
-    # continued: host-accumulate
-    def accumulate(self, shard: Tensor, mean: Tensor, first: bool) -> None:
-        """Copy the mean to the host now; the host adds it two calls later."""
-        if self.plan.gradients.on == "device":
-            super().accumulate(shard, mean, first)
-            return
-        if self._gradient_blocks.nbytes < aligned(mean.nbytes):
-            self.wait_for_copies()
-            self._gradient_blocks.reserve(aligned(mean.nbytes))
-        if len(self._arriving) == 2:
-            self._add_oldest()
-        self._gradient_blocks.turn()
-        copied = self._gradient_blocks.take(mean)
-        # a GPU copies later: the net may have freed the mean
-        kept = None if mean.device.type == "cpu" else mean.clone()
-        self.down.follow()
-        self.down.copy(copied, mean if kept is None else kept)
-        self._arriving.append((shard, copied, first, kept, self.down.event()))
-
-    def _add_oldest(self) -> None:
-        shard, copied, first, _, event = self._arriving.pop(0)
-        event.synchronize()
-        super().accumulate(shard, copied, first)
-
-    def wait_for_copies(self) -> None:
-        while self._arriving:
-            self._add_oldest()
 
     # continued: host-stage
     def _stage(self, unit: Unit) -> Callable[[], None]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from ..zero.flat import Unit
 from ..zero.seams import Precision
 from .disk import DiskStorage
-from .swap_file import SwappedTensor
 
 # %% auto #0
 __all__ = ['NVMe']
@@ -34,18 +33,18 @@ class NVMe(DiskStorage):
         """Read slice i + 1, update slice i, write slice i - 1 at once."""
         with self.guard():
             slices = self._slices(units, optimizer)
-            coming, last = iter(slices), {part.unit: part for part in slices}
+            coming, last = iter(slices), {each.unit: each for each in slices}
             on_disk = self.plan.parameters.on == "nvme"
             # how many are read in advance; one buffer is left for a write
             ahead = max(1, self.buffers.count - 1)
-            for i, part in enumerate(slices):
+            for i, current in enumerate(slices):
                 for later in islice(coming, 1 if i else ahead):
                     later.launch_reads(self.buffers.take())
-                part.expose()  # waits for its reads
-                self.step([part.flat], optimizer, precision)
-                self.buffers.give(part.buffer, part.launch_writes())
-                if part is last[part.unit] and not on_disk:
-                    yield [part.unit]
+                current.expose()  # waits for its reads
+                self.step([current.flat], optimizer, precision)
+                self.buffers.give(current.buffer, current.launch_writes())
+                if current is last[current.unit] and not on_disk:
+                    yield [current.unit]
             self.buffers.drain()
             if on_disk:  # a publication needs the buffers, too
                 yield [unit for unit in units if unit.trainable]
@@ -67,18 +66,3 @@ class NVMe(DiskStorage):
                 self.up.copy(into[a:b], swapped.elements(record, buffer))
                 self.buffers.give(buffer, [self.up.event()])
         return into
-
-    # continued: nvme-ahead
-    def _read_ahead(self, swapped: SwappedTensor, record: int) -> None:
-        """Launch this record's read; later ones' while buffers are free."""
-        upcoming = self.schedule.upcoming() if self.schedule else []
-        coming = (f for u in upcoming for f in u.flats if not f.is_unsharded)
-        shards = chain([swapped], (self.swapped(f.shard) for f in coming))
-        places = ((s, i) for s in shards if s for i in range(s.records))
-        self.buffers.reclaim()
-        for where, i in islice(places, record, None):
-            if not self.buffers.free and (where, i) != (swapped, record):
-                break
-            if (where, i) not in self._ahead:
-                buffer = self.buffers.take()
-                self._ahead[where, i] = buffer, where.read(i, buffer)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..memory.labels import aligned, mark
 from ..zero.flat import Unit
-from .swap_file import ALIGN, SwappedTensor, Transfer
+from .swap_file import ALIGN, StagedRecord, Transfer
 from .swap_file import aligned_buffer
 
 # %% auto #0
-__all__ = ['StagingBuffers', 'Slice', 'StagedRecord']
+__all__ = ['StagingBuffers', 'Slice']
 
 # %% ../../notebooks/11_nvme.ipynb #staging-staging-buffers
 class StagingBuffers:
@@ -35,6 +35,26 @@ class StagingBuffers:
         # of the disk, and events of a copy stream
         self._busy: deque[tuple[Tensor, Sequence[Any]]] = deque()
 
+    def take(self) -> Tensor:
+        """A buffer; waits for the oldest uses if none is free."""
+        if not self.free:
+            self._wait_oldest()
+        return self.free.pop()
+
+    def give(self, buffer: Tensor, uses: Sequence[Any] = ()) -> None:
+        """Give a buffer back; it is free when these uses of it are over."""
+        if uses:
+            self._busy.append((buffer, uses))
+        else:
+            self.free.append(buffer)
+
+    def _wait_oldest(self) -> None:
+        buffer, uses = self._busy.popleft()
+        for use in uses:
+            use.synchronize()
+        self.free.append(buffer)
+
+    # continued: staging-buffers-take
     @property
     def nbytes(self) -> int:
         # each is cut from an allocation that is a page longer
@@ -49,20 +69,6 @@ class StagingBuffers:
             self.size = size
             self.free = [aligned_buffer(size) for _ in range(self.count)]
 
-    # continued: staging-buffers-take
-    def take(self) -> Tensor:
-        """A buffer; waits for the oldest uses if none is free."""
-        if not self.free:
-            self._wait_oldest()
-        return self.free.pop()
-
-    def give(self, buffer: Tensor, uses: Sequence[Any] = ()) -> None:
-        """Give a buffer back; it is free when these uses of it are over."""
-        if uses:
-            self._busy.append((buffer, uses))
-        else:
-            self.free.append(buffer)
-
     def reclaim(self) -> None:
         """Free the oldest buffers whose uses are over, without waiting."""
         while self._busy and all(use.query() for use in self._busy[0][1]):
@@ -73,18 +79,12 @@ class StagingBuffers:
         while self._busy:
             self._wait_oldest()
 
-    def _wait_oldest(self) -> None:
-        buffer, uses = self._busy.popleft()
-        for use in uses:
-            use.synchronize()
-        self.free.append(buffer)
-
 # %% ../../notebooks/11_nvme.ipynb #staging-slice
 @dataclass(eq=False)
 class Slice:
-    """Some elements of a flat's shard, and all that their update needs.
+    """Some elements of a flat's shard, and the records their update needs.
 
-    `values`: of the parameters. `master`: the same object where no copy is
+    `values`: of the parameters. `master`: the same record where no copy is
     kept. `states`: the optimizer's with one value for each element; not read
     before it has made them. `optimizer_state`: its dict for the shard;
     `scalars`: what else that held before this update, such as a step counter.
@@ -140,42 +140,3 @@ class Slice:
         del self.flat.staged_shard
         changed = [r for r in self.records if r is not self.grad]
         return [write for r in changed for write in r.launch_write()]
-
-# %% ../../notebooks/11_nvme.ipynb #staging-staged-tensor
-class StagedRecord:
-    """A record of a tensor, while the host updates it.
-
-    `staged`: its elements, in host memory. `nbytes`: of the section of a
-    buffer that they are brought to; 0 if they are used where they are.
-    `is_read`: whether the update needs the old values.
-    """
-
-    def __init__(
-        self, storage: Any, record: int, category: str, tensor: Tensor,
-        is_read: bool = True,
-    ) -> None:
-        self.tensor, self.record, self.is_read = tensor, record, is_read
-        size = storage.buffer_size
-        self.stored = tensor[record * size : (record + 1) * size]
-        in_place = getattr(storage.plan, category).on == "cpu"
-        self.nbytes = 0 if in_place else aligned(self.stored.nbytes, ALIGN)
-        self.swapped: SwappedTensor | None = storage.swapped(tensor)
-
-    def launch_read(self, section: Tensor) -> list[Transfer]:
-        """Bring the elements to this section of a buffer, if they must be."""
-        self.section, self.staged = section, self.stored
-        if self.nbytes:
-            self.staged = section.view(self.stored.dtype)[: len(self.stored)]
-            if self.is_read and self.swapped:
-                return [self.swapped.read(self.record, section)]
-            if self.is_read:
-                self.staged.copy_(self.stored)
-        return []
-
-    def launch_write(self) -> list[Transfer]:
-        """Send the elements back to where they came from."""
-        if self.swapped:
-            return [self.swapped.write(self.record, self.section)]
-        if self.nbytes:
-            self.stored.copy_(self.staged)
-        return []

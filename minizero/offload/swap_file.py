@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,3 +187,41 @@ class SwappedTensor:
     def _place(self, record: int, buffer: Tensor) -> tuple[int, Tensor]:
         pages = aligned(self.elements(record, buffer).nbytes, ALIGN)
         return self._offset + record * self.record_bytes, buffer[:pages]
+
+
+class StagedRecord:
+    """A record of a tensor, while the host updates it.
+
+    `staged`: its elements, in host memory. `nbytes`: of its section of a buffer; 0 if
+    they are used where they are. `is_read`: whether the update needs the old values.
+    """
+
+    def __init__(
+        self, storage: Any, record: int, category: str, tensor: Tensor,
+        is_read: bool = True,
+    ) -> None:  # fmt: skip
+        self.tensor, self.record, self.is_read = tensor, record, is_read
+        size = storage.buffer_size
+        self.stored = tensor[record * size : (record + 1) * size]
+        in_place = getattr(storage.plan, category).on == "cpu"
+        self.nbytes = 0 if in_place else aligned(self.stored.nbytes, ALIGN)
+        self.swapped: SwappedTensor | None = storage.swapped(tensor)
+
+    def launch_read(self, section: Tensor) -> list[Transfer]:
+        """Bring the elements to this section of a buffer, if they must be."""
+        self.section, self.staged = section, self.stored
+        if self.nbytes:
+            self.staged = section.view(self.stored.dtype)[: len(self.stored)]
+            if self.is_read and self.swapped:
+                return [self.swapped.read(self.record, section)]
+            if self.is_read:
+                self.staged.copy_(self.stored)
+        return []
+
+    def launch_write(self) -> list[Transfer]:
+        """Send the elements back to where they came from."""
+        if self.swapped:
+            return [self.swapped.write(self.record, self.section)]
+        if self.nbytes:
+            self.stored.copy_(self.staged)
+        return []
