@@ -337,6 +337,65 @@ def check_views(gather):
         return kills(0, answer, make, mutant)
 
 
+class OwnersOfYourOwn(Exercise):
+    label = "ex-beyond-6"
+    answer = "padding"
+    points = 6
+    starter = """
+def padding(shapes: list[tuple[int, int]], ranks: int) -> float:
+    # Each matrix to the rank with the least work so far, the costliest first. Returns
+    # the elements of all shards, each as long as the longest, over the matrices'.
+    return 0.0
+"""
+    public = """
+assert padding([(8, 8)] * 2, 2) == 1
+assert padding([(8, 8)] * 3, 2) == 4 / 3
+"""
+    reference = """
+def padding(shapes, ranks):
+    work, filled = [0] * ranks, [0] * ranks
+    costs = [2 * a * a * b + a**3 for a, b in map(sorted, shapes)]
+    for cost, (m, n) in sorted(zip(costs, shapes, strict=True), reverse=True):
+        owner = work.index(min(work))
+        work[owner] += cost
+        filled[owner] += m * n
+    return max(filled) * ranks / sum(filled)
+"""
+    wrong = (
+        Wrong(
+            "as they come",
+            "sorted(zip(costs, shapes, strict=True), reverse=True)",
+            "zip(costs, shapes, strict=True)",
+            "You took matrices in the model's order: the costliest goes first, since "
+            "small ones fill the gaps that are left.",
+        ),
+        Wrong(
+            "work of elements",
+            "work[owner] += cost",
+            "work[owner] += m * n",
+            "You counted elements as work: an iteration multiplies matrices.",
+        ),
+        Wrong(
+            "without padding",
+            "max(filled) * ranks / sum(filled)",
+            "max(work) * ranks / sum(work)",
+            "You returned the busiest rank's work over the mean, not a size.",
+        ),
+    )
+
+    def draw(self, rng):
+        def case():
+            width = 64 * rng.randint(2, 9)
+            kinds = [(width, width), (width, 3 * width), (width, 4 * width)]
+            kinds.append((width, 64 * rng.randint(10, 40)))
+            return {
+                "shapes": [list(rng.choice(kinds)) for _ in range(rng.randint(8, 16))],
+                "ranks": rng.choice([3, 4, 5]),
+            }
+
+        return self.telling(case, 3)
+
+
 class HowLargeAGroup(Exercise):
     label = "ex-beyond-4"
     answer = "choices"
@@ -406,62 +465,3 @@ def choices(params, ranks, node, groups):
             }
             for node in rng.sample([4, 8, 16], 2)
         ]
-
-
-class OwnersOfYourOwn(Exercise):
-    label = "ex-beyond-6"
-    answer = "padding"
-    points = 6
-    starter = """
-def padding(shapes: list[tuple[int, int]], ranks: int) -> float:
-    # Each matrix to the rank with the least work so far, the costliest first. Returns
-    # the elements of all shards, each as long as the longest, over the matrices'.
-    return 0.0
-"""
-    public = """
-assert padding([(8, 8)] * 2, 2) == 1
-assert padding([(8, 8)] * 3, 2) == 4 / 3
-"""
-    reference = """
-def padding(shapes, ranks):
-    work, filled = [0] * ranks, [0] * ranks
-    costs = [2 * a * a * b + a**3 for a, b in map(sorted, shapes)]
-    for cost, (m, n) in sorted(zip(costs, shapes, strict=True), reverse=True):
-        owner = work.index(min(work))
-        work[owner] += cost
-        filled[owner] += m * n
-    return max(filled) * ranks / sum(filled)
-"""
-    wrong = (
-        Wrong(
-            "as they come",
-            "sorted(zip(costs, shapes, strict=True), reverse=True)",
-            "zip(costs, shapes, strict=True)",
-            "You took matrices in the model's order: the costliest goes first, since "
-            "small ones fill the gaps that are left.",
-        ),
-        Wrong(
-            "work of elements",
-            "work[owner] += cost",
-            "work[owner] += m * n",
-            "You counted elements as work: an iteration multiplies matrices.",
-        ),
-        Wrong(
-            "without padding",
-            "max(filled) * ranks / sum(filled)",
-            "max(work) * ranks / sum(work)",
-            "You returned the busiest rank's work over the mean, not a size.",
-        ),
-    )
-
-    def draw(self, rng):
-        def case():
-            width = 64 * rng.randint(2, 9)
-            kinds = [(width, width), (width, 3 * width), (width, 4 * width)]
-            kinds.append((width, 64 * rng.randint(10, 40)))
-            return {
-                "shapes": [list(rng.choice(kinds)) for _ in range(rng.randint(8, 16))],
-                "ranks": rng.choice([3, 4, 5]),
-            }
-
-        return self.telling(case, 3)

@@ -91,7 +91,7 @@ class Flat:
         self.grad_dtype = like.dtype
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        self.shard = self.master = self.mean_shard = full[:0]  # set later
+        self.shard = self.master = self.mean_shard = full.new_empty(0)
         self.fill()
 
     # continued: zero-flat-values
