@@ -89,6 +89,7 @@ def train(case: Case, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
         if event == "abandoned":
             net.backward(net(*data[0]))
             net.zero_grad()
+            net.step()  # by gradients of zero
         if event == "evaluated":
             with torch.no_grad():
                 seen.append(net(*data[0]).item())

@@ -1,7 +1,6 @@
 """No gradient is lost, whatever a forward and a backward look like.
 
-Weights and inputs are whole numbers and losses multiples of 6, so that a mean over
-one, two or three ranks is exact, and any order of adding gives the same bits.
+Weights and inputs are whole numbers, losses multiples of 6: sums and means are exact.
 """
 
 from __future__ import annotations

@@ -157,10 +157,10 @@ class DataParallel(Net):
             for unit in [*self._unreduced]:
                 self._reduce(unit)
             self.wait()
-        self.storage.wait_for_copies()
         for flat in self.trained:
             if flat.mean is None:  # there was no backward
                 self.reduced(flat)
+        self.storage.wait_for_copies()
         return [f.mean for f in self.trained if f.mean is not None]
 
     # continued: zero-data-parallel-clear
