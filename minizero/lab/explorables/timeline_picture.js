@@ -42,7 +42,7 @@ function lane(slices, numbers, y, tall, x, verbs, spots) {
     && (s.verb !== "launch" || x(s.end) - x(s.begin) > 1.5));
   const rows = shares(lasting);
   const bars = lasting.map((s, i) => {
-    const [[row, of], { colour, ink }] = [rows[i], lookOf(verbs, s)];
+    const [[row, of], { colour, ink, stripes }] = [rows[i], lookOf(verbs, s)];
     const [left, wide] = [x(s.begin), Math.max(0.7, x(s.end) - x(s.begin))];
     const [high, top] = [(tall - 2) / of, y + row * (tall - 2) / of];
     const waits = s.verb === "wait";
@@ -51,6 +51,8 @@ function lane(slices, numbers, y, tall, x, verbs, spots) {
       : [s.unit, lastWord(s.unit)].find((text) => text.length * 6 + 4 < wide);
     return `<rect class="s paint" data-i="${numbers.get(s)}" x="${left}" y="${top}"
       width="${wide}" height="${high}" fill="${waits ? "url(#waiting)" : colour}"/>` +
+      (stripes && !waits ? `<rect class="paint" pointer-events="none" x="${left}" y="${top}"
+        width="${wide}" height="${high}" fill="url(#leaving)"/>` : "") +
       (name ? `<text class="${waits ? "halo bold" : "paint"}" pointer-events="none" text-anchor="middle"
         x="${left + wide / 2}" y="${top + high / 2 + 4}" fill="${waits ? "CanvasText" : ink}">${escaped(name)}</text>` : "");
   });
@@ -106,7 +108,9 @@ function picture(trace, rank, width, scale, { verbs, stacked, parts, ranks, wind
   const [spots, numbers] = [new Map(), new Map(trace.slices.map((s, i) => [s, i]))];
   const out = [`<defs><pattern id="waiting" width="5" height="5" patternTransform="rotate(45)"
     patternUnits="userSpaceOnUse"><path d="M0 0V5" stroke="CanvasText" opacity="0.45"
-    stroke-width="2"/></pattern></defs>`];
+    stroke-width="2"/></pattern><pattern id="leaving" width="5" height="5"
+    patternTransform="rotate(45)" patternUnits="userSpaceOnUse"><path d="M0 0V5"
+    stroke="${verbs.out.stripes}" stroke-width="2.5"/></pattern></defs>`];
   const at = point && Math.min(Math.max(x(point[0]), left + 4), right - 4);
   const toLeft = at > (left + right) / 2;
   const said = [];  // of the point, in lines that fit beside it
