@@ -106,17 +106,19 @@ class Overlap(Schedule):
         states = "sharded", "ahead", "in use", "kept"
         # the units in each state, the latest one last, with their elements
         self._units: dict[str, dict[Unit, int]] = {s: {} for s in states}
+        self._total = dict.fromkeys(states, 0)  # their sums
         self._reducing: list[Unit] = []  # at most one
 
     def _count(self, *states: str) -> int:
         """The elements of the units in these states."""
-        return sum(sum(self._units[state].values()) for state in states)
+        return sum(self._total[state] for state in states)
 
     def _move(self, unit: Unit, state: str) -> None:
         """Put the unit into a state, out of the one that it was in."""
-        for units in self._units.values():
-            units.pop(unit, None)
+        for old, units in self._units.items():
+            self._total[old] -= units.pop(unit, 0)
         self._units[state][unit] = self._elements[unit]
+        self._total[state] += self._elements[unit]
 
     # continued: late
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
