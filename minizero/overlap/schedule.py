@@ -14,37 +14,9 @@ from ..zero.flat import Unit
 from ..zero.seams import Action, Schedule
 
 # %% auto #0
-__all__ = ['Pass', 'Order', 'Overlap']
+__all__ = ['Order', 'Overlap']
 
 # %% ../../notebooks/08_overlap.ipynb #overlap-order
-class Pass:
-    """A forward or a backward: the units that it should need, in order.
-
-    `position`: how far it has come in them. `seen`: what it has needed.
-    `ahead`: how far units are gathered. `last`: the last place of each.
-    """
-
-    def __init__(self, expected: Sequence[Unit] = ()) -> None:
-        self.expected, self.position, self.ahead = list(expected), 0, 0
-        self.last = {unit: i for i, unit in enumerate(self.expected)}
-        self.seen: list[Unit] = []
-
-    def upcoming(self) -> list[Unit]:
-        """The units that are expected from here on, the next one first."""
-        return self.expected[self.position :]
-
-    def note(self, unit: Unit) -> list[Unit]:
-        """Record that `unit` is needed; returns those skipped for good."""
-        self.seen.append(unit)
-        coming = self.upcoming()
-        if unit not in coming:  # a surprise: keep the prediction
-            return []
-        at = coming.index(unit)
-        self.position += at + 1
-        later = coming[at + 1 :]
-        return [u for u in coming[:at] if u not in later]
-
-# %% ../../notebooks/08_overlap.ipynb #overlap-order-note
 class Order:
     """Predicts the order in which each forward and backward needs units.
 
@@ -53,15 +25,29 @@ class Order:
     if the forward was like the last one, to be like the last backward.
 
     `running`: "forward", "backward", or "" outside of both.
+    `upcoming`: the units that it should need from here on, in order.
+    `seen`: the units that it has needed.
     `finished`: units in the order in which the forward has finished them.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
-        self.running, self.current = "", Pass()
+        self.running = ""
+        self.upcoming: list[Unit] = []
+        self.seen: list[Unit] = []
         self.finished: list[Unit] = []
         self._forward: Sequence[Unit] = units
         self._last: tuple[list[Unit], list[Unit]] = [], []
 
+    def note(self, unit: Unit) -> list[Unit]:
+        """Record that `unit` is needed; returns those skipped for good."""
+        self.seen.append(unit)
+        if unit not in self.upcoming:  # a surprise: keep the prediction
+            return []
+        at = self.upcoming.index(unit)
+        skipped, self.upcoming = self.upcoming[:at], self.upcoming[at + 1 :]
+        return [u for u in skipped if u not in self.upcoming]
+
+    # continued: overlap-order-note
     def begin(self, running: str) -> None:
         """A pass begins; predict it."""
         self.end()
@@ -69,7 +55,7 @@ class Order:
         if finished != self.finished:
             backward = self.finished[::-1]
         expected = self._forward if running == "forward" else backward
-        self.running, self.current = running, Pass(expected)
+        self.running, self.upcoming = running, list(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
         """Nothing uses the unit any more; the last one ends a forward."""
@@ -81,11 +67,11 @@ class Order:
     def end(self) -> None:
         """The pass has ended; remember what it needed."""
         if self.running == "forward":
-            self._forward = self.current.seen
+            self._forward = self.seen
         elif self.running == "backward":
-            self._last = self.finished, self.current.seen
+            self._last = self.finished, self.seen
             self.finished = []
-        self.running, self.current = "", Pass()
+        self.running, self.upcoming, self.seen = "", [], []
 
 # %% ../../notebooks/08_overlap.ipynb #overlap
 class Overlap(Schedule):
@@ -118,25 +104,19 @@ class Overlap(Schedule):
         self.order = Order()
         self._elements: dict[Unit, int] = {}  # of each unit, unsharded
         states = "sharded", "ahead", "in use", "kept"
-        # by state, so that no call looks through all units
-        self._units: dict[str, dict[Unit, None]] = {s: {} for s in states}
-        self._total = dict.fromkeys(states, 0)  # their elements
+        # the units in each state, the latest one last, with their elements
+        self._units: dict[str, dict[Unit, int]] = {s: {} for s in states}
         self._reducing: list[Unit] = []  # at most one
 
     def _count(self, *states: str) -> int:
         """The elements of the units in these states."""
-        return sum(self._total[state] for state in states)
+        return sum(sum(self._units[state].values()) for state in states)
 
     def _move(self, unit: Unit, state: str) -> None:
-        """Put the unit into another state."""
-        old = next(s for s, units in self._units.items() if unit in units)
-        del self._units[old][unit]
-        self._units[state][unit] = None  # the latest one comes last
-        self._total[old] -= self._elements[unit]
-        self._total[state] += self._elements[unit]
-        this = self.order.current
-        if state == "sharded" and this.last.get(unit, -1) >= this.position:
-            this.ahead = this.position  # it comes again
+        """Put the unit into a state, out of the one that it was in."""
+        for units in self._units.values():
+            units.pop(unit, None)
+        self._units[state][unit] = self._elements[unit]
 
     # continued: late
     def attach(self, units: Sequence[Unit], plan: Plan) -> None:
@@ -147,8 +127,7 @@ class Overlap(Schedule):
         for unit in units:
             size = sum(flat.padded for flat in unit.flats)
             self._elements[unit] = size * plan.parameters.sharded
-            self._units["sharded"][unit] = None
-            self._total["sharded"] += self._elements[unit]
+            self._move(unit, "sharded")
 
     def pass_begins(self, which: str) -> None:
         self.order.begin(which)
@@ -159,7 +138,7 @@ class Overlap(Schedule):
 
     def upcoming(self) -> list[Unit]:
         """The units expected next; a disk may read their shards ahead."""
-        return self.order.current.upcoming()
+        return self.order.upcoming
 
     def grads_ready(self, unit: Unit) -> list[Action]:
         """Launch the unit's reduction when the one before has ended."""
@@ -183,39 +162,33 @@ class Overlap(Schedule):
         live = self._count("ahead", "in use", "kept")
         room = self.prefetch_bucket_size - self._count("ahead")
         room = min(room, self.max_live_parameters - live)
-        this = self.order.current
-        this.ahead = max(this.ahead, this.position)
-        for unit in this.expected[this.ahead :]:
-            if unit in self._units["sharded"]:
-                room -= self._elements[unit]
-                if room < 0:
-                    break
-                self._move(unit, "ahead")
-                chosen.append(unit)
-            this.ahead += 1
+        sharded = self._units["sharded"]
+        for unit in filter(sharded.__contains__, self.order.upcoming):
+            room -= self._elements[unit]
+            if room < 0:
+                break
+            self._move(unit, "ahead")
+            chosen.append(unit)
         return chosen
 
     # continued: limits
     def _make_room(self, unit: Unit) -> list[Unit]:
         """Choose what is freed before `unit` is gathered."""
-        used = [u for u in self._units["in use"] if u != unit]
-        least = sum(self._elements[u] for u in [unit, *used])
-        if least > (limit := self.max_live_parameters):
-            raise ValueError(
-                f"unit {unit.name!r} and those in use, "
-                f"{[u.name for u in used]}, have {least:,} elements, but "
-                f"max_live_parameters is {limit:,}; set it to {least:,} or "
-                "more, or make smaller units"
-            )
-        is_new = unit not in self._units["in use"]
-        skipped = self.order.current.note(unit) if is_new else []
-        ahead = self._units["ahead"]
-        freed = [u for u in dict.fromkeys(skipped) if u in ahead]
+        units, limit = self._units, self.max_live_parameters
+        is_new = unit not in units["in use"]
+        skipped = self.order.note(unit) if is_new else []
+        freed = [u for u in dict.fromkeys(skipped) if u in units["ahead"]]
         for u in freed:
             self._move(u, "sharded")
         self._move(unit, "in use")
+        if (least := self._count("in use")) > limit:
+            raise ValueError(
+                f"the units in use, {[u.name for u in units['in use']]}, have "
+                f"{least:,} elements, but max_live_parameters is {limit:,}; "
+                f"set it to {least:,} or more, or make smaller units"
+            )
         while self._count("ahead", "in use", "kept") > limit:
-            freed.append([*self._units["kept"], *self._units["ahead"]][-1])
+            freed.append([*units["kept"], *units["ahead"]][-1])
             self._move(freed[-1], "sharded")
         return freed
 

@@ -102,6 +102,8 @@ def small_step(stage: int, *seams: str) -> tuple[DataParallel, list[StepCall]]:
                 running.append((frame, call))
         elif event == "return" and frame is running[-1][0]:
             _, call = running.pop()
+            if call.lane == "hook" and not call.calls:  # of a call inside the unit's
+                running[-1][1].calls.pop()
             if isinstance(value, list) and value and isinstance(value[0], Action):
                 call.answer = ", ".join(action.operation for action in value)
 
