@@ -16,7 +16,7 @@ WORDS = 4096  # of the vocabulary, in a block of the loss
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm if `centre`, else RMSNorm: x [..., width], weight and bias [width]."""
+    """LayerNorm if `center`, else RMSNorm: x [..., width], weight and bias [width]."""
 
     @staticmethod
     def forward(
@@ -25,7 +25,7 @@ class Norm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        centre: bool,
+        center: bool,
     ) -> Tensor:
         width = x.shape[-1]
         rows = x.numel() // width
@@ -33,7 +33,7 @@ class Norm(torch.autograd.Function):
         y = torch.empty_like(x)
         mean, rstd = x.new_empty(2, rows, dtype=torch.float32)
         block = 1 << (width - 1).bit_length()
-        ctx.options = {"CENTRE": centre, "BLOCK": block}
+        ctx.options = {"CENTER": center, "BLOCK": block}
         tensors = (x, weight, bias, y, mean, rstd)
         launch("norm_forward", (rows,), *tensors, width, eps, **ctx.options)
         ctx.save_for_backward(x, weight, bias, mean, rstd)

@@ -43,15 +43,15 @@ def norm_forward(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor,
     y_ptr: tl.tensor, mean_ptr: tl.tensor, rstd_ptr: tl.tensor,
     width: tl.tensor, eps: float,
-    CENTRE: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """y = (x - mean) * rstd * weight + bias; without CENTRE the mean is 0."""
+    """y = (x - mean) * rstd * weight + bias; without CENTER the mean is 0."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
     offsets = row * width + cols
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if CENTRE:
+    if CENTER:
         mean = tl.sum(x, 0) / width
         x = tl.where(mask, x - mean, 0.0)
         tl.store(mean_ptr + row, mean)
@@ -69,7 +69,7 @@ def norm_backward(
     mean_ptr: tl.tensor, rstd_ptr: tl.tensor,
     dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor,
     rows: tl.tensor, width: tl.tensor,
-    CENTRE: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """dx of this program's rows, and its part of the sums over rows."""
     first = tl.program_id(0).to(tl.int64)
@@ -83,14 +83,14 @@ def norm_backward(
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
-        if CENTRE:
+        if CENTER:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
-        x *= rstd  # normalised
+        x *= rstd  # normalized
         dweight += dy * x
         dbias += dy
         dy *= weight
         dx = dy - x * (tl.sum(dy * x, 0) / width)
-        if CENTRE:
+        if CENTER:
             dx -= tl.sum(dy, 0) / width
         tl.store(dx_ptr + offsets, dx * rstd, mask=mask)
     tl.store(dweight_ptr + first * width + cols, dweight, mask=mask)

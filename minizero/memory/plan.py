@@ -8,11 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# %% auto #0
-__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'check', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate',
-           'estimate_activations']
-
-# %% ../../notebooks/01_memory.ipynb #plan-2
 PLACES = ("device", "cpu", "nvme")
 
 
@@ -23,7 +18,11 @@ def check(name: str, value: str, known: Iterable[str]) -> None:
             f"{name} must be one of {', '.join(known)}, not {value!r}"
         )
 
+# %% auto #0
+__all__ = ['PLACES', 'PRECISIONS', 'OPTIMIZERS', 'check', 'Placement', 'Plan', 'Bytes', 'Breakdown', 'estimate',
+           'estimate_activations']
 
+# %% ../../notebooks/01_memory.ipynb #plan-2
 @dataclass(frozen=True)
 class Placement:
     """Where one category of state is stored between steps.
@@ -37,6 +36,7 @@ class Placement:
     on: str = "device"
     group: int | None = None
 
+    # continued: plan-ranks
     def __post_init__(self) -> None:
         check("on", self.on, PLACES)
         if self.on != "device" and not self.sharded:
@@ -45,7 +45,6 @@ class Placement:
                 "write a copy; choose a stage that shards it"
             )
 
-    # continued: plan-ranks
     def ranks(self, world_size: int) -> int:
         """How many ranks share one copy, in equal parts."""
         if not self.sharded:

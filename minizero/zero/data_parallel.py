@@ -40,7 +40,6 @@ class DataParallel(Net):
                 unit.under_way.append(work)
             work.then(partial(self.reduced, flat))  # the last to arrive
 
-    # continued: zero-data-parallel-reduced
     def reduced(self, flat: Flat) -> None:
         """Called when the mean has arrived: add it to earlier ones."""
         mean = self.owned(flat.full_grad(), flat)
@@ -54,52 +53,6 @@ class DataParallel(Net):
 
     def publish(self, unit: Unit) -> None:
         """Launch what sends updated shards: not needed here."""
-
-    # continued: zero-data-parallel-order
-    def _begin_backward(self) -> None:
-        """Every parameter's gradient is missing, and no unit is reduced."""
-        self.has_gradients = True
-        self.schedule.pass_begins("backward")
-        self._unreduced = dict.fromkeys(reversed(self.units))  # in order
-        for unit in self.units:
-            unit.missing = {p for f in unit.trainable for p in f.parameters}
-        if not self.unsynced:  # then the buffers hold means, not sums
-            self._set_aside()
-
-    def _set_aside(self) -> None:
-        """Move means of earlier micro-batches out of the gradient buffers."""
-        for flat in self.trained:
-            if flat.mean is not None and flat.grad is not None:
-                flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.mark_uninitialized()
-
-    def _on_grad(self, p: nn.Parameter) -> None:
-        """Called by a hook: autograd has left a gradient in `p.grad`."""
-        unit, flat, slot = self.where[p]
-        flat.collect(slot)
-        unit.missing.discard(p)
-        if self.syncing:  # not in `no_sync`
-            self._reduce_complete()
-
-    # continued: zero-data-parallel-in-order
-    def _reduce_complete(self) -> None:
-        """Reduce complete units, the last one first on every rank."""
-        for unit in [*self._unreduced]:
-            if unit.missing:
-                break
-            self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        del self._unreduced[unit]
-        self.run(self.schedule.grads_ready(unit))
-
-    def _end_backward(self) -> None:
-        """Reduce the units that never became complete, with zeros."""
-        while self.syncing and self._unreduced:
-            self._reduce(next(iter(self._unreduced)))
-        self.unsynced = not self.syncing
-        self.wait()
-        self.schedule.backward_ends()
 
     # continued: zero-data-parallel-calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +89,45 @@ class DataParallel(Net):
         labels.mark("step")  # for the tracker
         return ready
 
+    # continued: zero-data-parallel-order
+    def _begin_backward(self) -> None:
+        """Every parameter's gradient is missing, and no unit is reduced."""
+        self.has_gradients = True
+        self.schedule.pass_begins("backward")
+        self._unreduced = dict.fromkeys(reversed(self.units))  # in order
+        for unit in self.units:
+            unit.missing = {p for f in unit.trainable for p in f.parameters}
+        if not self.unsynced:  # then the buffers hold means, not sums
+            self._set_aside()
+
+    def _on_grad(self, p: nn.Parameter) -> None:
+        """Called by a hook: autograd has left a gradient in `p.grad`."""
+        unit, flat, slot = self.where[p]
+        flat.collect(slot)
+        unit.missing.discard(p)
+        if self.syncing:  # not in `no_sync`
+            self._reduce_complete()
+
+    # continued: zero-data-parallel-in-order
+    def _reduce_complete(self) -> None:
+        """Reduce complete units, the last one first on every rank."""
+        for unit in [*self._unreduced]:
+            if unit.missing:
+                break
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        del self._unreduced[unit]
+        self.run(self.schedule.grads_ready(unit))
+
+    def _end_backward(self) -> None:
+        """Reduce the units that never became complete, with zeros."""
+        while self.syncing and self._unreduced:
+            self._reduce(next(iter(self._unreduced)))
+        self.unsynced = not self.syncing
+        self.wait()
+        self.schedule.backward_ends()
+
     # continued: zero-data-parallel-means
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -163,7 +155,13 @@ class DataParallel(Net):
         self.storage.wait_for_copies()
         return [f.mean for f in self.trained if f.mean is not None]
 
-    # continued: zero-data-parallel-clear
+    def _set_aside(self) -> None:
+        """Move means of earlier micro-batches out of the gradient buffers."""
+        for flat in self.trained:
+            if flat.mean is not None and flat.grad is not None:
+                flat.mean = labels.label(flat.mean.clone(), "gradients")
+                flat.mark_uninitialized()
+
     def zero_grad(self) -> None:
         """Clear all gradients; `step` does it, an abandoned step needs it."""
         self.wait()

@@ -60,6 +60,7 @@ class Flat:
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
     `uninitialized`: parameters whose part of `grad` has no values yet.
     `mean`: the gradient averaged over ranks; [size] where a plan shards it.
+    `mean_shard`: where ZeRO-2 and 3 store that between steps.
     `shard`: the values that this rank updates, stored between steps; they
         begin at element `start` of `full`.
     `master`: what the optimizer updates, a copy of the shard or itself.

@@ -218,9 +218,12 @@ function sliders(model, specs) {
   return { box, update: () => all.forEach((one) => one.update()) };
 }
 
-/** What is drawn in this colour has this background, and stripes where Python asks. */
+/** What is drawn in this colour has this background, and stripes where Python asks: with
+ *  nothing under them they have the text's colour, to be seen on a dark page, too. */
 function fill({ colour, stripes }) {
-  const over = `repeating-linear-gradient(135deg, ${stripes} 0 1.5px, transparent 1.5px 7px)`;
+  const ink = colour === "transparent" ? "color-mix(in srgb, CanvasText 45%, transparent)"
+    : stripes;
+  const over = `repeating-linear-gradient(135deg, ${ink} 0 1.5px, transparent 1.5px 7px)`;
   return stripes ? `${over}, ${colour}` : colour;
 }
 

@@ -25,7 +25,7 @@ const STYLE = `
   .lanes { touch-action: pan-y; cursor: ew-resize; }
   .s { stroke: color-mix(in srgb, CanvasText 55%, transparent); stroke-width: 0.5; }
   .s.lit, .m.lit { stroke: CanvasText; stroke-width: 2; }
-  .now { stroke: CanvasText; stroke-width: 1.5; pointer-events: none; }
+  .now { stroke: CanvasText; stroke-width: 1.2; pointer-events: none; }
   .arrow { stroke: CanvasText; stroke-width: 1; fill: none; pointer-events: none; }
   .grid { stroke: color-mix(in srgb, CanvasText 22%, transparent); pointer-events: none; }
   .ghost { stroke: CanvasText; stroke-dasharray: 2 3; opacity: 0.6; }
@@ -276,11 +276,11 @@ function files(opened) {
 /** The drawing: pressing and dragging asks to `go` to a time, pointing to `light` one. */
 function drawing(trace, go, light) {
   const [lanes, blocks] = ["lanes", "blocks"].map((kind) => {
-    const [, svg] = canvas(`<g></g><g></g><path class="now"/>`);
+    const [, svg] = canvas(`<g></g><g></g><path class="now"/><g></g>`);
     svg.classList.add(kind);
     return svg;
   });
-  const [all, arrows, now] = lanes.children;
+  const [all, arrows, now, texts] = lanes.children;
   let [parts, drawn, lit, width, view] = [null, "", null, 640, null];
   drag(lanes, (event) => {
     const { left, width } = lanes.getBoundingClientRect();
@@ -311,6 +311,7 @@ function drawing(trace, go, light) {
       parts = picture(one, rank, width, { top, above: plain === one ? 0 : above }, seen);
       parts.slots = slots(plain ? [plain, one] : [one], names);
       all.innerHTML = parts.html;
+      texts.replaceChildren(...all.querySelectorAll("text"));  // over the line of the moment
       size(lanes, width, parts.height);
       drawn = `${width} ${state} ${seen.window}`;
     }

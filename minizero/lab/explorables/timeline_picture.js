@@ -53,7 +53,8 @@ function lane(slices, numbers, y, tall, x, verbs, spots) {
       width="${wide}" height="${high}" fill="${waits ? "url(#waiting)" : colour}"/>` +
       (stripes && !waits ? `<rect class="paint" pointer-events="none" x="${left}" y="${top}"
         width="${wide}" height="${high}" fill="url(#leaving)"/>` : "") +
-      (name ? `<text class="${waits ? "halo bold" : "paint"}" pointer-events="none" text-anchor="middle"
+      (name ? `<text class="halo ${waits ? "bold" : "paint"}" pointer-events="none" text-anchor="middle"
+        style="${waits ? "" : `stroke: ${colour}; stroke-width: 2.5`}"
         x="${left + wide / 2}" y="${top + high / 2 + 4}" fill="${waits ? "CanvasText" : ink}">${escaped(name)}</text>` : "");
   });
   const moments = slices.filter((s) => s.end === s.begin).map((s) => {
