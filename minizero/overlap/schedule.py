@@ -184,10 +184,11 @@ class Overlap(Schedule):
             self._move(u, "sharded")
         self._move(unit, "in use")
         if (least := self._count("in use")) > limit:
+            names = [u.name for u in units["in use"]]
             raise ValueError(
-                f"the units in use, {[u.name for u in units['in use']]}, have "
-                f"{least:,} elements, but max_live_parameters is {limit:,}; "
-                f"set it to {least:,} or more, or make smaller units"
+                f"the units in use, {names}, have {least:,} elements, but "
+                f"max_live_parameters is {limit:,}; set it to {least:,} or "
+                "more, or make smaller units"
             )
         while self._count("ahead", "in use", "kept") > limit:
             freed.append([*units["kept"], *units["ahead"]][-1])

@@ -6,27 +6,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .. import comm
 from ..memory.labels import label
 from ..memory.plan import Plan
 from .build import users_of
 from .flat import Flat, Unit
-from .guards import Hook, move
+from .guards import Hook, mark_inputs, move, tensors_in
 from .seams import Storage, check_outputs, check_unwritten
 from .seams import writes_to
 from .stage2 import ZeRO2
 
 # %% auto #0
-__all__ = ['ShardedFlat', 'ZeRO3', 'AfterBackward', 'mark_inputs', 'tensors_in']
+__all__ = ['ShardedFlat', 'ZeRO3']
 
 # %% ../../notebooks/07_zero3.ipynb #zero-sharded-flat
 class ShardedFlat(Flat):
@@ -257,34 +256,3 @@ class ZeRO3(ZeRO2):
 
     def _reduce_complete(self) -> None:
         """Nothing: `_after_backward` reduces, the same on every rank."""
-
-# %% ../../notebooks/07_zero3.ipynb #zero-stage3-marks
-class AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward ends the unit's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.done()
-        return None, *grads
-
-
-def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Call `done` when all these inputs have got their gradients."""
-    leaves, tree = tree_flatten((args, kwargs))
-    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
-    found = {id(x) for x in inputs}
-    leaves = [next(marked) if id(x) in found else x for x in leaves]
-    return tree_unflatten(leaves, tree)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, and of objects in it, such as dataclasses."""
-    leaves = tree_leaves(tree)
-    objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
-    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]
