@@ -20,15 +20,11 @@ from minizero.zero import DataParallel, Schedule
 
 CONFIG = GPTConfig(layers=4, hidden=24, heads=2, sequence=16, vocabulary=50)
 HUGE = 10**9
-Settings = dict[str, int]
+Settings = tuple[int, int, int]
 
 
 def settings(prefetch: int = HUGE, live: int = HUGE, persist: int = 0) -> Settings:
-    return {
-        "prefetch_bucket_size": prefetch,
-        "max_live_parameters": live,
-        "param_persistence_threshold": persist,
-    }
+    return prefetch, live, persist
 
 
 def build(
@@ -39,7 +35,7 @@ def build(
 ) -> DataParallel:
     torch.manual_seed(0)
     model = GPT(config)
-    schedule = Schedule() if chosen is None else Overlap(**chosen)
+    schedule = Schedule() if chosen is None else Overlap(*chosen)
     optimizer = torch.optim.AdamW(model.parameters())
     plan = Plan.stage(stage)
     return parallelize(model, optimizer, plan, schedule=schedule, **options)
@@ -86,10 +82,7 @@ def test_what_is_kept_is_gathered_once(two: Pool) -> None:
 
 
 def watch(chosen: Settings) -> tuple[int, int, int, int]:
-    """Peak of gathered elements, gradients' peak, what three units have.
-
-    And how many buffers for a block's gradients were allocated in two steps.
-    """
+    """Peaks: gathered elements, gradients; elements of three units; fresh buffers."""
     gc.collect()
     net = build(3, chosen)
     step(net)
@@ -114,10 +107,7 @@ def test_prefetch_counts_elements_ahead(two: Pool) -> None:
 
 
 def test_gradients_under_way_are_bounded(two: Pool) -> None:
-    """One unit's are reduced, one's are formed, and the root's wait for the end.
-
-    Later blocks take the two buffers over.
-    """
+    """One block's are reduced, one's formed, in two buffers; the root's wait."""
     for _, gradients, bound, fresh in two.run(watch, settings()):
         assert gradients <= bound
         assert fresh == 2 * 2
@@ -149,7 +139,7 @@ def operations(units: int, chosen: Settings) -> int:
         return trace
 
     sys.settrace(trace)
-    simulate(layers, Machine(2, 0.0, 1e6), Plan.stage(3), Overlap(**chosen))
+    simulate(layers, Machine(2, 0.0, 1e6), Plan.stage(3), Overlap(*chosen))
     sys.settrace(None)
     return count
 
@@ -194,7 +184,7 @@ def real_and_simulated() -> list[tuple[Any, Any]]:
         shards = sum(f.size for u in net.units for f in u.flats) if stage == 3 else 0
         whole = tracker.peaks["parameters"] // 4 - shards if stage == 3 else 0
         machine = Machine(2, 1e-4, 1e9)
-        schedule = Schedule() if chosen is None else Overlap(**chosen)
+        schedule = Schedule() if chosen is None else Overlap(*chosen)
         line = simulate(units_of(net), machine, Plan.stage(stage), schedule, bucket)
         seen = [(c.op, c.unit) for c in calls]
         sent = [(i.what, i.unit) for i in line.intervals if i.lane == "link"]

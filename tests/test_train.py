@@ -111,10 +111,7 @@ def test_another_stage_under_torchrun_learns_the_same(
     ],
 )
 def test_bad_input_ends_in_one_sentence(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINIZERO_RANKS", "many")
