@@ -31,10 +31,10 @@ LINES = {
     "engine": (1_342, 1_450),
     "deepspeed": (488, 600),
     "hf kernels": (925, 950),
-    "scale": (1_447, 1_450),
+    "scale": (1_449, 1_450),
 }
 """Most lines of each folder, docstrings and blanks included, and the aim."""
-CORE, CORE_FILES = (13_456, 13_500), (92, 110)
+CORE, CORE_FILES = (13_456, 13_500), (93, 110)
 COURSE = (1_693, 2_500)
 LAB, TESTS = (5_000, 5_000), (16_000, 16_000)
 ARROWS = 70

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..memory.plan import check
+from ..memory.placement import check
 from ..zero.build import Policy, find_units
 from .saved_tensors import recording_kept
 from .stores import Store, store_hooks

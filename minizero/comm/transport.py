@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..memory.plan import check
+from ..memory.placement import check
 from ..ranks import device, rank, world_size
 
 ALGORITHMS = "direct", "backend"

@@ -21,7 +21,7 @@ from .. import kernels, zero
 from ..activations import CHECKPOINT, Offloaded
 from ..checkpoint import Folder, consolidate, export
 from ..config import Source, read
-from ..memory.plan import check
+from ..memory.placement import check
 from ..ranks import init_distributed as find_ranks
 from ..ranks import rank, world_size
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .plan import check
+from .placement import check
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

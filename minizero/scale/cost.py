@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from ..activations import MODES
 from ..comm.quantized import BLOCK
-from ..memory.plan import PRECISIONS, Plan, check, estimate
+from ..memory.placement import check
+from ..memory.plan import PRECISIONS, Plan, estimate
 from ..overlap.simulator import Buffer, Layer
 from ..overlap.simulator import Machine as Link
 from ..zero.parallelize import check_groups

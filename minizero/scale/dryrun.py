@@ -30,7 +30,7 @@ from .. import comm
 from ..comm import Ledger, collectives
 from ..engine import Engine, initialize
 from ..memory import labels
-from ..memory.plan import check
+from ..memory.placement import check
 from ..memory.tracker import Tracker
 from ..offload import delayed, disk
 from ..offload.swap_file import Transfer

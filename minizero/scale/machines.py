@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..memory.plan import check
+from ..memory.placement import check
 
 ATTAINED = 0.4
 """The share of peak arithmetic that large runs sustain: 38 to 43 % of an H100's

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..activations import MODES
 from ..memory.labels import amount
-from ..memory.plan import PRECISIONS, check
+from ..memory.placement import check
+from ..memory.plan import PRECISIONS
 from .cost import Candidate, Costs, Job, Memory, layers_of
 from .machines import MACHINES
 from .predict import Prediction, predict

@@ -10,8 +10,6 @@ and what stays allocated between steps. An operation launches collectives;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -127,54 +125,6 @@ class DataParallel(Net):
         self.unsynced = not self.syncing
         self.wait()
         self.schedule.backward_ends()
-
-    # continued: zero-data-parallel-means
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward inside only adds up; the next one outside reduces.
-
-        RuntimeError where gradients are sharded: no buffer could take a sum.
-        """
-        self.check_postponable()
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _means(self) -> list[Tensor]:
-        """The mean gradients, when all reductions are done."""
-        if self.unsynced:  # by `no_sync`
-            self.unsynced = False
-            for unit in [*self._unreduced]:
-                self._reduce(unit)
-            self.wait()
-        for flat in self.trained:
-            if flat.mean is None:  # there was no backward
-                self.reduced(flat)
-        self.storage.wait_for_copies()
-        return [f.mean for f in self.trained if f.mean is not None]
-
-    def _set_aside(self) -> None:
-        """Move means of earlier micro-batches out of the gradient buffers."""
-        for flat in self.trained:
-            if flat.mean is not None and flat.grad is not None:
-                flat.mean = labels.label(flat.mean.clone(), "gradients")
-                flat.mark_uninitialized()
-
-    def zero_grad(self) -> None:
-        """Clear all gradients; `step` does it, an abandoned step needs it."""
-        self.wait()
-        self.storage.wait_for_copies()
-        for flat in self.trained:
-            self.clear_grads(flat)
-        self.unsynced = self.has_gradients = False
-        self.precision.grads_cleared()
-
-    def clear_grads(self, flat: Flat) -> None:
-        """Clear the gradients that stay allocated between steps."""
-        flat.mark_uninitialized()
-        flat.mean = None
 
     # continued: zero-data-parallel-clip
     def grad_norm(self) -> Tensor:

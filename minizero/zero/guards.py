@@ -3,19 +3,17 @@
 Writes to parameters, in place or by `p.data = values`, are taken over by the next step
 if every rank makes them; sharded parameters are written to inside
 `zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
-copied or saved raises here; what is refused in a step, in `Net`. Between them: how a
-net hangs on modules and on autograd's graph.
+copied or saved raises here; what is refused in a step, in `Net`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.plan import Plan
@@ -97,37 +95,6 @@ class Hook(partial[Any]):
 
 def _nothing(*args: Any) -> None:
     """What the hooks of a copied module call."""
-
-
-class AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward ends the unit's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.done()
-        return None, *grads
-
-
-def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Call `done` when all these inputs have got their gradients."""
-    leaves, tree = tree_flatten((args, kwargs))
-    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
-    found = {id(x) for x in inputs}
-    leaves = [next(marked) if id(x) in found else x for x in leaves]
-    return tree_unflatten(leaves, tree)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, and of objects in it, such as dataclasses."""
-    leaves = tree_leaves(tree)
-    objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
-    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]
 
 
 def refuse_sharded_state(module: nn.Module) -> None:

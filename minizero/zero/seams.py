@@ -18,7 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from .. import comm
 from ..memory import labels
@@ -265,7 +270,7 @@ class Net:
     flat_type: type[Flat] = Flat
     running = 0
     # `DataParallel` has these
-    zero_grad: Callable[[], None]
+    _reduce: Callable[[Unit], None]
     reduced: Callable[[Flat], None]
 
     def __init__(
@@ -317,6 +322,11 @@ class Net:
         """Allocate what this plan keeps of a buffer between steps."""
         if flat.trainable:
             flat.grad_buffer()
+
+    def clear_grads(self, flat: Flat) -> None:
+        """Clear the gradients that stay allocated between steps."""
+        flat.mark_uninitialized()
+        flat.mean = None
 
     def owned(self, buffer: Tensor, flat: Flat) -> Tensor:
         """The part of a buffer that this rank updates: here, all of it."""
@@ -375,6 +385,48 @@ class Net:
         if heir and (heir.padded, heir.grad_dtype) == (flat.padded, flat.grad_dtype):
             heir.grad = buffer  # the system would have to clear fresh memory
             heir.mark_uninitialized()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only adds up; the next one outside reduces.
+
+        RuntimeError where gradients are sharded: no buffer could take a sum.
+        """
+        self.check_postponable()
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _means(self) -> list[Tensor]:
+        """The mean gradients, when all reductions are done."""
+        if self.unsynced:  # by `no_sync`
+            self.unsynced = False
+            for unit in [*self._unreduced]:
+                self._reduce(unit)
+            self.wait()
+        for flat in self.trained:
+            if flat.mean is None:  # there was no backward
+                self.reduced(flat)
+        self.storage.wait_for_copies()
+        return [f.mean for f in self.trained if f.mean is not None]
+
+    def _set_aside(self) -> None:
+        """Move means of earlier micro-batches out of the gradient buffers."""
+        for flat in self.trained:
+            if flat.mean is not None and flat.grad is not None:
+                flat.mean = labels.label(flat.mean.clone(), "gradients")
+                flat.mark_uninitialized()
+
+    def zero_grad(self) -> None:
+        """Clear all gradients; `step` does it, an abandoned step needs it."""
+        self.wait()
+        self.storage.wait_for_copies()
+        for flat in self.trained:
+            self.clear_grads(flat)
+        self.unsynced = self.has_gradients = False
+        self.precision.grads_cleared()
 
     def all_rows(self, mine: Tensor) -> Tensor:
         """A row for each of the N shards, from those for what this rank updates."""
@@ -581,6 +633,37 @@ def check_outputs(unit: Unit, outputs: list[Tensor]) -> None:
             f"unit {unit.name!r} returns a view of its parameters, and their memory is "
             "freed now; return a clone"
         )
+
+
+class AfterBackward(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward ends the unit's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> Any:
+        ctx.done = done
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.done()
+        return None, *grads
+
+
+def mark_inputs(done: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """Call `done` when all these inputs have got their gradients."""
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    marked: Any = iter(AfterBackward.apply(done, *inputs) if inputs else ())
+    found = {id(x) for x in inputs}
+    leaves = [next(marked) if id(x) in found else x for x in leaves]
+    return tree_unflatten(leaves, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, and of objects in it, such as dataclasses."""
+    leaves = tree_leaves(tree)
+    objects = [vars(x) for x in leaves if hasattr(x, "__dict__")]
+    return [x for x in leaves + tree_leaves(objects) if isinstance(x, Tensor)]
 
 
 def refuse_step(optimizer: Optimizer, *_: Any) -> None:

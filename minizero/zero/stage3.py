@@ -19,9 +19,9 @@ from ..memory.labels import label
 from ..memory.plan import Plan
 from .build import users_of
 from .flat import Flat, Unit
-from .guards import Hook, mark_inputs, move, tensors_in
+from .guards import Hook, move
 from .seams import Storage, check_outputs, check_unwritten
-from .seams import writes_to
+from .seams import mark_inputs, tensors_in, writes_to
 from .stage2 import ZeRO2
 
 # %% auto #0
