@@ -441,8 +441,8 @@ class Net:
 
     def _update(self, units: list[Unit]) -> None:
         """Let the optimizer update these units; publish each when it is ready."""
-        update = self.storage.update(units, self.optimizer, self.precision)
-        with closing(update):  # type: ignore[type-var]
+        update: Any = self.storage.update(units, self.optimizer, self.precision)
+        with closing(update):  # it ends at once if publishing fails
             for arrived in update:
                 self._updated(arrived)
         labels.label_states(self.optimizer)
