@@ -99,6 +99,7 @@ def sent(micro):
             "Plan 3 frees what it has gathered: each micro-batch gathers again, twice.",
         ),
     )
+    explain = "That 2,048 tokens, not the 8,192 of a step, are too few to hide it."
 
     def draw(self, rng):
         return [{"micro": m} for m in rng.sample([2, 3, 5, 6, 7, 8, 12, 16], 3)]

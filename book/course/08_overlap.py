@@ -11,6 +11,67 @@ from minizero.ranks import rank
 from minizero.zero import ZeRO2
 
 
+class ShortLedger(Exercise):
+    label = "ex-overlap-6"
+    answer = "exposed"
+    book = {"calls": [[0, 1, 2, 6], [1, 2, 9, 10], [14, 15, 15, 18]]}
+    starter = """
+def exposed(calls: list[list[int]]) -> tuple[int, int]:
+    # Of each call `launched`, `returned`, `waited` and `finished`, in ms: how long the
+    # rank waits in all, and how many calls it launched ahead.
+    return 0, 0
+"""
+    public = """
+assert exposed([[0, 1, 3, 5]]) == (2, 0)
+"""
+    reference = """
+def exposed(calls):
+    waits = sum(finished - waited for _, _, waited, finished in calls)
+    ahead = sum(any(a[0] < b[0] < a[2] for a in calls) for b in calls)
+    return waits, ahead
+"""
+    wrong = (
+        Wrong(
+            "under way",
+            "finished - waited for _, _, waited",
+            "finished - launched for launched, _, _",
+            "You added up how long calls are under way: the rank may compute then.",
+        ),
+        Wrong(
+            "launches too",
+            "finished - waited for _, _, waited",
+            "finished - waited + back - since for since, back, waited",
+            "You counted launching: the rank waits only from `waited` to `finished`.",
+        ),
+        Wrong(
+            "waited for later",
+            "any(a[0] < b[0] < a[2] for a in calls)",
+            "b[1] < b[2]",
+            "You counted calls that are waited for later than they return: ahead is "
+            "what is launched before the rank waits for an earlier call.",
+        ),
+    )
+
+    def draw(self, rng):
+        return [{"calls": ledger(rng)} for _ in range(3)]
+
+
+def ledger(rng):
+    """Calls of one rank, of which some are launched one ahead."""
+    now, calls, ahead = 0, [], None
+    early = [True, False, *(rng.random() < 0.5 for _ in range(4))]
+    rng.shuffle(early)
+    for is_early in [*early, False]:
+        mine = ahead or [now, now + rng.randint(1, 2)]
+        now = max(now, mine[1])
+        ahead = [now, now + rng.randint(1, 2)] if is_early else None
+        now = ahead[1] if ahead else now
+        waited, now = now, now + rng.randint(1, 6)
+        calls.append([*mine, waited, now])
+        now += rng.randint(1, 9)
+    return calls
+
+
 class Megabytes(Exercise):
     label = "ex-overlap-1"
     answer = "settings"
@@ -124,7 +185,10 @@ def seconds(sizes, tokens, flops, machine, ahead):
             "You simulated ZeRO-2, which gathers nothing before a forward.",
         ),
     )
-    explain = "Why this many are enough: what stands in the queue for the link."
+    explain = (
+        "Of how many ranks 6,400 tokens exceed the break-even, and why so many blocks "
+        "are enough: what stands in the queue for the link."
+    )
 
     def draw(self, rng):
         return [
