@@ -378,13 +378,7 @@ class Net:
                     comm.all_reduce(shard, **how)
                 else:
                     comm.reduce_scatter(rows[across.rank], rows, **how)
-        buffer = flat.grad
         self.reduced(flat)
-        later = (f for u in self._unreduced for f in u.trainable if f.grad is None)
-        heir = next(later, None) if flat.grad is None else None
-        if heir and (heir.padded, heir.grad_dtype) == (flat.padded, flat.grad_dtype):
-            heir.grad = buffer  # the system would have to clear fresh memory
-            heir.mark_uninitialized()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
