@@ -253,13 +253,12 @@ class Costs:
         return forward + self.memory(14 * logits), backward + self.memory(22 * logits)
 
     def element(self, how: Candidate) -> tuple[float, float, float, float]:
-        """What an element costs to gather and to reduce, beside arithmetic.
+        """Link bytes to gather and to reduce an element, seconds over memory for both.
 
-        Bytes on the link to gather and to reduce it, then seconds over memory for both:
-        quantized parameters are decoded; gradients copied into one buffer, cast if they
+        Quantized parameters are decoded; gradients copied into one buffer, cast if they
         are reduced in another dtype, divided, and encoded and decoded if quantized.
         """
-        size, reduced = self.itemsize, self.job.reduced
+        job, size, reduced = self.job, self.itemsize, self.job.reduced
         gather_bytes, reduce_bytes = (
             bits / 8 + 1 / BLOCK if bits else full  # a block has a scale of one byte
             for bits, full in ((how.weight_bits, size), (how.gradient_bits, reduced))
@@ -268,6 +267,8 @@ class Costs:
         casting = (size + reduced) * (size != reduced)
         reducing: float = (2 * size + casting + 2 * reduced) * (self.job.gpus > 1)
         reducing += 2 * (reduced + reduce_bytes) * bool(how.gradient_bits)
+        if how.gradient_bits and not how.plan.group and job.gpus > job.gpus_per_node:
+            reduce_bytes *= job.gpus_per_node  # not added on the way, as in a ring
         return gather_bytes, reduce_bytes, self.memory(decoding), self.memory(reducing)
 
     def update(self, plan: Plan) -> float:
