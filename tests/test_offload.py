@@ -248,8 +248,7 @@ class Late(Storage):
 
 @on_cpu_only
 @pytest.mark.parametrize(
-    "bf16, make",
-    [(False, muon), (True, nasty.adamw), (True, OPTIMIZERS["sgd"])],
+    "bf16, make", [(False, muon), (True, nasty.adamw), (True, OPTIMIZERS["sgd"])]
 )
 def test_delay_is_one_step(two: Pool, tmp_path: Path, bf16: bool, make: Any) -> None:
     """Against an optimizer that keeps each gradient for a step itself.

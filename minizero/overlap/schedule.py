@@ -179,6 +179,9 @@ class Overlap(Schedule):
         units, limit = self._units, self.max_live_parameters
         is_new = unit not in units["in use"]
         skipped = self.order.note(unit) if is_new else []
+        if len(self.order.seen) == 1:  # and what the last pass has left
+            coming = {unit, *self.order.upcoming}
+            skipped += [u for u in units["ahead"] if u not in coming]
         freed = [u for u in dict.fromkeys(skipped) if u in units["ahead"]]
         for u in freed:
             self._move(u, "sharded")
