@@ -13,54 +13,72 @@ from minizero.lab.course import Exercise, Wrong
 class BytesOnDisk(Exercise):
     label = "ex-checkpoint-1"
     answer = "checkpoints"
-    book = {"params": 7e9, "ranks": 64, "speed": 1e9}
+    book = {"params": 7e9, "frozen": 6e9, "ranks": 64, "speed": 1e9}
     starter = """
-def checkpoints(params: float, ranks: int, speed: float) -> list[tuple[float, float]]:
-    # GB of a checkpoint, and seconds to write it on ranks of `speed` bytes/s each: of
-    # Adam in fp32, Adam in bf16 with fp32 masters, SGD with momentum in fp32.
-    return [(0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+def checkpoints(
+    params: float, frozen: float, ranks: int, speed: float
+) -> list[tuple[float, float]]:
+    # GB of a checkpoint, and seconds to write it on ranks of `speed` bytes/s each: in
+    # fp32 with SGD with momentum; in bf16 with fp32 masters and Adam, if so many of the
+    # parameters are `frozen`.
+    return [(0.0, 0.0), (0.0, 0.0)]
 """
     public = """
-gigabytes, seconds = checkpoints(1e9, 1, 1e9)[2]
+gigabytes, seconds = checkpoints(1e9, 5e8, 1, 1e9)[0]
 assert gigabytes == seconds
 """
     reference = """
-def checkpoints(params, ranks, speed):
-    sizes = [4 + 4 + 4, 4 + 4 + 4, 4 + 4]
-    return [(params * each / 1e9, params * each / ranks / speed) for each in sizes]
+def checkpoints(params, frozen, ranks, speed):
+    sizes = [params * (4 + 4), (params - frozen) * (4 + 4 + 4) + frozen * 2]
+    return [(size / 1e9, size / ranks / speed) for size in sizes]
 """
     wrong = (
         Wrong(
             "all 16 bytes",
-            "4 + 4 + 4, 4 + 4 + 4,",
-            "4 + 4 + 4, 2 + 2 + 4 + 4 + 4,",
+            "* (4 + 4 + 4)",
+            "* (2 + 2 + 4 + 4 + 4)",
             "You saved gradients and rounded copies too: gradients are gone after the"
             " step, and a rounded copy is made from the master.",
         ),
         Wrong(
             "gradients",
-            "[4 + 4 + 4, 4 + 4 + 4, 4 + 4]",
-            "[4 + 4 + 4 + 4, 4 + 4 + 4, 4 + 4 + 4]",
+            "params * (4 + 4),",
+            "params * (4 + 4 + 4),",
             "You saved the fp32 gradients: no step needs them any more.",
         ),
         Wrong(
             "no masters",
-            "[4 + 4 + 4, 4 + 4 + 4,",
-            "[4 + 4 + 4, 2 + 4 + 4,",
+            "* (4 + 4 + 4)",
+            "* (2 + 4 + 4)",
             "You saved the bf16 parameters in the masters' place: then a resumed run"
             " goes on from other weights.",
         ),
         Wrong(
+            "frozen masters",
+            "frozen * 2",
+            "frozen * 4",
+            "You saved a frozen parameter in fp32: only what is updated has a master.",
+        ),
+        Wrong(
+            "nothing frozen",
+            " + frozen * 2",
+            "",
+            "You left frozen parameters out: the model that loads needs them, too.",
+        ),
+        Wrong(
             "one writes all",
-            "params * each / ranks / speed",
-            "params * each / speed",
+            "size / ranks / speed",
+            "size / speed",
             "You let one rank write everything: each writes its shard, all at once.",
         ),
     )
 
     def draw(self, rng):
         return [
-            {"params": rng.randint(5, 900) * 1e8, "ranks": n, "speed": speed * 1e9}
+            {
+                "params": rng.randint(500, 900) * 1e8,
+                "frozen": rng.randint(50, 400) * 1e8, "ranks": n, "speed": speed * 1e9,
+            }
             for n, speed in zip(
                 rng.sample([3, 6, 12, 48], 2), rng.sample([0.5, 1.5, 2, 3], 2),
                 strict=True,
