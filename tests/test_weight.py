@@ -17,16 +17,12 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 WORDS, LINES, STRETCH = 3_000, 500, 45
 PAUSE = 25
 """Words of prose that end a stretch of code and output."""
-HEAVIER: dict[str, tuple[int, int, int]] = {}
-"""Chapters that are still heavier: they may grow no more."""
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
-
-
-def prose(cell: dict[str, Any]) -> int:
-    """Words of a Markdown cell outside of blocks of code."""
-    blocks = re.compile(r"^```[a-z]*$.*?^```$", re.M | re.S)
-    text = blocks.sub("", "".join(cell["source"]))
-    return len(re.findall(r"\w+", text))
+NO_PROSE = re.compile(  # solutions, which a page closes; code; marks of directives
+    r"(?:^```)?\{solution-start\}.*?(?:\{solution-end\}|\Z)"
+    r"|^(`{3,})[a-z]+$.*?^\1$|^[`:]{3,}.*?$|^:\w+:.*?$",
+    re.M | re.S,
+)
 
 
 def shown(cell: dict[str, Any]) -> tuple[int, int]:
@@ -45,12 +41,16 @@ def shown(cell: dict[str, Any]) -> tuple[int, int]:
 def weight(path: Path) -> tuple[int, int, int]:
     """Words, lines of code, and the longest stretch of code and output, in lines."""
     words = lines = longest = stretch = 0
+    start, end = "{solution-start}", "{solution-end}"
+    solving = False
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "markdown":
-            count = prose(cell)
+            text = start * solving + "".join(cell["source"])
+            solving = text.rfind(start) > text.rfind(end)
+            count = len(re.findall(r"\w+", NO_PROSE.sub("", text)))
             words += count
             stretch = 0 if count >= PAUSE else stretch
-        elif cell["cell_type"] == "code":
+        elif not solving:
             code, output = shown(cell)
             lines += code
             stretch += code + output
@@ -61,11 +61,9 @@ def weight(path: Path) -> tuple[int, int, int]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_chapter_is_light(path: Path) -> None:
     words, lines, longest = weight(path)
-    limits = HEAVIER.get(path.stem, (WORDS, LINES, STRETCH))
-    for found, limit in zip((words, lines, longest), limits, strict=True):
-        assert found <= limit, (
-            f"{words} words, {lines} lines of code, a stretch of {longest}"
-        )
+    assert words <= WORDS and lines <= LINES and longest <= STRETCH, (
+        f"{words} words, {lines} lines of code, a stretch of {longest}"
+    )
 
 
 if __name__ == "__main__":
