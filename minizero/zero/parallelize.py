@@ -48,10 +48,10 @@ class CopiedFlat(ShardedFlat):
         comm.all_gather(self.stored, own, group=across, quantized=quantized)
         self.shard.copy_(own)  # quantizing has replaced the own part, too
 
-    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
-        if quantized is not self.quantized:  # exact: then the copies must be, too
-            self._send(quantized)
-        return super()._launch(quantized)
+    def _launch(self, exact: bool = False) -> comm.Work:
+        if exact:  # then the copies must be, too
+            self._send(None)
+        return super()._launch(exact)
 
 
 def parallelize(

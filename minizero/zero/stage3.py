@@ -39,7 +39,7 @@ class ShardedFlat(Flat):
     """
 
     storage = Storage(Plan.stage(3))
-    quantized: comm.Quantized | None = None
+    quantized: comm.Quantized | None = None  # chapter 17 sends fewer bits
     used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
@@ -69,15 +69,15 @@ class ShardedFlat(Flat):
             check_unwritten(self)
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.is_unsharded = True
-            self._launch(self.quantized)
+            self._launch()
         return self._gathered
 
-    def _launch(self, quantized: comm.Quantized | None) -> comm.Work:
+    def _launch(self, exact: bool = False) -> comm.Work:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.stored_part(self.full))
             work = comm.all_gather(
                 self.full, own, async_op=True, group=self.ranks,
-                quantized=quantized,
+                quantized=None if exact else self.quantized,
             )  # fmt: skip
         self._gathered = work.then(arrive).then(self._arrived)
         return self._gathered
@@ -111,8 +111,8 @@ class ShardedFlat(Flat):
     def gathered(self) -> Iterator[None]:
         """Unsharded inside the block, with the values as they are stored."""
         self.gather().wait()
-        if self.quantized is not None:  # gather once more, exact
-            self._launch(None).wait()
+        if self.quantized:  # it came rounded: gather once more
+            self._launch(exact=True).wait()
         self.readers += 1
         try:
             yield
@@ -122,8 +122,8 @@ class ShardedFlat(Flat):
     def end_reading(self) -> None:
         """Free it; views that a script has kept keep the old memory."""
         self.readers -= 1
-        if self.used and not self.readers and self.quantized is not None:
-            self._launch(self.quantized).wait()  # as the unit had it
+        if self.quantized and self.used and not self.readers:
+            self._launch().wait()  # rounded, as the unit had it
         if not self.used and not self.readers:
             self.show_placeholders()
             self.full = self.full[:0].clone()  # drops the old memory
