@@ -94,8 +94,8 @@ class Flat:
 
     # continued: zero-flat-later
     mean_shard: Tensor  # where ZeRO-2 and 3 store `mean` between steps
-    start = 0  # the element of `full` with which the shard begins
     is_unsharded = True  # whether `full` has its storage
+    start = 0  # the element of `full` with which the shard begins
 
     # continued: zero-flat-values
     def fill(self) -> None:
