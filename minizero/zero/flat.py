@@ -60,16 +60,13 @@ class Flat:
     `grad`: [padded] or None, this rank's gradient, in `grad_dtype`.
     `uninitialized`: parameters whose part of `grad` has no values yet.
     `mean`: the gradient averaged over ranks; [size] where a plan shards it.
-    `mean_shard`: where ZeRO-2 and 3 store that between steps.
-    `shard`: the values that this rank updates, stored between steps; they
-        begin at element `start` of `full`.
-    `master`: what the optimizer updates, a copy of the shard or itself.
+    `shard`: the values that this rank updates: at first all of `full`.
+    `master`: the tensor that the optimizer has: the shard, or a copy.
     `group`: index of the optimizer group; None for frozen parameters.
     """
 
     mean: Tensor | None = None
     grad: Tensor | None = None
-    start, is_unsharded = 0, True
 
     def __init__(
         self,
@@ -92,8 +89,13 @@ class Flat:
         self.grad_dtype = like.dtype
         full = torch.zeros(self.padded, dtype=like.dtype, device=like.device)
         self.full = label(full, "parameters")
-        self.shard = self.master = self.mean_shard = full.new_empty(0)
+        self.shard = self.master = self.full
         self.fill()
+
+    # continued: zero-flat-later
+    mean_shard: Tensor  # where ZeRO-2 and 3 store `mean` between steps
+    is_unsharded = True  # whether `full` has its storage
+    start = 0  # the element of `full` with which the shard begins
 
     # continued: zero-flat-values
     def fill(self) -> None:

@@ -403,7 +403,7 @@ class Net:
         for flat in self.trained:
             if flat.mean is None:  # there was no backward
                 self.reduced(flat)
-        self.storage.wait_for_copies()
+        self.storage.wait_for_copies()  # of means that are offloaded
         return [f.mean for f in self.trained if f.mean is not None]
 
     def _set_aside(self) -> None:
