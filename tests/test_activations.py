@@ -146,6 +146,12 @@ def test_a_parameter_changed_before_backward_is_told() -> None:
         model.blocks[0].mlp.up.weight.add_(1)
     with pytest.raises(RuntimeError, match="was changed in place"):
         loss.backward()
+    recompute_units(layers := nn.Sequential(nn.Linear(2, 2)), "full")
+    hidden = torch.ones(2, requires_grad=True) * 1
+    y = layers(hidden)
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        y.sum().backward()
 
 
 def test_only_the_first_units() -> None:

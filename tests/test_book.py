@@ -126,10 +126,7 @@ def test_sections_that_are_named_exist() -> None:
             if cell["cell_type"] == "markdown"
         )
         for section in re.findall(r"\*([^*]+)\*", sections):
-            assert re.search(rf"^#+ {re.escape(section)}$", prose, re.M), (
-                name,
-                section,
-            )
+            assert re.search(rf"^#+ {re.escape(section)}$", prose, re.M), section
 
 
 REMOTE = {

@@ -122,4 +122,4 @@ def test_it_is_configured_for_the_process() -> None:
 
 def test_options_without_effect() -> None:
     with pytest.warns(UserWarning, match="^profile without effect"):
-        checkpointing.configure(profile=True)
+        checkpointing.configure(profile=True, synchronize=False)

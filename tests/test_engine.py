@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import minizero
 from minizero.checkpoint import CheckpointError
-from minizero.ranks import Pool, rank, world_size
+from minizero.ranks import Pool, device, rank, world_size
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -129,12 +129,8 @@ def test_what_the_engine_and_its_optimizer_refuse() -> None:
             use()
     go(engine)
     engine.destroy()
-    for call in (
-        engine,
-        engine.backward,
-        engine.save_checkpoint,
-        engine.load_checkpoint,
-    ):
+    other = engine.save_checkpoint, engine.load_checkpoint
+    for call in (engine, engine.backward, *other):
         with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
             call(torch.ones(1, 2))
 
@@ -439,8 +435,11 @@ def test_what_is_loaded(tmp_path: Path) -> None:
     rates = engine.get_lr()
     take(engine, stream, 1)
     engine.save_checkpoint(tmp_path, "not-the-latest", save_latest=False)
-    other, stream = dropping(placed(3))
+    other, stream = dropping(placed(3), 2)
+    other.backward(other(*(torch.ones(2, n, device=device()) for n in (6, 1))))
+    other.step()
     other.load_checkpoint(tmp_path, load_module_only=True)
+    assert not other.is_gradient_accumulation_boundary()  # the step begins anew
     assert other.global_steps == 0 and not any(other.optimizer.state.values())
     assert same(other.module_state_dict(), weights) or rank() > 0
     assert other.training_dataloader.seen in (None, 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from nasty import same
+from nasty import Fails, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,26 +157,30 @@ def trained_before(net: Any) -> None:
     optimizer = torch.optim.Adam(made.parameters())
     loss(made).backward()
     optimizer.step()
-    parallelize(made, optimizer, net.plan)
+    try:
+        parallelize(made, optimizer, net.plan)
+    finally:  # it has changed neither
+        assert optimizer.param_groups[0]["params"] == [*made.parameters()]
+
+
+def after_a_failure(net: Any) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"):
+        net.backward(Fails.apply(loss(net)))
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        net.backward(loss(net))
+    net.step()
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], str]] = {
     "a forward that an update overtook": (overtaken, STAGES, "inplace operation"),
     "frozen after wrapping": (frozen_late, STAGES, "requires_grad of .*'0.weight'"),
     "a gradient that was set": (set_grad, STAGES, "set the gradient of .*'0.bias'"),
-    "loss.backward()": (
-        lambda net: loss(net).backward(),
-        STAGES,
-        r"outside of\s+backward\(loss\)",
-    ),
+    "loss.backward()": (lambda net: loss(net).backward(), STAGES, r"outside of\s+back"),
     "optimizer.step()": (own_step, STAGES, r"SGD.step\(\) would change nothing"),
     "an optimizer that has stepped": (trained_before, (0, 3), "has made steps"),
     "wrapped twice": (lambda net: wrap(0, net.model), STAGES, "wrapped already"),
-    "clipped to nothing": (
-        lambda net: net.clip_grad_norm(0.0),
-        STAGES,
-        "max_norm must be above 0",
-    ),
+    "clipped to 0": (lambda net: net.clip_grad_norm(0.0), STAGES, "must be above 0"),
+    "after a failed backward": (after_a_failure, STAGES, "gradients are incomplete"),
     "a late gradient": (late_gradient, (0, 1, 2), "use_reentrant=False"),
 }
 
@@ -215,19 +219,10 @@ SHARDED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a write in place": (freed_write, "'0.bias' was written to while it was sharded"),
     "a write as .data": (freed_exchange, "'0.weight' was written to"),
     "copy.deepcopy": (lambda net: copy.deepcopy(net.model), "parameters are sharded"),
-    "torch.save": (
-        lambda net: torch.save(net.model, io.BytesIO()),
-        "parameters are sharded",
-    ),
+    "torch.save": (lambda net: torch.save(net.model, io.BytesIO()), "are sharded"),
     "state_dict": (lambda net: net.model.state_dict(), "parameters are sharded"),
-    "a module's state_dict": (
-        lambda net: net.model[2].state_dict(),
-        "parameters are sharded",
-    ),
-    "load_state_dict": (
-        lambda net: net.model.load_state_dict({}),
-        "parameters are sharded",
-    ),
+    "a module's state_dict": (lambda net: net.model[2].state_dict(), "are sharded"),
+    "load_state_dict": (lambda net: net.model.load_state_dict({}), "are sharded"),
     "a view that outlives a unit": (view_returned, "returns a view of its"),
 }
 

@@ -114,8 +114,12 @@ def test_a_norm_of_many_rows() -> None:
         inputs = [to(t).requires_grad_() for t in (x, weight)]
         shape = () if f is kernels else ((9,),)
         y = f.rms_norm(inputs[0], *shape, inputs[1], eps=1e-6)
-        sums += torch.autograd.grad(y, inputs, to(dy))
-    assert all(close(a, b, 300) for a, b in zip(found, exact, strict=True))
+        up = to(dy).requires_grad_()
+        sums += torch.autograd.grad(y, inputs, up, create_graph=True)
+    pairs = zip(found, exact, strict=True)
+    assert all(close(a.detach(), b.detach(), 300) for a, b in pairs)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # not in silence
+        found[0].sum().backward()
 
 
 @given(st.integers(0, 4), st.integers(1, 9000) | st.integers(4097, 9000), dtypes, seeds)
@@ -201,13 +205,8 @@ def test_kernels_compile_for_a_gpu(kind: str) -> None:
     every = []
     for name, stored, wide, whole, numbers, constants in KERNELS:
         types = {"target_ptr": "*i64"} if "loss" in name else {}
-        columns = (
-            (stored, f"*{kind}"),
-            (wide, "*fp32"),
-            (whole, "i32"),
-            (numbers, "fp32"),
-        )
-        for names, written in columns:
+        columns = (stored, f"*{kind}"), (wide, "*fp32"), (whole, "i32")
+        for names, written in (*columns, (numbers, "fp32")):
             types |= dict.fromkeys(names.split(), written)
         options = {"enable_fp_fusion": False} if name == "adam_step" else {}
         module = "minizero.kernels.triton_kernels"

@@ -66,11 +66,7 @@ MODELS = {
     "0-dim, Adagrad": (Scaled, draw, partial(torch.optim.Adagrad, lr=0.1)),
     "0-dim, Adam": (Scaled, draw, torch.optim.Adam),
     "buffers": (Strided, draw, sgd),
-    "float64": (
-        lambda: nn.Linear(3, 2).double(),
-        partial(draw, torch.float64),
-        torch.optim.Adam,
-    ),
+    "float64": (lambda: nn.Linear(3, 2).double(), partial(draw, torch.float64), sgd),
     "complex": (
         lambda: nn.Linear(3, 2, dtype=torch.complex64),
         partial(draw, torch.complex64),

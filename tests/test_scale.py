@@ -120,6 +120,12 @@ def test_memory_agrees_with_the_estimate() -> None:
     assert off.optimizer == 0 < off.host and off.gradients < memory.gradients
 
 
+def test_parameters_from_the_host_take_time_on_one_gpu() -> None:
+    on: dict[str, Any] = {"gpus": 1, "offload_optimizer": "cpu", "micro_batch": 1}
+    there, here = (step("gpt2-xl", **on, offload_param=at) for at in ("cpu", None))
+    assert there.step_seconds > here.step_seconds
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -24,6 +24,7 @@ from minizero.deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from minizero.engine.data import Loader
 from minizero.precision import LossScale, MixedPrecision
 from minizero.ranks import Pool, device, world_size
 from minizero.zero import DataParallel
@@ -327,6 +328,10 @@ def test_a_repeating_loader_starts_again() -> None:
     repeating = RepeatingLoader(loader)
     got = [next(repeating).tolist() for _ in range(5)]
     assert got == [[0, 1], [2], [0, 1], [2], [0, 1]]
+    ended, other = (Loader(range(3), 3) for _ in range(2))
+    batch = next(iter(ended))
+    other.load_state_dict(ended.state_dict())  # at the epoch's end
+    assert torch.equal(next(RepeatingLoader(other)), batch)
 
 
 def test_an_iterator_cannot_be_repeated() -> None:

@@ -8,7 +8,7 @@ from .recompute import MODES, Recompute, keep_matmuls, recompute_units
 from .saved_tensors import SavedTensors, by_operator
 from .stores import Offloaded, Sharded, Store
 
-# the process's own: `deepspeed.checkpointing.checkpoint` calls it
+# one for the process: the engine sets its store, and DeepSpeed's names export it
 CHECKPOINT = Recompute("full")
 __all__ = ["CHECKPOINT", "MODES", "Offloaded", "Recompute", "SavedTensors", "Sharded"]
 __all__ += ["Store", "by_operator", "keep_matmuls", "recompute_units"]

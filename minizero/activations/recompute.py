@@ -87,13 +87,13 @@ class Recompute:
     def call_unit(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call the function; what it saves is the unit's of this name."""
+        """Call the function; the store keeps what it saves as this unit's."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         with store_hooks(self.store or Store(), name):
             if self.mode == "none":
                 return function(*args, **kwargs)
-            # by position: torch would keep keyword arguments past the hooks
+            # by position: keyword arguments would not pass through the hooks
             leaves, spec = tree_flatten((args, kwargs))
 
             def inside(*leaves: Any) -> Any:

@@ -30,15 +30,14 @@ class Store:
 
     def pack(self, x: Tensor, call: Any) -> Any:
         record_saved(x, "recompute")
-        return x.detach()
+        return x.detach(), x._version
 
     def unpack(self, held: Any) -> Tensor:
-        assert isinstance(held, Tensor)
-        return held
+        return unchanged(*held)
 
 
 def store_hooks(store: Store, unit: str) -> saved_tensors_hooks:
-    """Hand to the store what autograd saves, except parameters and (small) integers."""
+    """Hand the store all floating-point tensors that autograd saves but parameters."""
     call = store.begin(unit)
 
     def pack(x: Tensor) -> Any:
@@ -173,11 +172,11 @@ class Copies(weakref.WeakSet[HostCopy]):
 
 
 class Offloaded(Store):
-    """Waits in host memory; backward fetches it a unit ahead (P_a+cpu).
+    """Keeps saved tensors in host memory; backward fetches a unit ahead (P_a+cpu).
 
     Rajbhandari et al. 2020, sec. 6.1; Ren et al. 2021. What a unit saves is
     on the device until the next unit has begun. Each storage is copied once,
-    however many views of it are saved.
+    however many views of it are saved; a view of under an eighth, by itself.
     """
 
     def __init__(self) -> None:

@@ -158,7 +158,7 @@ def sweep(folder: Path) -> None:
 
 
 def pieces(a: int, b: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Of each shard of `size` elements that has some of a to b: number, first, end."""
+    """Cut [a, b) at multiples of `size`: yields (shard, first, end in that shard)."""
     while a < b:
         shard, first = divmod(a, size)
         last = min(size, first + b - a)

@@ -176,7 +176,7 @@ def fill(
     def read(flat: Flat, what: str, start: int, *tensors: Tensor) -> None:
         """Fill tensors, each in its dtype, with saved elements of `flat`.
 
-        Their first is element `start` of the flat buffer.
+        Each tensor begins at element `start` of the flat buffer.
         """
         end = start + tensors[0].numel()
         for slot in flat.slots:
@@ -230,10 +230,12 @@ def fill_modules(net: DataParallel, run: SavedRun, number: int) -> None:
     extra = run.values("modules", number)
     for name, value in net.module_state().items():
         if f"buffer {name!r}" in run.index.facts:
-            value.copy_(run.file(number).get_tensor(f"buffers/{name}"))
+            extra[name] = run.file(number).get_tensor(f"buffers/{name}")
+        module, _, last = name.rpartition(".")
+        if last == "_extra_state" and name in extra:
+            net.model.get_submodule(module).set_extra_state(extra[name])
         elif name in extra:
-            module = net.model.get_submodule(name.rpartition(".")[0])
-            module.set_extra_state(extra[name])
+            value.copy_(extra[name])
 
 
 def fill_options(net: DataParallel, run: SavedRun) -> None:

@@ -27,7 +27,7 @@ def ordered_sum(
     """The sum of rows, or their mean, always in the same order.
 
     Neighbors first: 0 + 1 and 2 + 3, then those two sums, and so on. So a
-    group of neighbors may add its own rows first. 16-bit rows give a new
+    group of 2, 4, 8, ... may add its own rows first. 16-bit rows give a new
     tensor in fp32; other sums go to `out`, which may be one of `parts`.
     """
     n, first = len(parts), parts[0]

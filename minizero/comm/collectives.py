@@ -218,26 +218,26 @@ def barrier() -> None:
 
 
 @lru_cache(maxsize=1)
-def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of all ranks; they make it together, in their first `gather_objects`."""
-    return dist.new_group(timeout=timeout(), backend="gloo")
+def _own_groups(world: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Two gloo groups of all ranks, made together in their first `gather_objects`."""
+    return [dist.new_group(timeout=timeout(), backend="gloo") for _ in range(2)]
 
 
 def gather_objects(value: Any) -> list[Any]:
     """Every rank gets the values of all ranks, in rank order; they are pickled.
 
-    Over a gloo group that nothing else uses: a thread may call this while the main
-    thread calls other collectives. It is not in the ledger. In a pool, a rank whose
+    Over gloo groups that nothing else uses, one for the main thread and one for others:
+    a thread may call this while the main thread calls any collective. It is not in the ledger. In a pool, a rank whose
     main thread calls it alone, as in a save that others do not make, is reported.
     """
     if dist.group.WORLD is None or world_size() == 1:
         return [value]
-    call = None
-    if threading.current_thread() is threading.main_thread():
+    call, is_main = None, threading.current_thread() is threading.main_thread()
+    if is_main:
         call = count_call("gather_objects (a save, a load)", everyone().ranks)
         report("waits", call)
     values = [None] * world_size()
-    dist.all_gather_object(values, value, _own_group(dist.group.WORLD))
+    dist.all_gather_object(values, value, _own_groups(dist.group.WORLD)[is_main])
     if call is not None:
         report("done", call)
     return values

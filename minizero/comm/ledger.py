@@ -21,8 +21,8 @@ class Call:
     the direct exchange; a backend may send more. `bytes`: the size of what is
     sent. `group`: the name of the group of ranks.
 
-    Times are the host's, in seconds of `perf_counter`: the launch began and
-    returned, the wait began (`waited`) and finished. On NCCL that is early.
+    Times are the host's, in seconds of `perf_counter`: the launch from
+    `launched` to `returned`, the wait from `waited` to `finished`, early on NCCL.
     """
 
     op: str
@@ -82,7 +82,7 @@ class Ledger(list[Call]):
 
 
 _ledgers: list[Ledger] = []
-_where = "", ""  # phase, unit; for all threads: autograd has its own
+_where = "", ""  # phase, unit; global, since autograd runs hooks in other threads
 
 
 @contextmanager

@@ -24,7 +24,7 @@ BLOCK = 128  # elements that share a scale, which is one byte
 
 @dataclass(frozen=True)
 class Quantized:
-    """Integers of `bits`, 8 or 4, times a power of two for each block.
+    """Quantizes rows: integers of 8 or 4 `bits`, a power of two per block.
 
     `segment`: blocks begin anew after so many elements; None: never.
     """

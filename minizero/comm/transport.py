@@ -64,8 +64,8 @@ class Groups:
 
     Groups of 2 among 4 ranks are the rows (0, 1) and (2, 3). `number`, `place`: this
     rank's row and column. `within`: the ranks of its row, such as a server's GPUs;
-    `across`: those of its column. Each row keeps a copy of the N shards of a buffer, so
-    there are R = `copies`, and column j keeps R neighboring shards, j·R to (j+1)·R - 1.
+    `across`: those of its column. Each row keeps one of the R = `copies` of a buffer;
+    of its pieces, as many as all ranks, column j keeps R, from j·R to (j+1)·R - 1.
 
     Raises ValueError unless `size` divides the number of ranks.
     """
@@ -241,9 +241,9 @@ def timeout() -> timedelta | None:
 def communicator(group: Group) -> dist.ProcessGroup:
     """Torch's group for the next of the backend's own collectives.
 
-    NCCL does what one communicator is given in turn, each after what its stream waits
-    for. So what is launched on a stream of its own, as a gather of shards that are
-    copied from the host, goes to another communicator than reductions do.
+    NCCL runs a communicator's collectives in turn, each when its stream gets there.
+    So those launched on a side stream, such as gathers of shards copied from the host,
+    have a communicator of their own: reductions do not wait behind those copies.
     """
     assert dist.group.WORLD is not None
     own_stream = torch.cuda.is_initialized() and (

@@ -98,7 +98,7 @@ class Config(Section):
 
     @property
     def dtypes(self) -> Dtypes:
-        """The dtypes of `MixedPrecision`; all float32 needs none."""
+        """The dtypes to train in; `MixedPrecision` is needed unless all are float32."""
         half = "bfloat16" if self.bf16.enabled else "float32"
         parameters = "float16" if self.fp16.enabled else half
         types = self.data_types

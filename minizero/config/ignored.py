@@ -1,8 +1,8 @@
 """DeepSpeed's keys that have no effect in minizero, and those that are refused.
 
-A row holds the end of a sentence ("... has no effect: {reason}"), a section ("" is the
-top), and the section's keys, each with the value that gives no warning because it asks
-for nothing: DeepSpeed's default, or ANY, where minizero does it anyway; None: no value.
+A row has a reason, which ends the warning or the error; a section ("" is the top); and
+its keys, each with the value that is accepted in silence because it asks for nothing:
+mostly DeepSpeed's default. ANY accepts every value in silence, None accepts no value.
 """
 
 from __future__ import annotations

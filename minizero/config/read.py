@@ -149,8 +149,8 @@ def check_options(
 ) -> None:
     """Raise ConfigError unless a function or class takes these options.
 
-    Its first argument, which is not an option, stays open. `where`: the dotted name of
-    the options, "optimizer.params".
+    Its first argument (parameters, or an optimizer) is not among them. `where`: the
+    dotted name of the options, as "optimizer.params".
     """
     signature = inspect.signature(function)
     _, *names = signature.parameters

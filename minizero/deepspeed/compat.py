@@ -95,8 +95,8 @@ def get_local_rank() -> int:
 
 
 class Accelerator:
-    """torch's module of the ranks' device. Names that it lacks: a count of memory is 0,
-    `empty_cache` does nothing, and what asks for something "supported" is True."""
+    """For `get_accelerator`: names of torch.cuda or torch.cpu, else of torch. What both
+    lack: "...memory..." gives 0, "...supported..." 1, `empty_cache` does nothing."""
 
     def __init__(self) -> None:
         self.kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,12 +163,13 @@ def load_state_dict_from_zero_checkpoint(
 def configure(
     mpu_: Any = None,
     deepspeed_config: Source | None = None,
+    *,
     checkpoint_in_cpu: bool | None = None,
     **others: Any,
 ) -> None:
     """Set whether `checkpoint` keeps arguments in host memory, in the whole process."""
-    if any(others.values()):
-        warnings.warn(f"{', '.join(others)} without effect", stacklevel=2)
+    if ignored := [name for name, value in others.items() if value]:
+        warnings.warn(f"{', '.join(ignored)} without effect", stacklevel=2)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
         config = read(deepspeed_config, world_size())
         checkpoint_in_cpu = config.activation_checkpointing.cpu_checkpointing
@@ -209,11 +210,13 @@ def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:
 
     Call the `set_epoch` of the loader's sampler yourself.
     """
+    is_empty = False  # once it may be: a `Loader` may go on at an epoch's end
     while True:
-        count = -1
-        for count, batch in enumerate(loader):  # noqa: B007
+        was_empty, is_empty = is_empty, True
+        for batch in loader:
+            is_empty = False
             yield batch
-        if count < 0:
+        if was_empty and is_empty:
             raise RuntimeError(
                 f"the {type(loader).__name__} gives no batch when it is restarted; pass "
                 "a data loader, not an iterator"

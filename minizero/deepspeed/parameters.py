@@ -20,8 +20,8 @@ from ..zero import nets_of
 class StoredParameter:
     """Reads and writes one parameter in the buffers that the ranks store.
 
-    This rank stores elements `a` to `b` of its own buffer for it, none if a = b. In the
-    parameter, flattened, the first of them has the place `start`.
+    Elements `a` to `b` of this rank's shard are the parameter's, none if a = b. They
+    begin at element `start` of the flattened parameter.
     """
 
     def __init__(self, p: nn.Parameter) -> None:
@@ -90,7 +90,7 @@ def _get(p: nn.Parameter, stored: Callable[[StoredParameter], Tensor]) -> Tensor
 
 
 def _trained(p: nn.Parameter) -> StoredParameter:
-    """The view of a parameter that is set; ValueError if it is frozen."""
+    """Where to write a parameter that the optimizer updates; ValueError if frozen."""
     view = StoredParameter(p)
     if not view.flat.trainable:
         raise ValueError(
@@ -157,7 +157,7 @@ def safe_get_full_grad(p: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(p: nn.Parameter, value: Tensor) -> None:
-    """Set the gradient to `value`, the same on every rank; reduces it first."""
+    """Set the mean gradient to `value`, times the loss scale; equal on all ranks."""
     view = _trained(p)
     if not view.net.has_gradients:
         raise RuntimeError(

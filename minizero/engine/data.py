@@ -80,7 +80,7 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, each = self.data_sampler, world_size() * (self.batch_size or 1)
-        while True:  # from the start or a loaded place, to the end or the next place
+        while True:  # again for each place that `load_state_dict` has set
             start, batches = sampler.start, super().__iter__()
             self.generator, self._has_moved = None, False
             for number, batch in enumerate(batches, 1):

@@ -69,7 +69,6 @@ class Engine(StepLoop, nn.Module):
         self.training_dataloader = loader
         self._reported = 0, time.perf_counter()  # of the last report: step and time
         self.is_compiled = self._destroyed = False
-        self._failed = False  # whether a backward has left part of a gradient
         self.global_rank, self.world_size = rank(), world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank()))
 
@@ -94,10 +93,7 @@ class Engine(StepLoop, nn.Module):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         self._check(trains=True)
-        self._failed = True
-        share = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._failed = False
-        return share
+        return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         self._check(trains=True)
@@ -117,15 +113,9 @@ class Engine(StepLoop, nn.Module):
                 "this engine has no optimizer, so it only evaluates; give "
                 "minizero.initialize one, or name one in the config"
             )
-        if trains and self._failed:
-            raise RuntimeError(
-                "a backward has failed, so gradients are incomplete; call "
-                "engine.zero_grad() before you go on"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step."""
-        self._failed = False
+        """Clear this step's gradients; its micro-batches so far stay counted."""
         self.net.zero_grad()
 
     def _report(self) -> None:
@@ -152,7 +142,7 @@ class Engine(StepLoop, nn.Module):
         return self.net.no_sync()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say before each backward whether a step ends with it; None counts again."""
+        """Say before each backward if it ends the step; None: the engine counts."""
         self._boundary = is_boundary
 
     # ---- what a script asks for
@@ -285,6 +275,7 @@ class Engine(StepLoop, nn.Module):
             check=check,
         )
         self.zero_grad()
+        self._position = 0
         if self.optimizer is not None:
             self.optimizer.norm, self.optimizer.overflow = None, False
         saved = loaded.extra.get("engine")
@@ -293,7 +284,7 @@ class Engine(StepLoop, nn.Module):
         if not load_module_only:
             self.global_steps, self.global_samples = saved["steps"], saved["samples"]
             steps = self.config.gradient_accumulation_steps
-            self.micro_steps, self._position = self.global_steps * steps, 0
+            self.micro_steps = self.global_steps * steps
             self._reported = self.global_steps, time.perf_counter()
         for name, part in parts.items():
             if name in saved:
@@ -369,7 +360,7 @@ class Engine(StepLoop, nn.Module):
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Compile the forward of each unit except the root's, in place.
+        """Compile the forward of each unit in place; the root's only if it is alone.
 
         Hooks gather, free and reduce between units, outside of what is compiled.
         """
@@ -383,7 +374,7 @@ class Engine(StepLoop, nn.Module):
             )
 
     def destroy(self) -> None:
-        """Finish a background save, and delete offloaded files; use ends here."""
+        """Finish a background save and delete offloaded files; nothing works after."""
         self._destroyed = True
         try:
             checkpoint.finish()

@@ -45,7 +45,7 @@ def precision(config: Config) -> MixedPrecision | None:
 
 
 def schedule(config: Config) -> Schedule | None:
-    """When collectives start; None: where their result is needed."""
+    """When collectives start; None: when their result is needed."""
     zero = config.zero_optimization
     if not zero.overlap_comm:
         return None
@@ -77,6 +77,6 @@ def loss_scale(config: Config) -> LossScale | None:
             fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis,
             fp16.consecutive_hysteresis, fp16.min_loss_scale,
         )
-    half = config.dtypes.reduce == "float16"  # possible without fp16
-    looks = bf16.check_grad_overflow if bf16.enabled else half
-    return LossScale() if looks else None
+    half = config.dtypes.reduce == "float16"  # even if `fp16` is not enabled
+    checks = bf16.check_grad_overflow if bf16.enabled else half
+    return LossScale() if checks else None  # scale 1: it finds overflows

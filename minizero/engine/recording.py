@@ -139,7 +139,7 @@ class Recording:
         return next(((s.event, s.unit) for s in samples if s.unit), ("", ""))
 
     def _time_copy(self, other: str, copy: Function, out: Tensor, x: Tensor) -> None:
-        """Time a copy to or from the host; `other` names one outside of `in` and `out`."""
+        """Time a copy to or from the host; `other` names one that no update makes."""
         begin = time.perf_counter()
         copy(out, x)
         event, unit = self._current_mark()

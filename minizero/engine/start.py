@@ -83,7 +83,7 @@ def initialize(
     if training_data is not None:
         size = settings.train_micro_batch_size_per_gpu
         loader = Loader(training_data, size, collate_fn, settings.dataloader_drop_last)
-    if settings.activation_checkpointing.model_fields_set:  # else `configure` may have
+    if settings.activation_checkpointing.model_fields_set:  # else `configure` decides
         in_host = settings.activation_checkpointing.cpu_checkpointing
         CHECKPOINT.store = Offloaded() if in_host else None
     notes = [*settings.warnings]

@@ -22,7 +22,7 @@ class EngineCalls(accelerate.Accelerator):
     """An accelerator whose loop says where a step of the engine ends."""
 
     engine: Engine | None = None
-    _reduce_now = True
+    _reduce_now = True  # what the next backward does; False in `no_sync`
 
     def _engine(self) -> Engine:
         if self.engine is None:

@@ -62,8 +62,8 @@ class ZeroConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
     ) -> dict[str, Any]:
         """The complete config for this number of updates.
 
-        A copy: an evaluation, which comes without `steps`, needs no scheduler; training
-        after it does. ValueError lists contradictions.
+        A copy, because an evaluation (`steps` is None) drops the scheduler, and a later
+        training needs it. ValueError lists contradictions.
         """
         done = copy.deepcopy(self)
         if steps is None:
@@ -144,7 +144,7 @@ class TrainerMixin(AnyTrainer):
         return config | {"gradient_clipping": 0.0}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The config's, if it has one, in the groups of the Trainer."""
+        """The config's, if it has one; then the Trainer's own only gives the groups."""
         given = self.optimizer is not None
         made = super().create_optimizer(*args, **kwargs)
         config = self.args.zero.finished(self.args, self.model)

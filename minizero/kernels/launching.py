@@ -14,7 +14,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
-launched: Counter[str] = Counter()  # how often each kernel was, by its name
+launched: Counter[str] = Counter()  # the number of launches of each kernel, by name
 
 
 def runs_on(*tensors: Tensor | None) -> bool:

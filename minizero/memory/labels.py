@@ -84,8 +84,8 @@ def host_memory() -> Iterator[None]:
 
 
 def inherit_host(outputs: list[Tensor], *arguments: Any) -> None:
-    """Note an operation's outputs as host memory, inside `host_memory`; elsewhere if
-    all its tensors are. (A copy from the device has one that is not: label it.)
+    """Count an operation's CPU outputs as host memory inside `host_memory`, or if all
+    its inputs are. (A copy from the device has one that is not: label the copy.)
     """
     hosted = _allocates_on_host
     if not hosted and (_hosted or _on_gpu):

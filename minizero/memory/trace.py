@@ -58,7 +58,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Trace:
-    """The slices and the live bytes of one rank or of several, each in order of time."""
+    """What `ranks` ranks did, in order of time; a rank from `ranks` on is simulated."""
 
     ranks: int
     slices: list[Slice] = field(default_factory=list)

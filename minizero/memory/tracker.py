@@ -110,7 +110,7 @@ class Tracker(TorchDispatchMode):
         self._add(before, -before.nbytes)
         self._add(after, after.nbytes)
         self._record()
-        # what was host memory before is new on the device
+        # a storage whose label moves it to the device grows there by all its bytes
         grown = after.nbytes - (0 if before.host else before.nbytes)
         if grown > 0 and not host:
             try:

@@ -108,7 +108,7 @@ class DoubleBuffer:
 
 
 class HostStorage(Storage):
-    """What a placeholder stands for, and where the optimizer works; `Offload` copies.
+    """The base of `Offload`: which tensor a placeholder stands for, where updates run.
 
     `down`: the stream of copies from device to host; `up`: from host to device.
     `_inward`: the one that copies to the optimizer; `_outward`: the other.

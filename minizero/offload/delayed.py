@@ -54,7 +54,7 @@ class Delayed(Offload):
     def update(
         self, units: list[Unit], optimizer: Optimizer, precision: Precision
     ) -> Iterator[list[Unit]]:
-        """Take the gradients and let the thread begin; `flush` ends it."""
+        """Take the gradients and start the thread's update; `flush` waits for it."""
         self._take_gradients(units)
         optimizer, precision = self._freeze_settings(optimizer, precision)
         for unit in [unit for unit in units if unit.trainable]:
@@ -87,7 +87,7 @@ class Delayed(Offload):
         self, optimizer: Optimizer, precision: Precision
     ) -> tuple[Optimizer, Precision]:
         """Copies with this step's settings; they share the states."""
-        # this fetches the clip factor, else the thread waits for the device
+        # called only to copy the clip factor to the host before the thread reads it
         precision.cast_grad(torch.zeros((), device="cpu"))
         # a learning rate scheduler warns if it does not find this
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -97,9 +97,9 @@ class Delayed(Offload):
     def flush(self) -> list[Unit]:
         """Wait for the thread; copy the updated parameters to their place."""
         under_way = self._under_way.copy()
-        self._under_way.clear()
         for result in under_way.values():
-            result.result()
+            result.result()  # after an error the next flush raises it again
+        self._under_way.clear()
         # the computation, or a gather, may still read the old parameters
         self.up.follow()
         if self.plan.parameters.on == "cpu":  # then the host copies, at once

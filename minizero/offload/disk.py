@@ -150,7 +150,7 @@ class DiskStorage(Offload):
     def _records(
         self, swapped: SwappedTensor, a: int, b: int, write: bool = False
     ) -> Iterator[tuple[Tensor, slice]]:
-        """Of each record its elements in [a, b), in a buffer, and their slice of [a, b)."""
+        """Yields each record's elements from a to b, in a buffer, and their slice."""
         with self.guard():
             self._cancel_reads()
             self.buffers.reserve(swapped.record_bytes)

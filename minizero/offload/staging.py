@@ -87,7 +87,7 @@ class Slice:
     `values`: of the parameters. `master`: the same record where no copy is
     kept. `states`: the optimizer's with one value for each element; not read
     before it has made them. `optimizer_state`: its dict for the shard;
-    `scalars`: what else that held before this update, such as a step counter.
+    `scalars`: the rest of that dict before this update, such as a step count.
     """
 
     unit: Unit

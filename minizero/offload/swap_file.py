@@ -208,7 +208,7 @@ class StagedRecord:
         self.swapped: SwappedTensor | None = storage.swapped(tensor)
 
     def launch_read(self, section: Tensor) -> list[Transfer]:
-        """Bring the elements to this section of a buffer, if they must be."""
+        """Copy or read the elements into a buffer's section, unless used in place."""
         self.section, self.staged = section, self.stored
         if self.nbytes:
             self.staged = section.view(self.stored.dtype)[: len(self.stored)]

@@ -25,8 +25,8 @@ class Order:
     if the forward was like the last one, to be like the last backward.
 
     `running`: "forward", "backward", or "" outside of both.
-    `upcoming`: the units that it should need from here on, in order.
-    `seen`: the units that it has needed.
+    `upcoming`: the units that this pass should need next, in order.
+    `seen`: the units that this pass has needed so far.
     `finished`: units in the order in which the forward has finished them.
     """
 
@@ -58,7 +58,7 @@ class Order:
         self.running, self.upcoming = running, list(expected)
 
     def leave(self, unit: Unit, is_last: bool) -> None:
-        """Nothing uses the unit any more; the last one ends a forward."""
+        """Record that a unit is done; the last unit in use ends a forward."""
         if self.running == "forward" and torch.is_grad_enabled():
             self.finished.append(unit)
         if self.running == "forward" and is_last:
@@ -179,7 +179,7 @@ class Overlap(Schedule):
         units, limit = self._units, self.max_live_parameters
         is_new = unit not in units["in use"]
         skipped = self.order.note(unit) if is_new else []
-        if len(self.order.seen) == 1:  # and what the last pass has left
+        if len(self.order.seen) == 1:  # first unit of a pass: free leftovers
             coming = {unit, *self.order.upcoming}
             skipped += [u for u in units["ahead"] if u not in coming]
         freed = [u for u in dict.fromkeys(skipped) if u in units["ahead"]]

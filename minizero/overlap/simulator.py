@@ -137,7 +137,7 @@ class Simulation:
         self.machine, self.plan, self.bucket_size = machine, plan, bucket_size
         self.ranks = machine.ranks
         self.schedule: Any = schedule  # it gets layers in place of units
-        # copies of the parameters alone: the rest is sharded over all ranks
+        # hpZ (ZeRO++): groups copy parameters only, the rest is sharded by all ranks
         self.is_hpz = bool(plan.parameters.group and not plan.optimizer.group)
         self.now, self.line = 0.0, Timeline()
         self._link: list[tuple[float, float]] = []  # its transfers, in order
@@ -313,7 +313,7 @@ class Simulation:
         self, op: str, unit: Layer, flat: Buffer, elements: int,
         since: float = 0.0, after: float = 0.0,
     ) -> Interval:  # fmt: skip
-        """Queue for the link, from `since` on, with so many elements of a buffer.
+        """Queue a collective of so many elements; it starts at `since` or later.
 
         A rank sends N-1 shards. On arrival a reduction adds what has come, and an
         all-reduce sends the sums as well. Copies in several groups are then summed: by

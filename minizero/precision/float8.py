@@ -52,7 +52,7 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x8, w8 = quantize(x, E4M3), quantize(weight, E4M3)
-        # the input in 8 bit; the weight is no copy, and is rounded again
+        # the input is saved in 8 bit; the weight as it is, to be quantized again
         ctx.save_for_backward(*x8, weight)
         return product(x8, (w8[0].t(), w8[1]), x.dtype)
 
@@ -69,7 +69,7 @@ class _Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` with 8-bit products, a scale a tensor, scaled each time.
+    """`nn.Linear` with 8-bit products; every call computes one scale per tensor.
 
     E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022, sec. 3). The
     weight and its gradient keep their dtype, so the precision, the plans and

@@ -89,7 +89,7 @@ class MixedPrecision(MixedSettings):
     # continued: precision-can-step
     def can_step(self, grads: list[Tensor]) -> bool:
         """Whether all ranks' gradients are finite; updates the scale."""
-        self.grad_factor = self.clip_factor / self.loss_scale  # the old one
+        self.grad_factor = self.clip_factor / self.loss_scale  # this step's
         if self.scaler is None:
             return True
         overflow = has_overflow(grads)
@@ -100,7 +100,7 @@ class MixedPrecision(MixedSettings):
 
 # %% ../../notebooks/04_precision.ipynb #precision-overflow
 def has_overflow(grads: list[Tensor]) -> bool:
-    """Whether a rank of any group has an inf or a NaN: one all-reduce."""
+    """Whether any rank, of this net's group or not, has an inf or a NaN."""
     # aminmax returns NaN twice if any element is NaN
     reals = [g.view(g.dtype.to_real()) for g in grads if g.numel()]
     ends = [end for real in reals for end in real.aminmax()]

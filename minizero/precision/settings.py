@@ -145,7 +145,7 @@ class MixedSettings(Precision):
         return super().state_dict() | {"loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; ValueError if one has no loss scale."""
+        """Restore what `state_dict` returned; ValueError if just one has a scale."""
         saved = state["loss_scale"]
         if (saved is None) != (self.scaler is None):
             raise ValueError(

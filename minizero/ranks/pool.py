@@ -36,7 +36,7 @@ LOOK = 0.25  # seconds after which ranks are looked at, though they are silent
 PATIENCE = 1.0  # seconds that others have to come back when one has failed
 LEAVE = 10.0  # seconds that ranks have to leave, or the cause of a failure to appear
 START = 600.0  # seconds that ranks may take to start: importing torch is slow
-# starts a rank; a parent that has torch, and no other thread, may set that of "fork"
+# starts a rank; a parent that has imported torch and has one thread may set fork's
 Process: type[BaseProcess] = multiprocessing.get_context("forkserver").Process
 
 
@@ -54,11 +54,11 @@ class RankError(RuntimeError):
 
 @contextlib.contextmanager
 def _without_main_script() -> Iterator[None]:
-    """Inside, processes do not run the caller's script, as multiprocessing has them do.
+    """Keep processes that start inside from importing the caller's script again.
 
-    With cloudpickle functions travel, and a script needs no `__name__ == "__main__"`.
+    Functions travel by cloudpickle, so a script needs no `__name__ == "__main__"`.
     """
-    # imported once, by the fork server; CUDA, which some might start, survives no fork
+    # the fork server imports these once; none may start CUDA, which survives no fork
     core = [m for m in sys.modules if re.match(r"minizero\.(?!lab)", m)]
     modules = [__name__] if torch.cuda.is_available() else ["torch._dynamo", *core]
     multiprocessing.set_forkserver_preload(modules)
@@ -215,9 +215,9 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; returns the results in order.
 
-        RankError if a rank has raised, ended or hung. If every rank has come back, the
-        pool lives on. If not it has ended (a rank that waits for another in a collective
-        cannot be called back), as after an error of the parent, KeyboardInterrupt too.
+        RankError if a rank raised, ended or hung. The pool lives on if every rank came
+        back, with a result or an error. Otherwise it has ended, as no one can interrupt
+        a rank that waits in a collective; an error here, Ctrl-C too, also ends it.
         """
         return self.call(worker.pack(function, *args, **kwargs))
 
@@ -254,7 +254,7 @@ class Pool:
     def _follow(self, task: bytes, timeout: float) -> None:
         """Wait for all replies to a task; raise RankError when they cannot come.
 
-        It ends them at once if one died, soon if one failed, else if posts prove it.
+        It raises at once if one died, soon if one failed, else when posts prove it.
         """
         for each in self._children:
             each.send(task)

@@ -22,7 +22,7 @@ ACCELERATOR = "cuda"  # tests set the name of a pretended one
 
 
 def prepare() -> None:
-    """Set what a rank's process needs: fewer page faults, and a core to compute on."""
+    """Ask for huge pages (fewer page faults) and for batch scheduling."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read at the first large tensor
     with contextlib.suppress(AttributeError, OSError):  # Linux's; gloo's thread spins
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -26,7 +26,7 @@ class Report(NamedTuple):
 
     `state`: "launched", "waits" or "done"; "queued" if a device carries it out later.
     `number` counts the collectives of its group of `ranks`, and `history` is the checksum
-    of all so far: ranks that make the same calls have both equal. `what`: it in words.
+    of all so far; ranks that make the same calls agree in both. `what`: it in words.
     """
 
     time: float = 0.0  # of the monotonic clock

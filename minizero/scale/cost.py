@@ -253,7 +253,7 @@ class Costs:
         return forward + self.memory(14 * logits), backward + self.memory(22 * logits)
 
     def element(self, how: Candidate) -> tuple[float, float, float, float]:
-        """Link bytes to gather and to reduce an element, seconds over memory for both.
+        """Of an element: bytes sent to gather and to reduce; memory seconds of each.
 
         Quantized parameters are decoded; gradients copied into one buffer, cast if they
         are reduced in another dtype, divided, and encoded and decoded if quantized.
@@ -394,8 +394,9 @@ def link_of(machine: Machine, ranks: int, plan: Plan) -> Link:
         if copies > 1:
             across = Link(copies, *bus(machine, copies, 1))
     latency, speed = bus(machine, ranks)
-    if plan.parameters.on != "device" and ranks > 1:
+    if plan.parameters.on != "device":
+        if ranks == 1:
+            return Link(1, latency, speed, bus=machine.slot(1))
         # its own shard comes in, while N - 1 others come over the link
-        slot = machine.slot(machine.gpus) * (ranks - 1)
-        speed = 1 / (1 / speed + 1 / slot)
+        speed = 1 / (1 / speed + 1 / (machine.slot(machine.gpus) * (ranks - 1)))
     return Link(ranks, latency, speed, contention=machine.contention, across=across)

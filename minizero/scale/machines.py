@@ -70,7 +70,7 @@ class Machine:
     reserved: float = 0.1
 
     def slot(self, gpus: int) -> float:
-        """Bytes between the host and each of so many GPUs, all copying at once."""
+        """Bytes a second between the host and each of `gpus` GPUs that copy at once."""
         return BUS * self.pcie / min(self.shared, gpus)
 
     @property

@@ -51,8 +51,8 @@ def simplicity(plan: Prediction) -> tuple[int, int, float]:
 
 @dataclass(frozen=True)
 class Choice:
-    """best: the plan. others: the fastest of each other kind that fits, then the
-    smallest of those that do not fit."""
+    """What `choose` found. best: the plan. others: the fastest of each other kind that
+    fits, then the smallest of each kind that does not."""
 
     job: Job
     best: Prediction
@@ -86,11 +86,10 @@ def best_of(job: Job, kind: list[Candidate]) -> Prediction:
 
 
 def choose(job: Job, among: Iterable[Candidate] | None = None) -> Choice:
-    """The lowest stage that fits, unless another plan is faster by more than `SAME`.
+    """The lowest stage that fits, if possible without offload and groups.
 
-    So of all plans that fit, those stay that the fastest beats by no more than the
-    error of a prediction; of these it is the one with the fewest options (offload,
-    groups), then of the lowest stage, then the fastest.
+    Of those that the fastest beats by at most `SAME`, the error of a prediction, it takes
+    the one with the fewest options, then of the lowest stage, then the fastest.
 
     among: the candidates (default: all). ValueError if none fits.
     """

@@ -30,7 +30,7 @@ from .shapes import MODELS
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Candidate):
-    """A run is a candidate, for `predict`, with its job and tokens a second and GPU."""
+    """A published run: a candidate, its job, and its tokens a second and GPU."""
 
     runs: str
     model: str

@@ -1,8 +1,8 @@
 """Data parallelism and the three stages of ZeRO, on flat buffers.
 
 Read `flat` (buffers), `build` (what shares one), `seams` (what later chapters pass in,
-and the base class that calls it), `data_parallel`, `stage1`, `stage2`, `stage3`, and
-`init` (sharded parameters by hand).
+and the base class that calls it), `data_parallel`, `stage1` to `stage3`, `parallelize`
+(any plan), `init` (sharded parameters by hand), `guards` (mistakes), and `muon`.
 """
 
 from .build import find_units

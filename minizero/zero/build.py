@@ -27,8 +27,8 @@ Policy = Callable[[nn.Module], bool]
 def find_units(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
     """The outermost modules that `policy` accepts; the root is "".
 
-    By default these are the children of `nn.ModuleList` and `nn.Sequential`, which is
-    where models keep their blocks.
+    By default the children of `nn.ModuleList` and `nn.Sequential`: a model's blocks. A
+    ModuleList itself, which has no forward, and modules without parameters never are.
     """
     found = {"": model}
 
@@ -80,7 +80,7 @@ def split_by_buffer(
 def users_of(unit: Unit, model: nn.Module) -> list[nn.Module]:
     """The modules around whose forward a unit is unsharded.
 
-    The root's output layer, too: a loss may call it outside of the model's forward.
+    For the root also each layer that has its parameters: a loss may call one directly.
     """
     if unit.module is not model:
         return [unit.module]
@@ -198,7 +198,12 @@ def state_layout(
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """The optimizer group of each parameter of the model."""
+    """The optimizer group of each parameter; ValueError if it has others, or stepped."""
+    if any(state.get("step", 1) for state in optimizer.state.values() if state):
+        raise ValueError(
+            f"{type(optimizer).__name__} has made steps, and its state cannot be "
+            "sharded any more; wrap the model before, or load a checkpoint after"
+        )
     groups = enumerate(optimizer.param_groups)
     group_of = {p: index for index, group in groups for p in group["params"]}
     for p in group_of.keys() - {*model.parameters()}:
@@ -213,10 +218,10 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]
 def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
     """How to lay out a flat buffer of one of the optimizer's groups.
 
-    A shard has a piece for each of the groups of ranks that have a copy of the buffer.
+    `copies`: how many groups of ranks keep the buffer; a shard is as many equal pieces.
     """
     options = optimizer.param_groups[group] if group is not None else {}
-    # a fused kernel's code for the tail after blocks of 64 bytes rounds otherwise
+    # fused kernels round a tail below 64 bytes differently, so no piece may have one
     lay, multiple = in_order, 32 if options.get("fused") else 1
     if isinstance(optimizer, Muon) and options.get("use_muon"):
         lay, multiple = optimizer.owners, 1
@@ -231,8 +236,7 @@ def layout_of(optimizer: Optimizer, group: int | None, copies: int) -> Layout:
 def point_at_shards(optimizer: Optimizer, flats: list[Flat], storage: Any) -> None:
     """Point the optimizer's groups and state at what this rank updates.
 
-    Most optimizers have no state yet; Adagrad makes it at construction. ValueError for
-    one that has made steps.
+    Most optimizers have no state yet; Adagrad makes it at construction.
     """
     for group in optimizer.param_groups:
         group["params"] = []
@@ -240,11 +244,6 @@ def point_at_shards(optimizer: Optimizer, flats: list[Flat], storage: Any) -> No
         assert flat.group is not None
         optimizer.param_groups[flat.group]["params"].append(flat.master)
         states = [optimizer.state.pop(slot.parameter, {}) for slot in flat.slots]
-        if any(state.get("step", 1) for state in states if state):
-            raise ValueError(
-                f"{type(optimizer).__name__} has made steps, and its state cannot be "
-                "sharded any more; wrap the model before, or load a checkpoint after"
-            )
         for key, value in states[0].items():  # one value for all elements, so far
             like = value if key == "step" else flat.master
             value = torch.full_like(like, value.flatten()[:1].sum().item())

@@ -1,9 +1,8 @@
-"""Mistakes of scripts that are cheap to notice.
+"""Refuse mistakes that a script makes when it wraps, copies or saves a model.
 
-Writes to parameters, in place or by `p.data = values`, are taken over by the next step
-if every rank makes them; sharded parameters are written to inside
-`zero.GatheredParameters(..., modifier_rank=0)`. What is refused when a model is wrapped,
-copied or saved raises here; what is refused in a step, in `Net`.
+`Net` refuses those in a step. Writes to parameters, in place or by `p.data = values`,
+are no mistake if every rank makes them: the next step takes them over. Sharded
+parameters are written to inside `zero.GatheredParameters(..., modifier_rank=0)`.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 def move(p: Any, to: Any, view: Tensor) -> None:
     """Copy a parameter to its place in a sharded buffer, which it belongs to from now on.
 
-    The buffer in which `zero.Init` has sharded it lets go of it.
+    If `zero.Init` has sharded it, the buffer that it had there is freed.
     """
     if (source := getattr(p, "sharded_in", None)) is not None:
         source.gather().wait()

@@ -39,8 +39,8 @@ def GatheredParameters(
     """Sharded parameters are unsharded inside the block, for every rank.
 
     With `modifier_rank`, what that rank has written is kept, on every rank; without it,
-    what is written is lost. Parameters that are not sharded have their values anyway.
-    All ranks (of a net's `group`, in which `modifier_rank` counts) must enter alike.
+    what is written to sharded ones is lost. Others have their values in any case.
+    All ranks of a net's `group` must enter alike; `modifier_rank` counts within it.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     flats, nets = owners(params), nets_of(params)

@@ -305,11 +305,11 @@ class Net:
                 kind = type(part).__name__
                 raise ValueError(f"another net has this {kind}; make one for each net")
         self.storage.attach(self.plan, self.schedule, optimizer)
-        self.precision.is_used = self.storage.is_used = True
         self.syncing, self.in_backward = True, False
-        self.has_gradients = self.unsynced = False
+        self.has_gradients = self.unsynced = self.has_failed = False
         self._unreduced: dict[Unit, None] = {}  # by this backward, in order
         self.units = build_units(self, units)
+        self.precision.is_used = self.storage.is_used = True
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self._register_hooks()
@@ -395,6 +395,7 @@ class Net:
 
     def _means(self) -> list[Tensor]:
         """The mean gradients, when all reductions are done."""
+        self.check_unchanged()
         if self.unsynced:  # by `no_sync`
             self.unsynced = False
             for unit in [*self._unreduced]:
@@ -419,11 +420,11 @@ class Net:
         self.storage.wait_for_copies()
         for flat in self.trained:
             self.clear_grads(flat)
-        self.unsynced = self.has_gradients = False
+        self.unsynced = self.has_gradients = self.has_failed = False
         self.precision.grads_cleared()
 
     def all_rows(self, mine: Tensor) -> Tensor:
-        """A row for each of the N shards, from those for what this rank updates."""
+        """Gather `mine`, a row for each piece this rank updates, to all N rows."""
         across, within = self.grid.across, self.grid.within
         mine = comm.reachable(mine)
         for ranks, n in (across, across.size), (within, self.group.size):
@@ -479,8 +480,10 @@ class Net:
         self.wait()  # for what a backward that failed has left
         self.check_unchanged()
         self.in_backward, Net.running = True, Net.running + 1
+        self.has_failed = True
         try:
             yield
+            self.has_failed = False
         finally:
             self.in_backward, Net.running = False, Net.running - 1
 
@@ -509,7 +512,10 @@ class Net:
         return True
 
     def check_unchanged(self) -> None:
-        """RuntimeError if the script froze or unfroze parameters, or set a `.grad`."""
+        """RuntimeError if a backward failed, or the script set a `requires_grad` or `.grad`."""
+        if self.has_failed:
+            what = "a backward has failed, so gradients are incomplete"
+            raise RuntimeError(f"{what}; call zero_grad() before you go on")
         for p, (_, flat, slot) in self.where.items():
             if p.requires_grad != flat.trainable:
                 raise RuntimeError(
@@ -533,7 +539,6 @@ class Net:
 
     def before_update(self) -> None:
         """Copy to masters what the script has written; end an update under way."""
-        self.check_unchanged()
         comm.check_sequence()
         # writes to sharded parameters are noticed when these are gathered
         copies = () if self.plan.parameters.sharded else self.flats
@@ -549,9 +554,9 @@ class Net:
         self._sums = self._checksums()
 
     def _checksums(self) -> Tensor:
-        """Of each buffer of which the optimizer updates a copy; on the device.
+        """A checksum of each buffer of which the optimizer updates a copy, as a tensor.
 
-        It reads these twice a step, since `p.data.clamp_()` is in no count of writes.
+        Computed twice a step, since `p.data.clamp_()` leaves `p._version` as it is.
         """
         sums = []
         for flat in () if self.plan.parameters.sharded else self.trained:
@@ -586,8 +591,9 @@ class Net:
                         values[p] = p.detach().to("cpu", copy=True)
         named = self.model.named_parameters(remove_duplicate=False)
         weights = {name: values[p] for name, p in named if p in values}
-        others = self.module_state().items() if first else ()
-        return weights | {k: v.detach().to("cpu", copy=True) for k, v in others}
+        for name, v in self.module_state().items() if first else ():
+            weights[name] = v.detach().to("cpu", copy=True) if torch.is_tensor(v) else v
+        return weights
 
     def module_state(self) -> dict[str, Any]:
         """Persistent buffers and extra state of all modules, by name."""
