@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from minizero import Plan, initialize, parallelize
 from minizero import zero as zero_
 from minizero.comm import ordered_sum
+from minizero.engine.muon_groups import muon_groups
 from minizero.kernels import muon_options
 from minizero.ranks import Pool, device, rank, world_size
 from minizero.zero import Muon
-from minizero.zero.muon import muon_groups
 
 BLOCKS = ("up.weight", "down.weight", "mixer")
 

@@ -2,7 +2,8 @@
 
 Read `step_loop` (what a micro-batch does), `from_config` (keys become objects), `engine`
 (what a script holds) and `start` (how it is made); beside them `optimizer`, `data`,
-`lr_schedules`, and `recording`: what each rank did, in a trace. Imports everything below.
+`lr_schedules`, `muon_groups`, and `recording`: what each rank did, in a trace. Imports
+everything below.
 """
 
 from .engine import Engine

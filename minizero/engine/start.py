@@ -14,11 +14,12 @@ from ..config import Config, Source, check_options, read
 from ..kernels import muon_options, optimizer_call
 from ..ranks import init_distributed, rank, world_size
 from ..zero.build import Policy, groups_of
-from ..zero.muon import Muon, muon_groups
+from ..zero.muon import Muon
 from .data import Collate, Loader
 from .engine import Engine
 from .from_config import wrap
 from .lr_schedules import SCHEDULES
+from .muon_groups import muon_groups
 from .optimizer import EngineOptimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]

@@ -106,9 +106,6 @@ def build_units(net: Any, policy: Policy | None) -> list[Unit]:
                 flat = net.flat_type(part, group, layout, net.grid.within)
                 flat.grid = net.grid
                 unit.flats.append(flat)
-                if net.weight_bits:
-                    piece = flat.padded // net.group.size
-                    flat.quantized = comm.Quantized(net.weight_bits, piece)
                 comm.broadcast(flat.full, group=net.group)
                 own = net.owned(flat.full, flat)
                 flat.start = int(own.storage_offset())

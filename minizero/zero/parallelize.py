@@ -1,4 +1,4 @@
-"""One function for every plan, and what a plan in groups of ranks needs.
+"""One function for every plan, and what groups of ranks and few bits need.
 
 Where the whole plan is in groups (MiCS, Zhang et al. 2022; HSDP, Zhao et al. 2023), the
 ranks of a group divide each buffer between them, and gradients are averaged within the
@@ -8,6 +8,9 @@ al. 2023), gradients and optimizer state are divided between all ranks: `CopiedF
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +25,47 @@ from .stage2 import ZeRO2
 from .stage3 import ShardedFlat, ZeRO3
 
 
-class CopiedFlat(ShardedFlat):
+class QuantizedFlat(ShardedFlat):
+    """A flat buffer whose shards are sent in few bits (qwZ), but exactly to a script.
+
+    bits: 8 or 4; None sends them as they are.
+    """
+
+    grid: comm.Groups
+    quantized: comm.Quantized | None = None
+
+    def __init__(self, *args: Any, bits: int | None = None) -> None:
+        super().__init__(*args)
+        self.bits = bits
+
+    def store(self, storage: Storage) -> None:
+        if self.bits:
+            piece = self.padded // (self.grid.copies * self.grid.size)
+            self.quantized = comm.Quantized(self.bits, piece)
+        super().store(storage)
+
+    def _launch(self, **how: Any) -> comm.Work:
+        return super()._launch(**{"quantized": self.quantized} | how)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        self.gather().wait()
+        if self.quantized:  # it came rounded: gather once more
+            self._launch(quantized=None).wait()
+        with super().gathered():
+            yield
+
+    def end_reading(self) -> None:
+        if self.quantized and self.used and self.readers == 1:
+            self._launch().wait()  # rounded, as the unit had it
+        super().end_reading()
+
+
+class CopiedFlat(QuantizedFlat):
     """A flat buffer that each group of ranks has, and all ranks update together (hpZ).
 
     Of R groups, each rank keeps R shards, one after the other, and updates one of them.
     """
-
-    grid: comm.Groups
 
     def own(self, buffer: Tensor) -> Tensor:
         """The shard, of those that this rank stores, that it updates."""
@@ -48,19 +85,25 @@ class CopiedFlat(ShardedFlat):
         comm.all_gather(self.stored, own, group=across, quantized=quantized)
         self.shard.copy_(own)  # quantizing has replaced the own part, too
 
-    def _launch(self, exact: bool = False) -> comm.Work:
-        if exact:  # then the copies must be, too
+    def _launch(self, **how: Any) -> comm.Work:
+        if how:  # exact: then the copies must be, too
             self._send(None)
-        return super()._launch(exact)
+        return super()._launch(**how)
 
 
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan | None = None,
+    *,
+    weight_bits: int | None = None,
     **options: Any,
 ) -> DataParallel:
-    """Train `model` as `plan` says (default: stage 3), with options of `DataParallel`."""
+    """Train `model` as `plan` says (default: stage 3), with options of `DataParallel`.
+
+    weight_bits: 8 or 4 gathers parameters quantized to so many bits (qwZ, Wang et al.
+        2023); None as they are.
+    """
     plan = Plan.stage(3) if plan is None else plan
     sharded = plan.optimizer.sharded, plan.gradients.sharded, plan.parameters.sharded
     if sharded != tuple(sorted(sharded, reverse=True)):
@@ -68,11 +111,13 @@ def parallelize(
             f"{plan} is no stage of ZeRO; shard the optimizer state, then "
             "gradients, then parameters, as Plan.stage(1), (2) and (3) do"
         )
-    check_groups(plan, options.get("weight_bits"), options.get("gradient_bits"))
+    check_groups(plan, weight_bits, options.get("gradient_bits"))
     kinds = DataParallel, ZeRO1, ZeRO2, ZeRO3
     ranks = options.get("group") or comm.everyone()
-    if (plan.parameters.group or ranks.size) < ranks.size and not plan.optimizer.group:
-        options["flat_type"] = CopiedFlat
+    copied = (plan.parameters.group or ranks.size) < ranks.size
+    kind = CopiedFlat if copied and not plan.optimizer.group else QuantizedFlat
+    if weight_bits or kind is CopiedFlat:
+        options["flat_type"] = partial(kind, bits=weight_bits)
     return kinds[sum(sharded)](model, optimizer, plan=plan, **options)
 
 

@@ -256,8 +256,8 @@ class Net:
     `units`: says which modules communicate as one (default: `find_units`).
     `bucket_size`: most elements in one reduction.
     `group`: the ranks that train the model together (default: all).
-    `weight_bits`, `gradient_bits`: 8 or 4 sends these quantized to so many bits (qwZ and
-        qgZ, Wang et al. 2023); None as they are.
+    `gradient_bits`: 8 or 4 sends gradients quantized to so many bits (qgZ, Wang et al.
+        2023); None as they are. `flat_type`: makes the flat buffers.
 
     `syncing`: whether a backward reduces gradients; not inside `no_sync`. `unsynced`:
         the last backward has not. `has_gradients`: one has run since the last step.
@@ -267,7 +267,7 @@ class Net:
     """
 
     plan = Plan.stage(0)
-    flat_type: type[Flat] = Flat
+    flat_type: Callable[..., Flat] = Flat
     running = 0
     # `DataParallel` has these
     _reduce: Callable[[Unit], None]
@@ -285,15 +285,14 @@ class Net:
         storage: Storage | None = None,
         plan: Plan | None = None,
         group: comm.Group | None = None,
-        weight_bits: int | None = None,
         gradient_bits: int | None = None,
-        flat_type: type[Flat] | None = None,
+        flat_type: Callable[..., Flat] | None = None,
     ) -> None:
         self.plan, self.group = plan or self.plan, group or comm.everyone()
         check_model(model, self.plan)
         check_elementwise(optimizer)
         self.model, self.optimizer = model, optimizer
-        self.bucket_size, self.weight_bits = bucket_size, weight_bits
+        self.bucket_size = bucket_size
         self.quantized = comm.Quantized(gradient_bits) if gradient_bits else None
         self.flat_type = flat_type or self.flat_type
         self.grid = comm.Groups(self.plan.group or self.group.size, self.group)

@@ -39,7 +39,6 @@ class ShardedFlat(Flat):
     """
 
     storage = Storage(Plan.stage(3))
-    quantized: comm.Quantized | None = None  # chapter 17 sends fewer bits
     used, readers = False, 0
     _gathered: Any = None  # its last all-gather
 
@@ -72,13 +71,12 @@ class ShardedFlat(Flat):
             self._launch()
         return self._gathered
 
-    def _launch(self, exact: bool = False) -> comm.Work:
+    def _launch(self, **how: Any) -> comm.Work:
         with self.storage.on_copy_stream() as arrive:
             own = self.storage.load(self.stored, self.stored_part(self.full))
             work = comm.all_gather(
-                self.full, own, async_op=True, group=self.ranks,
-                quantized=None if exact else self.quantized,
-            )  # fmt: skip
+                self.full, own, async_op=True, group=self.ranks, **how
+            )
         self._gathered = work.then(arrive).then(self._arrived)
         return self._gathered
 
@@ -109,10 +107,8 @@ class ShardedFlat(Flat):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Unsharded inside the block, with the values as they are stored."""
+        """Unsharded inside the block."""
         self.gather().wait()
-        if self.quantized:  # it came rounded: gather once more
-            self._launch(exact=True).wait()
         self.readers += 1
         try:
             yield
@@ -122,8 +118,6 @@ class ShardedFlat(Flat):
     def end_reading(self) -> None:
         """Free it; views that a script has kept keep the old memory."""
         self.readers -= 1
-        if self.quantized and self.used and not self.readers:
-            self._launch().wait()  # rounded, as the unit had it
         if not self.used and not self.readers:
             self.show_placeholders()
             self.full = self.full[:0].clone()  # drops the old memory
