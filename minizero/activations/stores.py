@@ -56,7 +56,7 @@ def unchanged(x: Tensor, version: int) -> Tensor:
     if x._version != version:  # autograd does not check behind hooks
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} that backward needs was changed in "
-            "place after the forward; step the optimizer after the backward"
+            "place after the forward; change it, as a step does, after the backward"
         )
     return x
 

@@ -226,8 +226,8 @@ def _own_groups(world: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 def gather_objects(value: Any) -> list[Any]:
     """Every rank gets the values of all ranks, in rank order; they are pickled.
 
-    Over gloo groups that nothing else uses, one for the main thread and one for others:
-    a thread may call this while the main thread calls any collective. It is not in the ledger. In a pool, a rank whose
+    Over two gloo groups that nothing else uses, one for the main thread: other threads
+    may call it beside any collective. It is not in the ledger. In a pool, a rank whose
     main thread calls it alone, as in a save that others do not make, is reported.
     """
     if dist.group.WORLD is None or world_size() == 1:

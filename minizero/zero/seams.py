@@ -260,7 +260,7 @@ class Net:
         2023); None as they are. `flat_type`: makes the flat buffers.
 
     `syncing`: whether a backward reduces gradients; not inside `no_sync`. `unsynced`:
-        the last backward has not. `has_gradients`: one has run since the last step.
+        the last has not. `has_gradients`, `has_failed`: one ran or failed since `step`.
     `in_backward`: one of this net is running; `running` counts those of all nets.
     `where`: of each parameter, its unit, flat buffer and slot.
     `grid`: the groups of ranks, maybe one, that have a copy each of what is sharded.
